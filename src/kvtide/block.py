@@ -1,0 +1,125 @@
+"""What a block is: its layout and identity. A block's array holds bit patterns, so that every value survives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.types import DIGEST_BYTES, BlockKey, ObjectId
+
+__all__ = ["BlockBits", "BlockLayout", "BlockMeta", "KVDtype", "check_bits"]
+
+# (layers, 2, tokens, kv_heads, head_dim); axis 1: 0 = K, 1 = V; dtype is BlockLayout.bits_dtype, C-contiguous.
+BlockBits = NDArray[np.uint16] | NDArray[np.uint32]
+
+LAYERS_MAX = 4096
+TOKENS_MAX = 65536
+KV_HEADS_MAX = 4096
+HEAD_DIM_MAX = 8192
+RAW_BYTES_MAX = 4 << 30
+
+
+class KVDtype(Enum):
+    """Element type of a KV cache. The value is its name everywhere; `code` is what is stored."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def code(self) -> int:
+        """Return the stored number (docs/format.md)."""
+        return {"float32": 1, "float16": 2, "bfloat16": 3}[self.value]
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of one element."""
+        return 4 if self is KVDtype.FLOAT32 else 2
+
+    @classmethod
+    def from_code(cls, code: int) -> KVDtype:
+        """Return the type with this stored number; ValueError if there is none."""
+        for dtype in cls:
+            if dtype.code == code:
+                return dtype
+        raise ValueError(f"unknown KV dtype code {code}, expected one of {[dtype.code for dtype in cls]}")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Shape and element type of a block. ValueError if a dimension is not in its named bound."""
+
+    layers: int
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: KVDtype
+
+    def __post_init__(self) -> None:
+        for name, bound in (
+            ("layers", LAYERS_MAX),
+            ("tokens", TOKENS_MAX),
+            ("kv_heads", KV_HEADS_MAX),
+            ("head_dim", HEAD_DIM_MAX),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= bound:
+                raise ValueError(f"{name} must be a whole number from 1 to {bound}, got {value!r}")
+        if not isinstance(self.dtype, KVDtype):
+            raise ValueError(f"dtype must be a KVDtype, got {self.dtype!r}")
+        if self.raw_bytes > RAW_BYTES_MAX:
+            raise ValueError(f"a block may have {RAW_BYTES_MAX} raw bytes, this layout has {self.raw_bytes}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Return (layers, 2, tokens, kv_heads, head_dim)."""
+        return (self.layers, 2, self.tokens, self.kv_heads, self.head_dim)
+
+    @property
+    def bits_dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+        """Return the little-endian unsigned type that holds one element's bits."""
+        return np.dtype("<u4") if self.dtype is KVDtype.FLOAT32 else np.dtype("<u2")
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the raw bytes of one layer, K and V."""
+        return 2 * self.tokens * self.kv_heads * self.head_dim * self.dtype.item_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        """Return the raw bytes of the whole block."""
+        return self.layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMeta:
+    """All that identifies a block: object id, parent key, position of its first token, layout.
+
+    `model` is a label for people (at most 48 bytes of UTF-8 are stored); it is never compared.
+    """
+
+    id: ObjectId
+    parent: BlockKey
+    start: int
+    layout: BlockLayout
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        for name, digest in (("namespace", self.id.namespace), ("key", self.id.key), ("parent", self.parent)):
+            if len(digest) != DIGEST_BYTES:
+                raise ValueError(f"{name} must be {DIGEST_BYTES} bytes, got {len(digest)}")
+        if self.start < 0 or self.start % self.layout.tokens:
+            raise ValueError(f"start must be a multiple of {self.layout.tokens} tokens, got {self.start}")
+
+
+def check_bits(bits: BlockBits, layout: BlockLayout) -> None:
+    """Raise ValueError unless `bits` is a C-contiguous array of exactly this layout."""
+    if bits.dtype != layout.bits_dtype:
+        raise ValueError(f"block bits must be {layout.bits_dtype}, got {bits.dtype}")
+    if bits.shape != layout.shape:
+        raise ValueError(f"block bits must have shape {layout.shape}, got {bits.shape}")
+    if not bits.flags.c_contiguous:
+        raise ValueError("block bits must be C-contiguous")

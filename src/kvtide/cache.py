@@ -1,0 +1,309 @@
+"""The facade that engines use: match, load, store. The one boundary where a cache fault becomes a miss.
+
+Invariant: what `load` hands to the sink has passed every check of the object format and belongs to the block asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from enum import Enum
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.clock import Clock
+from kvtide.codec import Codec, CodecRegistry
+from kvtide.config import Limits
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.index import Index
+from kvtide.tier import TierStack, TierStats
+from kvtide.types import ObjectId
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# Called with the block's position in the load and its bits, which are valid during the call only. May be called from
+# several threads at once, for different blocks, in any order.
+BlockSink = Callable[[int, BlockBits], None]
+# Returns the block's bits; called later, from the storing thread.
+BlockSource = Callable[[], BlockBits]
+
+
+class MissReason(Enum):
+    """Why a block was not loaded."""
+
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    UNKNOWN_CODEC = "unknown codec"
+    DEADLINE = "deadline"
+    FAULT = "fault"
+
+
+class LoadReport(NamedTuple):
+    """The leading blocks that a load delivered, and why it ended there (None: all came)."""
+
+    blocks: int
+    stored_bytes: int
+    reason: MissReason | None
+
+
+class PendingBlock(NamedTuple):
+    """A block to be stored in the background."""
+
+    meta: BlockMeta
+    source: BlockSource
+
+
+class CacheStats(NamedTuple):
+    """Counters since the cache was opened."""
+
+    blocks_loaded: int
+    blocks_stored: int
+    blocks_dropped: int
+    raw_bytes_stored: int
+    bytes_stored: int
+    misses: dict[str, int]
+    tiers: list[TierStats]
+
+
+class _Scratch(NamedTuple):
+    layout: BlockLayout
+    stored: bytearray
+    bits: BlockBits
+
+
+class Cache:
+    """Blocks of many namespaces over one stack of tiers.
+
+    Owns a storing thread and `limits.load_threads` loading threads between `open` and `close`; use it with `with`.
+    Faults of tiers and payloads never leave it.
+    """
+
+    def __init__(
+        self, tiers: TierStack, index: Index, codec: Codec, registry: CodecRegistry, clock: Clock, limits: Limits
+    ) -> None:
+        self.tiers = tiers
+        self.index = index
+        self._codec = codec
+        self._registry = registry
+        self._clock = clock
+        self._limits = limits
+        self._loaders: ThreadPoolExecutor | None = None
+        self._storer: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._queue: deque[PendingBlock] = deque()
+        self._queued_bytes = 0
+        self._is_closing = False
+        self._scratch: list[_Scratch] = []
+        self._counts: Counter[str] = Counter()
+        self._misses: Counter[MissReason] = Counter()
+
+    def open(self) -> None:
+        """Open the tiers, make what they hold known, start the threads."""
+        self.tiers.open()
+        self.guarded("list", lambda: self.index.insert([info.id.key for info in self.tiers.objects()]), None)
+        self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
+        self._storer = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
+        self._storer.start()
+
+    def close(self) -> None:
+        """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
+        if self._storer is None or self._loaders is None:
+            return
+        self.flush(self._limits.close_s_max)
+        with self._changed:
+            self._is_closing = True
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._changed.notify_all()
+        self._storer.join(self._limits.close_s_max)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._storer = self._loaders = None
+        self.tiers.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def match(self, ids: Sequence[ObjectId]) -> int:
+        """Return the length of the longest leading run of blocks that some tier seems to have.
+
+        A hint: blocks may be gone when they are loaded. Blocks that another process stored are found too.
+        """
+        keys = [object_id.key for object_id in ids]
+        known = len(self.index.match(keys).blocks)
+        while known < len(ids) and self.guarded("look up", partial(self.tiers.contains, ids[known]), False):
+            self.index.insert(keys[known : known + 1])
+            known += 1
+        return known
+
+    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
+        """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
+
+        Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
+        called for such blocks after this has returned.
+        """
+        assert self._loaders is not None, "load before open"
+        give_up_s = self._clock.monotonic_s() + (self._limits.load_s_max if deadline_s is None else deadline_s)
+        keys = [meta.id.key for meta in metas]
+        self.index.pin(keys)
+        try:
+            pending = [self._loaders.submit(self._load_one, i, meta, sink) for i, meta in enumerate(metas)]
+            report = self._leading(pending, give_up_s)
+        finally:
+            self.index.unpin(keys)
+        with self._changed:
+            self._counts["loaded"] += report.blocks
+            if report.reason is not None:
+                self._misses[report.reason] += 1
+        return report
+
+    def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
+        stored_bytes = 0
+        for count, future in enumerate(pending):
+            try:
+                outcome = future.result(max(0.0, give_up_s - self._clock.monotonic_s()))
+            except FutureTimeoutError:
+                outcome = MissReason.DEADLINE
+            if isinstance(outcome, MissReason):
+                for rest in pending[count:]:
+                    rest.cancel()
+                return LoadReport(count, stored_bytes, outcome)
+            stored_bytes += outcome
+        return LoadReport(len(pending), stored_bytes, None)
+
+    def _load_one(self, position: int, meta: BlockMeta, sink: BlockSink) -> int | MissReason:
+        fault: int | MissReason = MissReason.FAULT
+        return self.guarded("load", partial(self._load_block, position, meta, sink), fault)
+
+    def _load_block(self, position: int, meta: BlockMeta, sink: BlockSink) -> int | MissReason:
+        scratch = self._take_scratch(meta.layout)
+        try:
+            view = memoryview(scratch.stored)
+            size = self.tiers.get_into(meta.id, view)
+            if size is None:
+                self.index.remove(meta.id.key)
+                return MissReason.ABSENT
+            stored = parse_object(view[:size], meta.id)
+            if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
+                raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
+            codec = self._registry.get(stored.codec_id)
+            if codec is None:
+                return MissReason.UNKNOWN_CODEC
+            codec.decode(meta, stored.sections(), scratch.bits)
+            sink(position, scratch.bits)
+            return size
+        except CorruptPayload as error:
+            self._drop_corrupt(meta.id, error)
+            return MissReason.CORRUPT
+        finally:
+            self._scratch.append(scratch)
+
+    def _drop_corrupt(self, object_id: ObjectId, error: CorruptPayload) -> None:
+        self.index.remove(object_id.key)
+        self.tiers.delete(object_id, "corrupt")
+        with self._changed:
+            self._counts["corrupt"] += 1
+            is_first = self._counts["corrupt"] == 1
+        if is_first:
+            _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
+
+    def _take_scratch(self, layout: BlockLayout) -> _Scratch:
+        # At most one for each loading thread; list operations are atomic.
+        while self._scratch:
+            scratch = self._scratch.pop()
+            if scratch.layout == layout:
+                return scratch
+        return _Scratch(layout, bytearray(object_bytes_max(layout) + 1), np.empty(layout.shape, layout.bits_dtype))
+
+    def store(self, blocks: Sequence[PendingBlock]) -> int:
+        """Queue blocks to be encoded and stored in the background; return how many the queue's bound let in.
+
+        The first that does not fit ends it: blocks behind a gap could not be matched.
+        """
+        with self._changed:
+            for count, block in enumerate(blocks):
+                raw_bytes = block.meta.layout.raw_bytes
+                if self._is_closing or self._queued_bytes + raw_bytes > self._limits.store_queue_bytes_max:
+                    self._counts["dropped"] += len(blocks) - count
+                    return count
+                self._queue.append(block)
+                self._queued_bytes += raw_bytes
+                self._changed.notify_all()
+        return len(blocks)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queued_bytes == 0, timeout_s)
+
+    def _store_until_closed(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                if self._is_closing:
+                    return
+                block = self._queue.popleft()
+            self.guarded("store", partial(self._store_block, block), None)
+            with self._changed:
+                # Close may have dropped the queue meanwhile.
+                self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
+                self._changed.notify_all()
+
+    def _store_block(self, block: PendingBlock) -> None:
+        meta = block.meta
+        if not self.tiers.contains(meta.id):
+            packed = pack_object(meta, self._codec.codec_id, self._codec.encode(meta, block.source()))
+            if not self.tiers.put_from(meta.id, packed):
+                with self._changed:
+                    self._counts["dropped"] += 1
+                return
+            with self._changed:
+                self._counts["stored"] += 1
+                self._counts["raw_bytes"] += meta.layout.raw_bytes
+                self._counts["bytes"] += len(packed)
+        self.index.insert([meta.id.key])
+
+    def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
+        """Run an action; whatever goes wrong in it is counted, logged once for each verb, and becomes `fallback`."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
+            with self._changed:
+                self._counts[f"fault {verb}"] += 1
+                is_first = self._counts[f"fault {verb}"] == 1
+            if is_first:
+                is_expected = isinstance(error, TierUnavailable)
+                _log.warning("can't %s, served as a miss: %s", verb, error, exc_info=None if is_expected else error)
+            return fallback
+
+    def stats(self) -> CacheStats:
+        """Return the counters."""
+        with self._changed:
+            counts = self._counts.copy()
+            misses = {reason.value: count for reason, count in self._misses.items()}
+        return CacheStats(
+            blocks_loaded=counts["loaded"],
+            blocks_stored=counts["stored"],
+            blocks_dropped=counts["dropped"],
+            raw_bytes_stored=counts["raw_bytes"],
+            bytes_stored=counts["bytes"],
+            misses=misses,
+            tiers=self.tiers.tier_stats(),
+        )

@@ -1,0 +1,56 @@
+"""The one protocol of all codecs, and the checks that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.errors import CorruptPayload
+from kvtide.types import Section, SectionId, SectionKind
+
+__all__ = ["Codec", "layer_section_ids", "layer_views", "sections_by_layer"]
+
+
+class Codec(Protocol):
+    """Turns a block into sections and back. Holds no state that encoding or decoding changes: threads may share it."""
+
+    @property
+    def codec_id(self) -> str:
+        """Return the name and format version that objects carry, at most 16 ASCII characters."""
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return the block's sections.
+
+        bits: (layers, 2, tokens, kv_heads, head_dim), bit patterns, C-contiguous. ValueError if it is not of
+        `meta.layout`.
+        """
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Write the block that the sections hold into `out`, of `meta.layout`.
+
+        Sections come verified, in any order. CorruptPayload if they are not a block of this codec and layout; `out`
+        then holds anything. ValueError if `out` is not of this layout.
+        """
+
+
+def layer_views(bits: BlockBits) -> Iterator[NDArray[np.uint8]]:
+    """Yield each layer of a contiguous block as flat bytes, without a copy."""
+    for layer in bits:
+        yield layer.reshape(-1).view(np.uint8)
+
+
+def layer_section_ids(layout: BlockLayout) -> list[SectionId]:
+    """Return the ids of one base data section a layer."""
+    return [SectionId(SectionKind.DATA, 0, layer, layer + 1) for layer in range(layout.layers)]
+
+
+def sections_by_layer(layout: BlockLayout, sections: Sequence[Section]) -> list[Section]:
+    """Return the sections in layer order. CorruptPayload unless there is exactly one base section for each layer."""
+    ordered = sorted(sections, key=lambda section: section.id)
+    if [section.id for section in ordered] != layer_section_ids(layout):
+        raise CorruptPayload(f"expected one section for each of {layout.layers} layers, got {len(sections)}")
+    return ordered

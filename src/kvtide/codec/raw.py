@@ -1,0 +1,34 @@
+"""The codec that changes nothing: the block's bytes, a section for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockMeta, check_bits
+from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
+from kvtide.errors import CorruptPayload
+from kvtide.types import Section
+
+__all__ = ["RawCodec"]
+
+
+class RawCodec:
+    """Stores every byte as it is."""
+
+    codec_id = "raw-1"
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return one section a layer; they are views of `bits`, valid until it changes."""
+        check_bits(bits, meta.layout)
+        layers = zip(layer_section_ids(meta.layout), layer_views(bits), strict=True)
+        return [Section(section_id, layer.data) for section_id, layer in layers]
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Copy each section into its layer of `out`."""
+        check_bits(out, meta.layout)
+        for section, layer in zip(sections_by_layer(meta.layout, sections), layer_views(out), strict=True):
+            if len(section.data) != layer.size:
+                raise CorruptPayload(f"section {section.id} has {len(section.data)} bytes, a layer has {layer.size}")
+            layer[:] = np.frombuffer(section.data, dtype=np.uint8)

@@ -1,0 +1,34 @@
+"""Settings and their bounds. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Limits", "cache_home"]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Every bound of a cache in one place. ValueError for one that is not positive."""
+
+    memory_bytes_max: int = 1 << 30
+    disk_bytes_max: int = 16 << 30
+    # Blocks that wait to be encoded and stored, by the raw bytes that they keep alive.
+    store_queue_bytes_max: int = 1 << 30
+    load_threads: int = 2
+    # A load that has no deadline of its own is given up after this long.
+    load_s_max: float = 30.0
+    close_s_max: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+
+def cache_home() -> Path:
+    """Return kvtide's directory in the user's cache directory; nothing is created."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvtide"

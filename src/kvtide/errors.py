@@ -1,0 +1,34 @@
+"""The one tree of errors.
+
+KvtideError
+├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
+├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
+│   └── TierFull                no room for this object: it is not stored
+└── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
+
+A miss is None, never an error. The user's mistake is ValueError at the edge.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CorruptPayload", "KvtideError", "TierFull", "TierUnavailable", "UnsupportedModel"]
+
+
+class KvtideError(Exception):
+    """Root of everything that kvtide itself raises, save for ValueError on bad arguments."""
+
+
+class CorruptPayload(KvtideError):
+    """Stored or received bytes fail a check. Never served."""
+
+
+class TierUnavailable(KvtideError):
+    """A tier can't be opened, read or written now."""
+
+
+class TierFull(TierUnavailable):
+    """A tier has no room for an object, even after evicting what it may."""
+
+
+class UnsupportedModel(KvtideError, ValueError):
+    """The model keeps a cache that kvtide can't store and restore exactly."""

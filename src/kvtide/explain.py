@@ -1,0 +1,117 @@
+"""Says why a prompt hit only N tokens, by looking at what the store holds, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvtide.errors import CorruptPayload
+from kvtide.keys import TokenIds, block_keys, tokens_array
+from kvtide.tier import Tier
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import OBJECT_BYTES_MAX, StoredObject, parse_object
+
+__all__ = ["Explanation", "Verdict", "explain", "read_object"]
+
+_FIRST_READ_BYTES = 1 << 20
+
+
+class Verdict(Enum):
+    """Why matching ended."""
+
+    ALL_FULL_BLOCKS = "every full block is stored"
+    SHORTER_THAN_BLOCK = "the prompt is shorter than one block"
+    NEVER_STORED = "the first missing block was never stored, or so long ago that nobody remembers"
+    EVICTED = "the first missing block was evicted"
+    CORRUPT = "the first missing block was corrupt and has been removed"
+    CORRUPT_NOW = "the first missing block's object is corrupt; the next load removes it"
+    OTHER_NAMESPACE = "the same tokens are stored under another namespace (model, dtype, block size or tenant)"
+
+
+class Explanation(NamedTuple):
+    """What a look-up of this prompt finds and why it ends there."""
+
+    prompt_tokens: int
+    full_blocks: int
+    hit_blocks: int
+    hit_tokens: int
+    verdict: Verdict
+    first_missing: BlockKey | None
+    elsewhere: tuple[Namespace, ...]
+
+
+def explain(tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int) -> Explanation:
+    """Match a prompt against a store and name the reason where the run of blocks ends. Reads, changes nothing."""
+    prompt = tokens_array(tokens)
+    keys = block_keys(namespace, prompt, block_tokens)
+    hits = 0
+    verdict = Verdict.ALL_FULL_BLOCKS if keys else Verdict.SHORTER_THAN_BLOCK
+    elsewhere: tuple[Namespace, ...] = ()
+    for key in keys:
+        found = _state(tier, ObjectId(namespace, key))
+        if found is not None:
+            verdict = found
+            break
+        hits += 1
+    first_missing = keys[hits] if hits < len(keys) else None
+    if verdict is Verdict.NEVER_STORED:
+        elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
+        verdict = Verdict.OTHER_NAMESPACE if elsewhere else verdict
+    return Explanation(len(prompt), len(keys), hits, hits * block_tokens, verdict, first_missing, elsewhere)
+
+
+def _state(tier: Tier, object_id: ObjectId) -> Verdict | None:
+    """Return None for a good object, else why it can't be loaded."""
+    try:
+        if read_object(tier, object_id) is not None:
+            return None
+    except CorruptPayload:
+        return Verdict.CORRUPT_NOW
+    reasons = {"evicted": Verdict.EVICTED, "corrupt": Verdict.CORRUPT}
+    return reasons.get(tier.removed_reason(object_id) or "", Verdict.NEVER_STORED)
+
+
+def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
+    """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its id says."""
+    buffer = bytearray(_FIRST_READ_BYTES)
+    size = tier.get_into(object_id, memoryview(buffer))
+    if size is None:
+        return None
+    while size == len(buffer) and len(buffer) < OBJECT_BYTES_MAX:
+        buffer.extend(bytes(len(buffer)))
+        more = tier.get_into(object_id, memoryview(buffer)[size:], size)
+        if more is None:
+            return None
+        size += more
+    stored = parse_object(memoryview(buffer)[:size], object_id)
+    stored.sections()
+    return stored
+
+
+def _namespaces_with(
+    tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int, hits: int
+) -> tuple[Namespace, ...]:
+    others = sorted({info.id.namespace for info in tier.objects()} - {namespace})
+    found = []
+    for other in others:
+        keys = block_keys(Namespace(other), tokens, _block_tokens_of(tier, Namespace(other)) or block_tokens)
+        if keys and _has_more(tier, Namespace(other), keys[: hits + 1]):
+            found.append(Namespace(other))
+    return tuple(found)
+
+
+def _has_more(tier: Tier, namespace: Namespace, keys: Sequence[BlockKey]) -> bool:
+    return all(tier.contains(ObjectId(namespace, key)) for key in keys)
+
+
+def _block_tokens_of(tier: Tier, namespace: Namespace) -> int | None:
+    for info in tier.objects():
+        if info.id.namespace == namespace:
+            try:
+                stored = read_object(tier, info.id)
+            except CorruptPayload:
+                continue
+            if stored is not None:
+                return stored.meta.layout.tokens
+    return None

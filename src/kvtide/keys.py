@@ -1,0 +1,111 @@
+"""Namespaces and chained block keys. A key names a prefix: equal keys mean equal tokens from the first one on.
+
+key(block) = SHA-256(parent key || token ids as little-endian u32); the first parent is the namespace digest.
+Stable across processes, machines and Python versions (never Python's `hash`). See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import TOKENS_MAX, KVDtype
+from kvtide.types import BlockKey, Namespace
+
+__all__ = ["KeyChain", "NamespaceSpec", "TokenIds", "block_keys", "tokens_array"]
+
+TokenIds = Sequence[int] | NDArray[Any]
+
+_NAMESPACE_TAG = b"kvtide-namespace-1"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """Everything that two caches must agree on before one may use the other's blocks.
+
+    `fingerprint` identifies weights and config; `layout` names the shape (layers, heads, head size); the salt keeps
+    tenants apart and is hashed, never stored.
+    """
+
+    fingerprint: bytes
+    dtype: KVDtype
+    layout: str
+    block_tokens: int
+    tenant_salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not self.fingerprint:
+            raise ValueError("a namespace needs a model fingerprint, got an empty one")
+        if not 1 <= self.block_tokens <= TOKENS_MAX:
+            raise ValueError(f"block_tokens must be from 1 to {TOKENS_MAX}, got {self.block_tokens}")
+
+    def digest(self) -> Namespace:
+        """Return the SHA-256 over the length-prefixed fields."""
+        fields = (
+            _NAMESPACE_TAG,
+            self.fingerprint,
+            self.dtype.value.encode(),
+            self.layout.encode(),
+            self.block_tokens.to_bytes(4, "little"),
+            self.tenant_salt,
+        )
+        digest = hashlib.sha256()
+        for field in fields:
+            digest.update(len(field).to_bytes(4, "little"))
+            digest.update(field)
+        return Namespace(digest.digest())
+
+
+def tokens_array(tokens: TokenIds) -> NDArray[np.uint32]:
+    """Return token ids as a contiguous little-endian u32 array.
+
+    ValueError for anything but a one-dimensional run of integers in [0, 2**32).
+    """
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, dtype="<u4")
+    if array.ndim != 1:
+        raise ValueError(f"token ids must be one-dimensional, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, got {array.dtype}")
+    if array.dtype != np.uint32 and (array.min() < 0 or array.max() > 0xFFFFFFFF):
+        raise ValueError(f"token ids must be in [0, 2**32), got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+def block_keys(namespace: Namespace, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:
+    """Return the keys of all full blocks of `tokens`; a partial last block has none.
+
+    ValueError for bad token ids or `block_tokens` < 1.
+    """
+    chain = KeyChain(namespace, block_tokens)
+    return chain.extend(tokens)
+
+
+class KeyChain:
+    """Keys of a growing sequence: a block gets its key when it fills. Cost is that of the new tokens alone."""
+
+    def __init__(self, namespace: Namespace, block_tokens: int) -> None:
+        if not 1 <= block_tokens <= TOKENS_MAX:
+            raise ValueError(f"block_tokens must be from 1 to {TOKENS_MAX}, got {block_tokens}")
+        self._parent: bytes = namespace
+        self._block_bytes = 4 * block_tokens
+        self._partial = b""
+
+    def extend(self, tokens: TokenIds) -> list[BlockKey]:
+        """Append token ids and return the keys of the blocks that they fill, in order."""
+        data = self._partial + tokens_array(tokens).tobytes()
+        sha256, block_bytes, parent = hashlib.sha256, self._block_bytes, self._parent
+        keys = []
+        stop = len(data) - len(data) % block_bytes
+        for offset in range(0, stop, block_bytes):
+            parent = sha256(parent + data[offset : offset + block_bytes]).digest()
+            keys.append(BlockKey(parent))
+        self._parent = parent
+        self._partial = data[stop:]
+        return keys

@@ -1,0 +1,80 @@
+"""The contract of a tier. `testing.tier_suite` checks it for every implementation.
+
+A miss is None or False. TierUnavailable is for a tier that can't serve at all; the cache makes it a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from kvtide.types import BlockKey, ObjectId
+
+__all__ = ["Buffer", "IsPinned", "ObjectInfo", "Tier", "TierStats"]
+
+Buffer = bytes | bytearray | memoryview
+# Asked before a victim is chosen: a block in use is never evicted.
+IsPinned = Callable[[BlockKey], bool]
+
+
+class ObjectInfo(NamedTuple):
+    """One object as a listing shows it. `last_use_s` is wall time, for people."""
+
+    id: ObjectId
+    size: int
+    last_use_s: float
+
+
+class TierStats(NamedTuple):
+    """What a tier holds now, and what it has done since it was opened."""
+
+    name: str
+    objects: int
+    used_bytes: int
+    bytes_max: int
+    hits: int
+    misses: int
+    evictions: int
+    faults: int
+
+
+class Tier(Protocol):
+    """Stores whole objects under their ids. Safe to use from several threads between `open` and `close`."""
+
+    @property
+    def name(self) -> str:
+        """Return the tier's name in statistics and logs."""
+
+    def open(self) -> None:
+        """Take the resources. TierUnavailable if that can't be done."""
+
+    def close(self) -> None:
+        """Give the resources back. Idempotent."""
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is here now. A hint: it may be gone at the next call."""
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the object's bytes from `offset` on into `buffer` and return how many were read.
+
+        None for an absent object. Fewer bytes than the buffer holds means that the object ended. Unverified: the
+        caller checks what it got. ValueError for a negative offset.
+        """
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store an object; visible only once it is whole. False if it was not stored.
+
+        An object that is here already is kept: equal ids mean equal content. TierFull if there is no room.
+        """
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object. False if it was not here."""
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why the object was removed last, if the tier remembers."""
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what is here, in no particular order; objects may come and go meanwhile."""
+
+    def stats(self) -> TierStats:
+        """Return the counters."""

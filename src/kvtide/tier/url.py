@@ -1,0 +1,39 @@
+"""Tiers by URL: `memory://`, `disk:///path`. A bare path means a disk tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from kvtide.clock import Clock
+from kvtide.config import Limits
+from kvtide.tier.base import IsPinned, Tier
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.memory import MemoryTier
+from kvtide.tier.stack import TierStack
+
+__all__ = ["open_tier", "stack_of"]
+
+
+def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    """Return the tier, not yet opened. ValueError for an unknown scheme or a URL that lacks what its scheme needs."""
+    if not url:
+        raise ValueError("a store URL must not be empty; give memory:// or disk:///path")
+    if "://" not in url:
+        return DiskTier(Path(url), limits.disk_bytes_max, clock, is_pinned)
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return MemoryTier(limits.memory_bytes_max, clock, is_pinned)
+    if parts.scheme == "disk":
+        if not parts.path or parts.netloc:
+            raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
+        return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
+    raise ValueError(f"unknown store scheme {parts.scheme!r} in {url!r}, expected memory:// or disk:///path")
+
+
+def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> TierStack:
+    """Return memory in front of what the URL names, as an engine wants it."""
+    tier = open_tier(url, limits, clock, is_pinned)
+    if isinstance(tier, MemoryTier):
+        return TierStack([tier])
+    return TierStack([MemoryTier(limits.memory_bytes_max, clock, is_pinned), tier])

@@ -1,0 +1,46 @@
+"""Names that every other module shares. Values only: nothing here reads, writes or decides."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, NewType
+
+__all__ = ["DIGEST_BYTES", "BlockKey", "Namespace", "ObjectId", "Section", "SectionId", "SectionKind"]
+
+DIGEST_BYTES = 32
+
+# 32-byte digests; see keys.py for how they are made.
+BlockKey = NewType("BlockKey", bytes)
+Namespace = NewType("Namespace", bytes)
+
+
+class ObjectId(NamedTuple):
+    """Names one stored object. The key alone is unique; the namespace says whose it is and groups it."""
+
+    namespace: Namespace
+    key: BlockKey
+
+    def __str__(self) -> str:
+        return f"{self.namespace.hex()[:12]}/{self.key.hex()[:16]}"
+
+
+class SectionKind(IntEnum):
+    """What a section holds. The numbers are stored (docs/format.md)."""
+
+    DATA = 0
+
+
+class SectionId(NamedTuple):
+    """Addresses one section: layers `[layer_start, layer_stop)` at one refinement step, 0 = base."""
+
+    kind: SectionKind
+    refinement: int
+    layer_start: int
+    layer_stop: int
+
+
+class Section(NamedTuple):
+    """One independently decodable piece of an object, as a codec makes and reads it."""
+
+    id: SectionId
+    data: bytes | bytearray | memoryview

@@ -1,0 +1,255 @@
+"""The object format, version 1 (docs/format.md): what a tier stores for a block.
+
+Invariant: nothing of an object is handed out before its checksum, its id and every length have been checked.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.errors import CorruptPayload
+from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
+
+__all__ = [
+    "HEADER_BYTES",
+    "OBJECT_BYTES_MAX",
+    "StoredObject",
+    "object_bytes_max",
+    "pack_object",
+    "parse_header",
+    "parse_object",
+]
+
+HEADER_BYTES = 256
+ENTRY_BYTES = 48
+SECTIONS_MAX = 8192
+OBJECT_BYTES_MAX = 8 << 30
+# Room that any codec may take beyond the raw bytes: headers of sections that did not compress.
+OVERHEAD_BYTES_PER_SECTION = 4096
+
+_MAGIC = b"\x89KVTIDE\n"
+_VERSION = 1
+_CODEC_BYTES = 16
+_LABEL_BYTES = 48
+_CHECKSUM_OFFSET = 240
+_HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
+_ENTRY = struct.Struct("<BBHHHQQQ16s")
+_NO_PROFILE = bytes(32)
+
+assert _HEADER.size == _CHECKSUM_OFFSET
+assert _ENTRY.size == ENTRY_BYTES
+
+
+class _Entry(NamedTuple):
+    id: SectionId
+    offset: int
+    size: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A checked header and section table over the bytes that they were read from."""
+
+    meta: BlockMeta
+    codec_id: str
+    profile: bytes | None
+    object_bytes: int
+    version_tag: bytes
+    _entries: tuple[_Entry, ...]
+    _data: memoryview
+
+    @property
+    def section_ids(self) -> tuple[SectionId, ...]:
+        """Return the ids of all sections in stored order."""
+        return tuple(entry.id for entry in self._entries)
+
+    def section(self, position: int) -> Section:
+        """Return the section at this place in the table, its checksum verified.
+
+        The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
+        the bytes are not all there or not those that were stored.
+        """
+        entry = self._entries[position]
+        data = self._data[entry.offset : entry.offset + entry.size]
+        if len(data) != entry.size:
+            raise CorruptPayload(f"{self.meta.id}: section {entry.id} has {entry.size} bytes, {len(data)} are here")
+        if xxhash.xxh3_128_digest(data) != entry.checksum:
+            raise CorruptPayload(f"{self.meta.id}: checksum of section {entry.id} does not match")
+        return Section(entry.id, data)
+
+    def sections(self) -> list[Section]:
+        """Return all sections, each verified. CorruptPayload as in `section`."""
+        return [self.section(position) for position in range(len(self._entries))]
+
+
+def object_bytes_max(layout: BlockLayout) -> int:
+    """Return a bound on the stored bytes of a block: no codec may make it larger than raw plus table."""
+    overhead = ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION
+    return min(HEADER_BYTES + layout.raw_bytes + layout.layers * overhead, OBJECT_BYTES_MAX)
+
+
+def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None) -> bytearray:
+    """Return the object's bytes.
+
+    Sections are put in stored order. ValueError for none or too many sections, two with one id, or a codec id that
+    is not 1 to 16 ASCII characters.
+    """
+    codec_bytes = codec_id.encode("ascii", errors="replace")
+    if not 1 <= len(codec_bytes) <= _CODEC_BYTES or not codec_id.isascii():
+        raise ValueError(f"codec id must be 1 to {_CODEC_BYTES} ASCII characters, got {codec_id!r}")
+    if not 1 <= len(sections) <= SECTIONS_MAX:
+        raise ValueError(f"an object has 1 to {SECTIONS_MAX} sections, got {len(sections)}")
+    ordered = sorted(sections, key=lambda section: _order(section.id))
+    if len({section.id for section in ordered}) != len(ordered):
+        raise ValueError("two sections of one object have the same id")
+
+    body_start = HEADER_BYTES + ENTRY_BYTES * len(ordered)
+    object_bytes = body_start + sum(len(section.data) for section in ordered)
+    packed = bytearray(object_bytes)
+    offset = body_start
+    for position, (section_id, data) in enumerate(ordered):
+        checksum = xxhash.xxh3_128_digest(data)
+        kind, refinement, layer_start, layer_stop = section_id
+        entry_offset = HEADER_BYTES + position * ENTRY_BYTES
+        entry = (kind, 0, refinement, layer_start, layer_stop, offset, len(data), 0, checksum)
+        _ENTRY.pack_into(packed, entry_offset, *entry)
+        packed[offset : offset + len(data)] = data
+        offset += len(data)
+    assert offset == object_bytes
+    _pack_header(packed, meta, codec_bytes, len(ordered), profile or _NO_PROFILE)
+    return packed
+
+
+def _pack_header(packed: bytearray, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes) -> None:
+    layout = meta.layout
+    label = meta.model.encode()[:_LABEL_BYTES].decode(errors="ignore").encode()
+    _HEADER.pack_into(
+        packed,
+        0,
+        _MAGIC,
+        _VERSION,
+        HEADER_BYTES,
+        section_count,
+        meta.id.key,
+        meta.id.namespace,
+        meta.parent,
+        codec,
+        profile,
+        layout.layers,
+        layout.tokens,
+        layout.kv_heads,
+        layout.head_dim,
+        meta.start,
+        layout.dtype.code,
+        b"",
+        len(packed),
+        label,
+    )
+    packed[_CHECKSUM_OFFSET:HEADER_BYTES] = _header_checksum(memoryview(packed), section_count)
+
+
+def _header_checksum(data: memoryview, section_count: int) -> bytes:
+    digest = xxhash.xxh3_128(data[:_CHECKSUM_OFFSET])
+    digest.update(data[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count])
+    return digest.digest()
+
+
+def _order(section_id: SectionId) -> tuple[int, int, int]:
+    return (section_id.refinement, section_id.layer_start, section_id.kind)
+
+
+def parse_object(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:
+    """Check a whole object and return it. CorruptPayload if anything is off, bytes missing or too many included."""
+    stored = parse_header(data, expected)
+    if stored.object_bytes != len(data):
+        raise CorruptPayload(f"{stored.meta.id}: object has {stored.object_bytes} bytes, {len(data)} came")
+    return stored
+
+
+def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:
+    """Check header and section table of an object of which only a leading part need be here.
+
+    CorruptPayload if the part is shorter than header and table, anything in them is off, or the object is not the
+    expected one.
+    """
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES:
+        raise CorruptPayload(f"an object has at least {HEADER_BYTES} bytes, got {len(view)}")
+    fields = _HEADER.unpack_from(view)
+    magic, version, header_bytes, section_count = fields[:4]
+    if magic != _MAGIC:
+        raise CorruptPayload(f"not a kvtide object: it begins with {magic!r}")
+    if (version, header_bytes) != (_VERSION, HEADER_BYTES):
+        raise CorruptPayload(f"object version {version} with a {header_bytes}-byte header; this code reads {_VERSION}")
+    if not 1 <= section_count <= SECTIONS_MAX:
+        raise CorruptPayload(f"an object has 1 to {SECTIONS_MAX} sections, this one says {section_count}")
+    if len(view) < HEADER_BYTES + ENTRY_BYTES * section_count:
+        raise CorruptPayload(f"section table is cut: {section_count} sections, {len(view)} bytes")
+    version_tag = bytes(view[_CHECKSUM_OFFSET:HEADER_BYTES])
+    if _header_checksum(view, section_count) != version_tag:
+        raise CorruptPayload("checksum of the object's header does not match")
+    return _checked_object(view, fields[4:], section_count, version_tag, expected)
+
+
+def _checked_object(
+    view: memoryview, fields: tuple[object, ...], section_count: int, version_tag: bytes, expected: ObjectId | None
+) -> StoredObject:
+    key, namespace, parent, codec, profile, layers, tokens, kv_heads, head_dim = fields[:9]
+    start, dtype_code, padding, object_bytes, label = fields[9:]
+    assert isinstance(key, bytes) and isinstance(namespace, bytes) and isinstance(parent, bytes)
+    assert isinstance(codec, bytes) and isinstance(profile, bytes) and isinstance(label, bytes)
+    assert isinstance(layers, int) and isinstance(tokens, int) and isinstance(kv_heads, int)
+    assert isinstance(head_dim, int) and isinstance(start, int) and isinstance(dtype_code, int)
+    assert isinstance(object_bytes, int)
+    object_id = ObjectId(Namespace(namespace), BlockKey(key))
+    if expected is not None and object_id != expected:
+        raise CorruptPayload(f"asked for {expected}, the bytes are those of {object_id}")
+    if padding != b"\0\0\0":
+        raise CorruptPayload(f"{object_id}: reserved bytes of the header are not zero")
+    try:
+        layout = BlockLayout(layers, tokens, kv_heads, head_dim, KVDtype.from_code(dtype_code))
+        meta = BlockMeta(object_id, BlockKey(parent), start, layout, label.rstrip(b"\0").decode())
+        codec_id = codec.rstrip(b"\0").decode("ascii")
+    except ValueError as error:
+        raise CorruptPayload(f"{object_id}: {error}") from error
+    entries = _parse_entries(view, section_count, layout.layers, object_bytes, object_id)
+    return StoredObject(
+        meta=meta,
+        codec_id=codec_id,
+        profile=None if profile == _NO_PROFILE else profile,
+        object_bytes=object_bytes,
+        version_tag=version_tag,
+        _entries=entries,
+        _data=view,
+    )
+
+
+def _parse_entries(
+    view: memoryview, section_count: int, layers: int, object_bytes: int, object_id: ObjectId
+) -> tuple[_Entry, ...]:
+    entries: list[_Entry] = []
+    next_offset = HEADER_BYTES + ENTRY_BYTES * section_count
+    last_order = (-1, -1, -1)
+    for position in range(section_count):
+        raw = _ENTRY.unpack_from(view, HEADER_BYTES + position * ENTRY_BYTES)
+        kind, zero, refinement, layer_start, layer_stop, offset, size, reserved, checksum = raw
+        if kind not in SectionKind.__members__.values() or zero or reserved:
+            raise CorruptPayload(f"{object_id}: section {position} is of unknown kind {kind} or has reserved bytes set")
+        section_id = SectionId(SectionKind(kind), refinement, layer_start, layer_stop)
+        if not layer_start < layer_stop <= layers:
+            raise CorruptPayload(f"{object_id}: section {section_id} is outside the {layers} layers")
+        if _order(section_id) <= last_order or offset != next_offset:
+            raise CorruptPayload(f"{object_id}: section {section_id} is out of order or leaves a gap")
+        last_order = _order(section_id)
+        next_offset = offset + size
+        entries.append(_Entry(section_id, offset, size, checksum))
+    if next_offset != object_bytes or object_bytes > OBJECT_BYTES_MAX:
+        raise CorruptPayload(f"{object_id}: sections end at {next_offset}, the object at {object_bytes}")
+    return tuple(entries)

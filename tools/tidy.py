@@ -1,0 +1,139 @@
+"""House rules that a linter does not know (STYLE.md), as one fast test.
+
+Usage: tidy.py SRC_PACKAGE_DIR   (exit status 1 when a rule is broken)
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# A module imports equal or lower ranks only. Names are the first component under the package.
+RANK = {
+    **dict.fromkeys(("types", "errors", "clock", "config"), 0),
+    **dict.fromkeys(("keys", "block", "index", "codec", "importance", "wire", "stream"), 1),
+    "tier": 2,
+    **dict.fromkeys(("cache", "fetch", "explain"), 3),
+    **dict.fromkeys(("server", "engines", "sim"), 4),
+    **dict.fromkeys(("bench", "cli"), 5),
+    "testing": 6,
+    # The package itself holds its version alone; the native module is fenced below.
+    **dict.fromkeys(("__init__", "_native"), 0),
+}
+FUNCTION_LINES_MAX = 60
+FILE_LINES_MAX = 400
+# Only these may import the heavy, optional or dangerous thing named; the empty set means nobody.
+FENCED = {
+    "torch": {"engines"},
+    "vllm": {"engines"},
+    "transformers": {"engines"},
+    "socket": {"tier", "server"},
+    "pickle": set(),
+    "marshal": set(),
+    "shelve": set(),
+    "kvtide._native": {"codec", "importance", "bench", "cli"},
+}
+# Ranks 0 and 1 do no I/O, read no clock and start no thread (locks are theirs: the index is thread-safe).
+PURE_RANK_MAX = 1
+IMPURE = {"time", "datetime", "random", "secrets", "subprocess", "socket", "asyncio", "concurrent"}
+IMPURE_ALLOWED = {"clock": {"time"}}
+ENVIRONMENT = re.compile(r"\bos\.(environ|getenv)\b")
+TODO = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
+
+
+class Problem(NamedTuple):
+    """One broken rule at a line."""
+
+    lineno: int
+    message: str
+
+
+def first_component(path: Path, root: Path) -> str:
+    """Return the module or package right under the root that `path` belongs to."""
+    return path.relative_to(root).parts[0].removesuffix(".py").removesuffix(".pyi")
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of everything imported, `from a import b` as a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield node.lineno, "." * node.level
+                continue
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def import_problems(tree: ast.AST, here: str, package: str) -> Iterator[Problem]:
+    """Yield imports that point up, sideways over a fence, or out of a pure module."""
+    for lineno, module in imported_modules(tree):
+        if module.startswith("."):
+            yield Problem(lineno, "relative import; name the module in full")
+        head, _, tail = module.partition(".")
+        if head == package and tail:
+            there = tail.split(".")[0]
+            if there in RANK and RANK[there] > RANK[here]:
+                yield Problem(lineno, f"{here} (rank {RANK[here]}) imports {there} (rank {RANK[there]})")
+        for fenced, allowed in FENCED.items():
+            if (module == fenced or module.startswith(f"{fenced}.")) and here not in allowed:
+                yield Problem(lineno, f"{fenced} may be imported only under {sorted(allowed) or 'nothing'}")
+        if RANK[here] <= PURE_RANK_MAX and head in IMPURE - IMPURE_ALLOWED.get(here, set()):
+            yield Problem(lineno, f"{here} is pure (rank {RANK[here]}) and may not import {head}")
+
+
+def is_swallowed(node: ast.ExceptHandler) -> bool:
+    """Tell whether a handler drops every error without a word."""
+    broad = node.type is None or getattr(node.type, "id", "") in {"Exception", "BaseException"}
+    return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
+
+
+def node_problems(tree: ast.AST, here: str) -> Iterator[Problem]:
+    """Yield functions that are too long, swallowed errors, prints and evals."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX:
+                yield Problem(node.lineno, f"{node.name}() longer than {FUNCTION_LINES_MAX} lines")
+        elif isinstance(node, ast.ExceptHandler) and is_swallowed(node):
+            yield Problem(node.lineno, "broad handler that swallows the error")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"eval", "exec"}:
+            yield Problem(node.lineno, "eval or exec")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print" and here != "cli":
+            yield Problem(node.lineno, "print() outside the command line")
+
+
+def problems(path: Path, root: Path) -> Iterator[Problem]:
+    """Yield every broken rule of one file."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    here = first_component(path, root)
+    if here not in RANK:
+        yield Problem(1, f"{here} has no import rank; add it to tools/tidy.py and ARCHITECTURE.md")
+        return
+    if text.count("\n") > FILE_LINES_MAX:
+        yield Problem(1, f"file longer than {FILE_LINES_MAX} lines")
+    if path.name != "__init__.py" and ast.get_docstring(tree) is None:
+        yield Problem(1, "no module docstring")
+    for lineno, line in enumerate(text.splitlines(), 1):
+        if ENVIRONMENT.search(line) and here != "config":
+            yield Problem(lineno, "environment read outside config.py")
+        if TODO.search(line):
+            yield Problem(lineno, "TODO without an issue number")
+    yield from import_problems(tree, here, root.name)
+    yield from node_problems(tree, here)
+
+
+def main(argument: str) -> int:
+    """Print every problem under a package directory; return the exit status."""
+    root = Path(argument).resolve()
+    found = [(path, problem) for path in sorted(root.rglob("*.py")) for problem in problems(path, root)]
+    for path, problem in found:
+        print(f"{path.relative_to(root.parent)}:{problem.lineno}: {problem.message}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
