@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -10,11 +9,9 @@ from kvtide.errors import CorruptPayload
 from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire import OBJECT_BYTES_MAX, StoredObject, parse_object
+from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object
 
-__all__ = ["Explanation", "Verdict", "explain", "read_object"]
-
-_FIRST_READ_BYTES = 1 << 20
+__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object"]
 
 
 class Verdict(Enum):
@@ -25,6 +22,7 @@ class Verdict(Enum):
     NEVER_STORED = "the first missing block was never stored, or so long ago that nobody remembers"
     EVICTED = "the first missing block was evicted"
     CORRUPT = "the first missing block was corrupt and has been removed"
+    REMOVED = "the first missing block was removed by hand (kvtide rm)"
     CORRUPT_NOW = "the first missing block's object is corrupt; the next load removes it"
     OTHER_NAMESPACE = "the same tokens are stored under another namespace (model, dtype, block size or tenant)"
 
@@ -68,22 +66,27 @@ def _state(tier: Tier, object_id: ObjectId) -> Verdict | None:
             return None
     except CorruptPayload:
         return Verdict.CORRUPT_NOW
-    reasons = {"evicted": Verdict.EVICTED, "corrupt": Verdict.CORRUPT}
+    reasons = {"evicted": Verdict.EVICTED, "corrupt": Verdict.CORRUPT, "removed": Verdict.REMOVED}
     return reasons.get(tier.removed_reason(object_id) or "", Verdict.NEVER_STORED)
+
+
+def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
+    """Read and verify header and section table alone. None and CorruptPayload as in `read_object`."""
+    buffer = bytearray(HEADER_AND_TABLE_BYTES_MAX)
+    size = tier.get_into(object_id, memoryview(buffer))
+    return None if size is None else parse_header(memoryview(buffer)[:size], object_id)
 
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its id says."""
-    buffer = bytearray(_FIRST_READ_BYTES)
+    header = read_header(tier, object_id)
+    if header is None:
+        return None
+    # One byte more than it says, so that what is too long shows.
+    buffer = bytearray(header.object_bytes + 1)
     size = tier.get_into(object_id, memoryview(buffer))
     if size is None:
         return None
-    while size == len(buffer) and len(buffer) < OBJECT_BYTES_MAX:
-        buffer.extend(bytes(len(buffer)))
-        more = tier.get_into(object_id, memoryview(buffer)[size:], size)
-        if more is None:
-            return None
-        size += more
     stored = parse_object(memoryview(buffer)[:size], object_id)
     stored.sections()
     return stored
@@ -92,26 +95,19 @@ def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
 def _namespaces_with(
     tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int, hits: int
 ) -> tuple[Namespace, ...]:
-    others = sorted({info.id.namespace for info in tier.objects()} - {namespace})
+    """Return the other namespaces that hold more of this prompt than we found."""
+    samples = {info.id.namespace: info.id for info in tier.objects() if info.id.namespace != namespace}
     found = []
-    for other in others:
-        keys = block_keys(Namespace(other), tokens, _block_tokens_of(tier, Namespace(other)) or block_tokens)
-        if keys and _has_more(tier, Namespace(other), keys[: hits + 1]):
-            found.append(Namespace(other))
+    for other, sample in sorted(samples.items()):
+        keys = block_keys(other, tokens, _block_tokens_of(tier, sample) or block_tokens)[: hits + 1]
+        if keys and all(tier.contains(ObjectId(other, key)) for key in keys):
+            found.append(other)
     return tuple(found)
 
 
-def _has_more(tier: Tier, namespace: Namespace, keys: Sequence[BlockKey]) -> bool:
-    return all(tier.contains(ObjectId(namespace, key)) for key in keys)
-
-
-def _block_tokens_of(tier: Tier, namespace: Namespace) -> int | None:
-    for info in tier.objects():
-        if info.id.namespace == namespace:
-            try:
-                stored = read_object(tier, info.id)
-            except CorruptPayload:
-                continue
-            if stored is not None:
-                return stored.meta.layout.tokens
-    return None
+def _block_tokens_of(tier: Tier, sample: ObjectId) -> int | None:
+    try:
+        stored = read_header(tier, sample)
+    except CorruptPayload:
+        return None
+    return stored.meta.layout.tokens if stored else None

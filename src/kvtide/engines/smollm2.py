@@ -5,7 +5,9 @@ The package carries a GGUF file; it is converted once into a normal model folder
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 from pathlib import Path
@@ -44,7 +46,9 @@ def converted_folder() -> Path:
     gguf = _gguf_file()
     _quiet()
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
-    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The reader draws a bar of its own on stderr, which the caller's progress would break.
+    with contextlib.redirect_stderr(io.StringIO()):
+        packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = {name: value for name, value in packed.config.to_dict().items() if name != "quantization_config"}
     # A fresh model: one that was loaded from GGUF refuses to be saved.
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))

@@ -28,6 +28,7 @@ _Result = TypeVar("_Result")
 
 # Another process may write to the same directory: our count of its bytes is at most this old.
 RESCAN_S = 5.0
+ASIDE_TRIES_MAX = 1000
 _SUFFIX = ".kvt"
 
 
@@ -46,6 +47,8 @@ class DiskTier:
         self._journal = RemovalJournal(root / "removed.log")
         self._aside_numbers = itertools.count()
         self._lock = threading.Lock()
+        # One writer at a time: making room and filling it must not be torn apart, or the cap would not hold.
+        self._write_lock = threading.Lock()
         self._used_bytes = 0
         self._scanned_s = float("-inf")
         self._hits = self._misses = self._evictions = self._faults = 0
@@ -107,7 +110,8 @@ class DiskTier:
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
-        return self._guarded("write", lambda: self._write(object_id, buffer))
+        with self._write_lock:
+            return self._guarded("write", lambda: self._write(object_id, buffer))
 
     def _write(self, object_id: ObjectId, buffer: Buffer) -> bool:
         path = self._path(object_id)
@@ -115,8 +119,7 @@ class DiskTier:
             return True
         self._make_room(len(buffer))
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._root / "aside" / f"{os.getpid()}-{next(self._aside_numbers)}.part"
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor, aside = self._create_aside()
         try:
             # Held while the file is written: whoever finds it and gets the lock knows that its writer is dead.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +135,16 @@ class DiskTier:
         with self._lock:
             self._used_bytes += len(buffer)
         return True
+
+    def _create_aside(self) -> tuple[int, Path]:
+        # Containers that share a directory may share process ids: a name that is taken is passed over.
+        for number in itertools.islice(self._aside_numbers, ASIDE_TRIES_MAX):
+            path = self._root / "aside" / f"{os.getpid()}-{number}.part"
+            try:
+                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), path
+            except FileExistsError:
+                continue
+        raise FileExistsError(f"{ASIDE_TRIES_MAX} names in {self._root / 'aside'} are taken")
 
     def _make_room(self, size: int) -> None:
         if self._clock.monotonic_s() - self._scanned_s > RESCAN_S:

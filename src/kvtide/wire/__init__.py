@@ -1,5 +1,21 @@
 """Formats of what is stored and sent, without I/O."""
 
-from kvtide.wire.object import OBJECT_BYTES_MAX, StoredObject, object_bytes_max, pack_object, parse_object
+from kvtide.wire.object import (
+    HEADER_AND_TABLE_BYTES_MAX,
+    OBJECT_BYTES_MAX,
+    StoredObject,
+    object_bytes_max,
+    pack_object,
+    parse_header,
+    parse_object,
+)
 
-__all__ = ["OBJECT_BYTES_MAX", "StoredObject", "object_bytes_max", "pack_object", "parse_object"]
+__all__ = [
+    "HEADER_AND_TABLE_BYTES_MAX",
+    "OBJECT_BYTES_MAX",
+    "StoredObject",
+    "object_bytes_max",
+    "pack_object",
+    "parse_header",
+    "parse_object",
+]

@@ -17,7 +17,7 @@ from kvtide.errors import CorruptPayload
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 
 __all__ = [
-    "HEADER_BYTES",
+    "HEADER_AND_TABLE_BYTES_MAX",
     "OBJECT_BYTES_MAX",
     "StoredObject",
     "object_bytes_max",
@@ -29,6 +29,7 @@ __all__ = [
 HEADER_BYTES = 256
 ENTRY_BYTES = 48
 SECTIONS_MAX = 8192
+HEADER_AND_TABLE_BYTES_MAX = HEADER_BYTES + SECTIONS_MAX * ENTRY_BYTES
 OBJECT_BYTES_MAX = 8 << 30
 # Room that any codec may take beyond the raw bytes: headers of sections that did not compress.
 OVERHEAD_BYTES_PER_SECTION = 4096

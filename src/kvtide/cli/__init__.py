@@ -1,0 +1,5 @@
+"""The `kvtide` command."""
+
+from kvtide.cli.app import main
+
+__all__ = ["main"]

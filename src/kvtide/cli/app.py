@@ -1,0 +1,35 @@
+"""All commands of `kvtide`, each a thin shell over the library."""
+
+from __future__ import annotations
+
+import logging
+
+import typer
+
+from kvtide.cli import demo, doctor, store
+from kvtide.cli.report import fail
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="kvtide",
+    help="Prefill once, reuse anywhere: a KV-cache layer for LLM serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("stats")(store.stats)
+app.command("ls")(store.ls)
+app.command("rm")(store.rm)
+app.command("explain")(store.explain)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends in one line on stderr and exit status 2."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except ValueError as error:
+        fail(str(error))

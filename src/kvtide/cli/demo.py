@@ -1,0 +1,179 @@
+"""`kvtide demo`: prefill once, restore in another process, on a real model; says what that was worth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvtide.cli.report import CONSOLE, emit_json, format_bytes
+from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
+
+__all__ = ["demo"]
+
+_LABELS = {
+    "load model": "load the model",
+    "prefill": "prefill",
+    "answer": "answer",
+    "store": "store blocks",
+}
+
+
+class DemoResult(msgspec.Struct, frozen=True):
+    """The figures of a demo. Bytes are those of the blocks that the second process restored."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    cold_ttft_s: float
+    warm_ttft_s: float
+    speedup: float
+    identical_tokens: bool
+    raw_bytes: int
+    stored_bytes: int
+    codec: str
+    was_warm: bool
+    store: str
+    plot: str | None
+    answer: str
+
+
+def demo(
+    url: StoreOption = DEFAULT_STORE,
+    codec: Annotated[str, typer.Option("--codec", help="Codec of new blocks.")] = "lossless",
+    prefix_tokens: Annotated[
+        int, typer.Option("--prefix-tokens", min=256, max=7000, help="Shared context before the question.")
+    ] = 2048,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 48,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a question over a long text twice: a cold process prefills and stores, a new one restores."""
+    store = _disk_store(url)
+    console = Console(stderr=True) if as_json else CONSOLE
+    with console.status("preparing the model (converted once, under a minute)"):
+        from kvtide.codec import default_registry
+        from kvtide.engines import smollm2
+
+        default_registry().by_name(codec)
+        folder = smollm2.converted_folder()
+    job = {
+        "folder": str(folder),
+        "store": str(store),
+        "codec": codec,
+        "prefix_tokens": prefix_tokens,
+        "answer_tokens": answer_tokens,
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(job, file)
+        file.flush()
+        cold = _phase("cold", Path(file.name), console)
+        if cold["was_warm"]:
+            console.print(f"The store at {store} is warm: it has this text from an earlier run. The cold figure is a")
+            console.print("full prefill without the cache, measured now.")
+        warm = _phase("warm", Path(file.name), console)
+    result = _result(store, codec, cold, warm)
+    plot = _plot(result, store.with_name(f"{store.name}.png"))
+    result = msgspec.structs.replace(result, plot=plot)
+    if as_json:
+        emit_json(result)
+    else:
+        _print(result)
+
+
+def _disk_store(url: str) -> Path:
+    if "://" in url and not url.startswith("disk:///"):
+        raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
+    return Path(url.removeprefix("disk://")).absolute()
+
+
+def _phase(phase: str, job: Path, console: Console) -> dict[str, object]:
+    """Run one process of the demo and show its progress."""
+    command = [sys.executable, "-m", "kvtide.cli.demo_run", phase, str(job)]
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console) as progress,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout is not None
+        result = _follow(phase, process.stdout, progress)
+    if process.returncode != 0 or result is None:
+        raise ValueError(f"the {phase} run of the demo failed with status {process.returncode}; its error is above")
+    return result
+
+
+def _follow(phase: str, lines: Iterator[str], progress: Progress) -> dict[str, object] | None:
+    tasks: dict[str, TaskID] = {}
+    result: dict[str, object] | None = None
+    for line in lines:
+        message = json.loads(line)
+        if "result" in message:
+            result = message["result"]
+            continue
+        step = message["step"]
+        if step not in tasks:
+            tasks[step] = progress.add_task(f"{phase}: {_LABELS[step]}", total=message["total"])
+        progress.update(tasks[step], completed=message["done"])
+    return result
+
+
+def _result(store: Path, codec: str, cold: dict[str, object], warm: dict[str, object]) -> DemoResult:
+    cold_ttft_s, warm_ttft_s = cold["ttft_s"], warm["ttft_s"]
+    assert isinstance(cold_ttft_s, float) and isinstance(warm_ttft_s, float)
+    values = {
+        "prompt_tokens": warm["prompt_tokens"],
+        "hit_tokens": warm["hit_tokens"],
+        "cold_ttft_s": cold_ttft_s,
+        "warm_ttft_s": warm_ttft_s,
+        "speedup": cold_ttft_s / warm_ttft_s,
+        "identical_tokens": cold["answer_ids"] == warm["answer_ids"],
+        "raw_bytes": warm["raw_bytes"],
+        "stored_bytes": warm["stored_bytes"],
+        "codec": codec,
+        "was_warm": cold["was_warm"],
+        "store": str(store),
+        "plot": None,
+        "answer": warm["answer"],
+    }
+    return msgspec.convert(values, DemoResult)
+
+
+def _print(result: DemoResult) -> None:
+    table = Table("", "cold process", "new process", title="SmolLM2-135M, float32, on this machine")
+    table.add_row("time to first token", f"{result.cold_ttft_s:.2f} s", f"{result.warm_ttft_s:.2f} s")
+    table.add_row("prompt tokens", str(result.prompt_tokens), str(result.prompt_tokens))
+    table.add_row("tokens restored", "0", str(result.hit_tokens))
+    table.add_row("KV cache raw", "", format_bytes(result.raw_bytes))
+    table.add_row(f"stored ({result.codec})", "", format_bytes(result.stored_bytes))
+    table.add_row("answers identical", "", "yes" if result.identical_tokens else "NO")
+    CONSOLE.print(table)
+    CONSOLE.print(f"[bold]{result.speedup:.1f} times faster to the first token.[/] Answer: {result.answer.strip()}")
+    CONSOLE.print(f"store: {result.store}" + (f", chart: {result.plot}" if result.plot else ""))
+
+
+def _plot(result: DemoResult, path: Path) -> str | None:
+    """Draw the bar chart beside the store; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(6, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    bars = axes.barh(
+        ["restored", "full prefill"], [result.warm_ttft_s, result.cold_ttft_s], color=["#2a9d8f", "#adb5bd"]
+    )
+    axes.bar_label(bars, fmt="%.2f s", padding=4)
+    axes.margins(x=0.15)
+    axes.set_xlabel("time to first token, seconds")
+    axes.set_title(f"{result.hit_tokens} of {result.prompt_tokens} tokens restored: {result.speedup:.1f} times faster")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    return str(path)

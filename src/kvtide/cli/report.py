@@ -1,0 +1,73 @@
+"""What every command prints alike: the JSON envelope, sizes, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from rich.console import Console
+
+import kvtide
+
+__all__ = ["CONSOLE", "cpu_name", "emit_json", "envelope", "fail", "format_bytes"]
+
+# Tables and progress are for people and go to stderr when stdout carries JSON.
+CONSOLE = Console()
+
+
+def envelope() -> dict[str, str]:
+    """Return where, on what and from which source a result comes: machine, cpu, commit, command."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB",
+        "cpu": cpu_name(),
+        "commit": _commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    source = Path(kvtide.__file__).parent
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return f"version {kvtide.__version__}"
+    return found.stdout.strip()
+
+
+def emit_json(result: Any) -> None:
+    """Print one JSON object on stdout: the envelope, then the result's own fields."""
+    print(json.dumps({**envelope(), **msgspec.to_builtins(result)}))
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on stderr and exit status 2."""
+    print(f"kvtide: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def format_bytes(count: float) -> str:
+    """Return a size as people read it, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,277 @@
+"""Commands that look into a store: stats, ls, rm, explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvtide.cli.report import CONSOLE, emit_json, format_bytes
+from kvtide.clock import SystemClock
+from kvtide.config import Limits, cache_home
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.explain import Explanation, Verdict, read_header, read_object
+from kvtide.explain import explain as explain_prompt
+from kvtide.tier import ObjectInfo, Tier, open_tier
+from kvtide.types import Namespace
+
+__all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "open_store", "rm", "stats"]
+
+DEFAULT_STORE = str(cache_home() / "demo-store")
+StoreOption = Annotated[str, typer.Option("--store", help="disk:///path or a path.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+@contextmanager
+def open_store(url: str) -> Iterator[Tier]:
+    """Open an existing store for a command. ValueError if it is not there."""
+    if url.startswith("memory:"):
+        raise ValueError("a memory store lives in its process alone; give disk:///path")
+    path = Path(url.removeprefix("disk://"))
+    if not path.is_dir():
+        raise ValueError(f"no store at {path}: it is not a directory")
+    tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+    try:
+        tier.open()
+        yield tier
+    except TierUnavailable as error:
+        raise ValueError(str(error)) from error
+    finally:
+        tier.close()
+
+
+class ObjectRow(msgspec.Struct, frozen=True):
+    """One object in a listing; `problem` is empty for a good one."""
+
+    namespace: str
+    key: str
+    model: str
+    codec: str
+    start: int
+    tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    age_s: float
+    problem: str
+
+
+def _rows(tier: Tier, is_verified: bool) -> Iterator[ObjectRow]:
+    now_s = SystemClock().wall_s()
+    read = read_object if is_verified else read_header
+    for info in sorted(tier.objects(), key=lambda info: (info.id.namespace, -info.last_use_s, info.id.key)):
+        try:
+            stored = read(tier, info.id)
+        except CorruptPayload as error:
+            yield _broken_row(info, now_s, str(error))
+            continue
+        if stored is not None:
+            meta = stored.meta
+            yield ObjectRow(
+                namespace=info.id.namespace.hex(),
+                key=info.id.key.hex(),
+                model=meta.model,
+                codec=stored.codec_id,
+                start=meta.start,
+                tokens=meta.layout.tokens,
+                raw_bytes=meta.layout.raw_bytes,
+                stored_bytes=info.size,
+                age_s=now_s - info.last_use_s,
+                problem="",
+            )
+
+
+def _broken_row(info: ObjectInfo, now_s: float, problem: str) -> ObjectRow:
+    age_s = now_s - info.last_use_s
+    return ObjectRow(info.id.namespace.hex(), info.id.key.hex(), "", "", 0, 0, 0, info.size, age_s, problem)
+
+
+class NamespaceRow(msgspec.Struct, frozen=True):
+    """What a store holds of one namespace and codec."""
+
+    namespace: str
+    model: str
+    codec: str
+    objects: int
+    tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    ratio: float
+
+
+def stats(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """Show how much a store holds, by namespace and codec."""
+    with open_store(url) as tier:
+        rows = list(_rows(tier, is_verified=False))
+    groups: dict[tuple[str, str, str], list[ObjectRow]] = {}
+    for row in rows:
+        if not row.problem:
+            groups.setdefault((row.namespace, row.model, row.codec), []).append(row)
+    summary = [_namespace_row(name, members) for name, members in groups.items()]
+    problems = sum(1 for row in rows if row.problem)
+    if as_json:
+        total = sum(row.stored_bytes for row in rows)
+        emit_json({"store": url, "objects": len(rows), "stored_bytes": total, "problems": problems, "rows": summary})
+        return
+    table = Table("namespace", "model", "codec", "blocks", "tokens", "raw", "stored", "ratio", title=url)
+    for item in summary:
+        sizes = (format_bytes(item.raw_bytes), format_bytes(item.stored_bytes), f"{item.ratio:.2f}")
+        table.add_row(item.namespace[:12], item.model, item.codec, str(item.objects), str(item.tokens), *sizes)
+    CONSOLE.print(table)
+    if problems:
+        CONSOLE.print(f"{problems} objects can't be read; `kvtide ls` names them")
+
+
+def _namespace_row(name: tuple[str, str, str], members: list[ObjectRow]) -> NamespaceRow:
+    raw_bytes, stored_bytes = sum(row.raw_bytes for row in members), sum(row.stored_bytes for row in members)
+    tokens = sum(row.tokens for row in members)
+    return NamespaceRow(*name, len(members), tokens, raw_bytes, stored_bytes, raw_bytes / stored_bytes)
+
+
+def ls(
+    url: StoreOption = DEFAULT_STORE,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the objects of a store, newest use first within a namespace."""
+    with open_store(url) as tier:
+        rows = list(_rows(tier, verify))
+    if as_json:
+        emit_json({"store": url, "rows": rows})
+        return
+    table = Table("namespace", "key", "model", "codec", "tokens", "raw", "stored", "last use", "problem", title=url)
+    for row in rows:
+        span = "" if row.problem else f"[{row.start}, {row.start + row.tokens})"
+        sizes = (format_bytes(row.raw_bytes), format_bytes(row.stored_bytes), f"{row.age_s:.0f} s ago", row.problem)
+        table.add_row(row.namespace[:12], row.key[:16], row.model, row.codec, span.replace("[", "\\["), *sizes)
+    CONSOLE.print(table)
+
+
+def rm(
+    prefixes: Annotated[list[str] | None, typer.Argument(help="Leading hex digits of keys or namespaces.")] = None,
+    url: StoreOption = DEFAULT_STORE,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every object.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove objects by leading hex digits (at least 4) of their key or namespace."""
+    chosen = [prefix.lower() for prefix in prefixes or []]
+    if bool(chosen) == everything:
+        raise ValueError("name what to remove by hex digits of key or namespace, or give --all")
+    for prefix in chosen:
+        if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
+            raise ValueError(f"expected at least 4 hex digits, got {prefix!r}")
+    removed_bytes = removed = 0
+    with open_store(url) as tier:
+        for info in list(tier.objects()):
+            names = (info.id.key.hex(), info.id.namespace.hex())
+            matches = everything or any(name.startswith(prefix) for name in names for prefix in chosen)
+            if matches and tier.delete(info.id, "removed"):
+                removed += 1
+                removed_bytes += info.size
+    if as_json:
+        emit_json({"store": url, "removed": removed, "removed_bytes": removed_bytes})
+    else:
+        CONSOLE.print(f"removed {removed} objects, {format_bytes(removed_bytes)}")
+
+
+class ExplainRow(msgspec.Struct, frozen=True):
+    """An explanation as the command prints it."""
+
+    store: str
+    namespace: str
+    prompt_tokens: int
+    full_blocks: int
+    hit_blocks: int
+    hit_tokens: int
+    reason: str
+    first_missing_key: str | None
+    elsewhere: list[str]
+
+
+def explain(
+    text: Annotated[Path | None, typer.Option("--text", help="A file with the prompt; needs a model.")] = None,
+    tokens: Annotated[Path | None, typer.Option("--tokens", help="A file with a JSON list of token ids.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens.")] = None,
+    block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
+    url: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, other namespace."""
+    if (text is None) == (tokens is None):
+        raise ValueError("give the prompt as --text FILE or as --tokens FILE")
+    with open_store(url) as tier:
+        if text is not None:
+            digest, ids = _from_text(_read(text), model, block_tokens)
+        else:
+            assert tokens is not None
+            digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
+        found = explain_prompt(tier, digest, ids, block_tokens)
+    row = _explain_row(url, digest, found)
+    if as_json:
+        emit_json(row)
+        return
+    CONSOLE.print(f"{row.hit_tokens} of {row.prompt_tokens} tokens hit ({row.hit_blocks} of {row.full_blocks} blocks)")
+    CONSOLE.print(f"reason: {row.reason}")
+    if row.first_missing_key:
+        CONSOLE.print(f"first missing block: {row.first_missing_key[:16]} at token {row.hit_tokens}")
+    for other in row.elsewhere:
+        CONSOLE.print(f"stored under namespace {other[:12]}; `kvtide stats` names its model")
+
+
+def _explain_row(url: str, digest: Namespace, found: Explanation) -> ExplainRow:
+    left_over = found.prompt_tokens - found.hit_tokens
+    reason = found.verdict.value
+    if found.verdict is Verdict.ALL_FULL_BLOCKS and left_over:
+        reason = f"{reason}; the last {left_over} tokens don't fill a block"
+    return ExplainRow(
+        store=url,
+        namespace=digest.hex(),
+        prompt_tokens=found.prompt_tokens,
+        full_blocks=found.full_blocks,
+        hit_blocks=found.hit_blocks,
+        hit_tokens=found.hit_tokens,
+        reason=reason,
+        first_missing_key=found.first_missing.hex() if found.first_missing else None,
+        elsewhere=[other.hex() for other in found.elsewhere],
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can't read {path}: {error}") from error
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON list of token ids: {error}") from error
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise ValueError("expected a JSON list of token ids")
+    return ids
+
+
+def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
+    namespaces = sorted({info.id.namespace for info in tier.objects()})
+    matching = [namespace for namespace in namespaces if namespace.hex().startswith((prefix or "").lower())]
+    if len(matching) != 1:
+        names = ", ".join(namespace.hex()[:12] for namespace in namespaces) or "none"
+        raise ValueError(f"--namespace must name one of the store's namespaces ({names}), got {prefix!r}")
+    return matching[0]
+
+
+def _from_text(text: str, model: str | None, block_tokens: int) -> tuple[Namespace, list[int]]:
+    from kvtide.engines import smollm2, transformers
+
+    folder = model or smollm2.converted_folder()
+    ids = smollm2.load_tokenizer(folder)(text).input_ids
+    attached = transformers.attach(smollm2.load_model(folder), "memory://", block_tokens=block_tokens)
+    return attached.namespace, ids

@@ -1,0 +1,1 @@
+"""Public test helpers: conformance suites that every codec, tier and policy must pass, and hypothesis strategies."""

@@ -1,0 +1,117 @@
+"""What every codec must do. Inherit, set `codec`, add goldens.
+
+class TestRaw(CodecSuite):
+    codec = RawCodec()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.codec import Codec
+from kvtide.errors import CorruptPayload
+from kvtide.testing.strategies import block_bits, block_meta, layouts, smooth_bits
+from kvtide.types import Section
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["CodecSuite"]
+
+# A suite is inherited: one property runs on several classes, which is what this health check warns of.
+_SHARED = (HealthCheck.differing_executors,)
+_LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+
+
+class CodecSuite:
+    """Conformance of a codec. `is_lossless` says whether every bit pattern must come back."""
+
+    codec: Codec
+    is_lossless = True
+
+    @given(layout=layouts(), seed=st.integers(0, 2**32), is_smooth=st.booleans())
+    @settings(max_examples=60, deadline=None, suppress_health_check=_SHARED)
+    def test_block_survives_object_round_trip(self, layout: BlockLayout, seed: int, is_smooth: bool) -> None:
+        bits = (smooth_bits if is_smooth or not self.is_lossless else block_bits)(layout, seed)
+        meta = block_meta(layout, seed % 1000)
+        packed = pack_object(meta, self.codec.codec_id, self.codec.encode(meta, bits))
+        assert len(packed) <= object_bytes_max(layout)
+        out = np.empty_like(bits)
+        self.codec.decode(meta, parse_object(packed, meta.id).sections(), out)
+        if self.is_lossless:
+            assert np.array_equal(out, bits)
+
+    @pytest.mark.parametrize("fill", [0x0000, 0x8000, 0x7F80, 0x7FC1, 0xFFFF, 0x0001])
+    def test_constant_block_survives(self, fill: int) -> None:
+        bits: Any = np.full(_LAYOUT.shape, fill, dtype=_LAYOUT.bits_dtype)
+        meta, out = block_meta(_LAYOUT), np.empty_like(bits)
+        self.codec.decode(meta, self.codec.encode(meta, bits), out)
+        if self.is_lossless:
+            assert np.array_equal(out, bits)
+
+    def test_sections_decode_in_any_order(self) -> None:
+        bits, meta = smooth_bits(_LAYOUT, 1), block_meta(_LAYOUT)
+        sections = self.codec.encode(meta, bits)
+        ordered, reversed_ = np.empty_like(bits), np.empty_like(bits)
+        self.codec.decode(meta, sections, ordered)
+        self.codec.decode(meta, sections[::-1], reversed_)
+        assert np.array_equal(ordered, reversed_)
+
+    def test_encoding_twice_gives_same_bytes(self) -> None:
+        bits, meta = smooth_bits(_LAYOUT, 1), block_meta(_LAYOUT)
+        first, second = self.codec.encode(meta, bits), self.codec.encode(meta, bits)
+        assert [(s.id, bytes(s.data)) for s in first] == [(s.id, bytes(s.data)) for s in second]
+
+    def test_missing_section_is_refused(self) -> None:
+        meta = block_meta(_LAYOUT)
+        sections = self.codec.encode(meta, smooth_bits(_LAYOUT, 1))
+        with pytest.raises(CorruptPayload):
+            self.codec.decode(meta, sections[1:], np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
+
+    def test_repeated_section_is_refused(self) -> None:
+        meta = block_meta(_LAYOUT)
+        sections = self.codec.encode(meta, smooth_bits(_LAYOUT, 1))
+        with pytest.raises(CorruptPayload):
+            self.codec.decode(meta, [*sections, sections[0]], np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
+
+    @given(data=st.data())
+    @settings(max_examples=200, deadline=None, suppress_health_check=_SHARED)
+    def test_damaged_section_is_refused_or_decoded_never_crashes(self, data: st.DataObject) -> None:
+        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
+        sections = self.codec.encode(meta, bits)
+        damaged = bytearray(sections[0].data)
+        for _ in range(data.draw(st.integers(1, 4))):
+            position = data.draw(st.integers(0, max(0, len(damaged) - 1)))
+            damaged[position : position + 1] = data.draw(st.binary(max_size=3))
+        sections[0] = Section(sections[0].id, bytes(damaged))
+        out = np.empty_like(bits)
+        try:
+            self.codec.decode(meta, sections, out)
+        except CorruptPayload:
+            return
+        # Without a checksum a codec can't know; the layers that were not touched must be right all the same.
+        if self.is_lossless:
+            assert np.array_equal(out[1:], bits[1:])
+
+    def test_every_truncation_is_refused(self) -> None:
+        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
+        sections = self.codec.encode(meta, bits)
+        whole = bytes(sections[-1].data)
+        for length in range(0, len(whole), max(1, len(whole) // 64)):
+            cut = [*sections[:-1], Section(sections[-1].id, whole[:length])]
+            with pytest.raises(CorruptPayload):
+                self.codec.decode(meta, cut, np.empty_like(bits))
+
+    def test_wrong_shape_type_or_order_is_a_value_error(self) -> None:
+        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
+        sections = self.codec.encode(meta, bits)
+        wrong: list[Any] = [bits[1:], bits.astype(np.uint32), np.asfortranarray(bits), bits.astype(np.float32)]
+        for array in wrong:
+            with pytest.raises(ValueError, match="block bits must"):
+                self.codec.encode(meta, array)
+            with pytest.raises(ValueError, match="block bits must"):
+                self.codec.decode(meta, sections, array)

@@ -1,0 +1,117 @@
+"""What every tier must do. Inherit and give a fixture `tier` that yields an open tier of at least TIER_BYTES.
+
+class TestMemory(TierSuite):
+    @pytest.fixture
+    def tier(self): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import pytest
+
+from kvtide.testing.strategies import namespace
+from kvtide.tier import Tier
+from kvtide.types import BlockKey, ObjectId
+
+__all__ = ["TIER_BYTES", "TierSuite", "object_bytes", "object_id"]
+
+TIER_BYTES = 1 << 20
+
+
+def object_id(number: int) -> ObjectId:
+    """Return the id of a made-up object."""
+    return ObjectId(namespace(), BlockKey(hashlib.sha256(number.to_bytes(8, "little")).digest()))
+
+
+def object_bytes(number: int, size: int = 1000) -> bytes:
+    """Return content that tells which object it belongs to."""
+    return (hashlib.sha256(b"content" + number.to_bytes(8, "little")).digest() * (size // 32 + 1))[:size]
+
+
+def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:
+    """Read a whole object."""
+    buffer = bytearray(size_max)
+    size = tier.get_into(object_id(number), memoryview(buffer))
+    return None if size is None else bytes(buffer[:size])
+
+
+class TierSuite:
+    """Conformance of a tier."""
+
+    def test_put_then_get_gives_same_bytes(self, tier: Tier) -> None:
+        assert tier.put_from(object_id(1), object_bytes(1))
+        assert tier.contains(object_id(1))
+        assert read_all(tier, 1) == object_bytes(1)
+
+    def test_absent_object_is_a_miss(self, tier: Tier) -> None:
+        assert not tier.contains(object_id(1))
+        assert read_all(tier, 1) is None
+        assert not tier.delete(object_id(1), "removed")
+
+    def test_range_is_read_from_its_offset(self, tier: Tier) -> None:
+        tier.put_from(object_id(1), object_bytes(1))
+        buffer = bytearray(100)
+        assert tier.get_into(object_id(1), memoryview(buffer), 50) == 100
+        assert bytes(buffer) == object_bytes(1)[50:150]
+        assert tier.get_into(object_id(1), memoryview(buffer), 950) == 50
+        assert tier.get_into(object_id(1), memoryview(buffer), 5000) == 0
+
+    def test_negative_offset_is_a_value_error(self, tier: Tier) -> None:
+        with pytest.raises(ValueError, match="offset"):
+            tier.get_into(object_id(1), memoryview(bytearray(1)), -1)
+
+    def test_deleted_object_is_gone_and_remembered(self, tier: Tier) -> None:
+        tier.put_from(object_id(1), object_bytes(1))
+        assert tier.delete(object_id(1), "corrupt")
+        assert read_all(tier, 1) is None
+        assert tier.removed_reason(object_id(1)) == "corrupt"
+        assert tier.removed_reason(object_id(2)) is None
+
+    def test_second_put_keeps_first_object(self, tier: Tier) -> None:
+        tier.put_from(object_id(1), object_bytes(1))
+        assert tier.put_from(object_id(1), object_bytes(1))
+        assert tier.stats().objects == 1
+
+    def test_listing_names_each_object_once_with_its_size(self, tier: Tier) -> None:
+        for number in range(5):
+            tier.put_from(object_id(number), object_bytes(number, 100 + number))
+        assert {(info.id, info.size) for info in tier.objects()} == {(object_id(n), 100 + n) for n in range(5)}
+
+    def test_callers_buffer_is_not_kept(self, tier: Tier) -> None:
+        buffer = bytearray(object_bytes(1))
+        tier.put_from(object_id(1), buffer)
+        buffer[:] = bytes(len(buffer))
+        assert read_all(tier, 1) == object_bytes(1)
+
+    def test_bytes_stay_under_the_cap(self, tier: Tier) -> None:
+        for number in range(100):
+            tier.put_from(object_id(number), object_bytes(number, 50_000))
+            assert tier.stats().used_bytes <= tier.stats().bytes_max
+        stats = tier.stats()
+        assert stats.objects == stats.used_bytes // 50_000
+        assert stats.evictions == 100 - stats.objects
+        assert read_all(tier, 99) == object_bytes(99, 50_000)
+
+    def test_threads_never_see_foreign_or_partial_bytes(self, tier: Tier) -> None:
+        wrong: list[int] = []
+
+        def work(first: int) -> None:
+            for number in range(first, first + 40):
+                tier.put_from(object_id(number % 50), object_bytes(number % 50, 30_000))
+                found = read_all(tier, (number * 7) % 50)
+                if found is not None and found != object_bytes((number * 7) % 50, 30_000):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 40, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_close_twice_is_harmless(self, tier: Tier) -> None:
+        tier.close()
+        tier.close()

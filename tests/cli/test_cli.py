@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.test_cache import fill, metas_of, object_files
+
+from kvtide.block import BlockLayout
+from kvtide.cache import Cache
+
+
+def kvtide(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtide.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def kvtide_json(*arguments: Any) -> Any:
+    run = kvtide(*arguments, "--json")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert set(result) >= {"machine", "cpu", "commit", "command"}
+    return result
+
+
+@pytest.fixture
+def store(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> Path:
+    cache: Cache = open_cache(tmp_path / "store")
+    fill(cache, metas_of(layout, 3))
+    return tmp_path / "store"
+
+
+def test_stats_counts_by_namespace(store: Path) -> None:
+    result = kvtide_json("stats", "--store", store)
+    assert result["objects"] == 3
+    assert [(row["objects"], row["tokens"], row["codec"][:8]) for row in result["rows"]] == [(3, 48, "lossless")]
+
+
+def test_ls_shows_good_and_broken_objects(store: Path) -> None:
+    object_files(store)[0].write_bytes(b"garbage")
+    rows = kvtide_json("ls", "--store", store)["rows"]
+    assert sorted(bool(row["problem"]) for row in rows) == [False, False, True]
+    assert "[0, 16)" in kvtide("ls", "--store", store).stdout or "16" in kvtide("ls", "--store", store).stdout
+
+
+def test_ls_verify_finds_a_flipped_bit_that_the_header_does_not_show(store: Path) -> None:
+    path = object_files(store)[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert not any(row["problem"] for row in kvtide_json("ls", "--store", store)["rows"])
+    assert sum(bool(row["problem"]) for row in kvtide_json("ls", "--verify", "--store", store)["rows"]) == 1
+
+
+def test_rm_removes_by_prefix_and_all(store: Path, layout: BlockLayout) -> None:
+    key = metas_of(layout, 1)[0].id.key.hex()
+    assert kvtide_json("rm", key[:8], "--store", store)["removed"] == 1
+    assert kvtide_json("rm", "--all", "--store", store)["removed"] == 2
+    assert object_files(store) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["xyzq"], ["ab"], ["abcd", "--all"]])
+def test_rm_without_a_clear_choice_removes_nothing(arguments: list[str], store: Path) -> None:
+    run = kvtide("rm", *arguments, "--store", store)
+    assert run.returncode == 2
+    assert run.stderr.startswith("kvtide: ")
+    assert len(object_files(store)) == 3
+
+
+def test_explain_names_the_reason(store: Path, layout: BlockLayout, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(list(range(60))))
+    kvtide("rm", metas_of(layout, 2)[1].id.key.hex(), "--store", store)
+    result = kvtide_json("explain", "--tokens", tmp_path / "tokens.json", "--block-tokens", 16, "--store", store)
+    assert (result["hit_tokens"], result["prompt_tokens"], result["full_blocks"]) == (16, 60, 3)
+    assert "removed" in result["reason"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1, 'a']", '["a"]', "\xff"])
+def test_explain_refuses_a_bad_token_file(content: str, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(content, encoding="latin-1")
+    run = kvtide("explain", "--tokens", tmp_path / "tokens.json", "--store", store)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "rm"])
+@pytest.mark.parametrize("where", ["/nonexistent/store", "memory://", "ftp://x"])
+def test_store_that_is_not_there_is_one_clear_line(command: str, where: str) -> None:
+    run = kvtide(command, *(["--all"] if command == "rm" else []), "--store", where)
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_doctor_reports_what_is_here(store: Path) -> None:
+    result = kvtide_json("doctor", "--store", store)
+    findings = {row["subject"]: row["status"] for row in result["rows"]}
+    assert findings["native core"] == findings["torch"] == findings["store"] == "ok"
+
+
+def test_doctor_names_a_store_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = kvtide("doctor", "--store", tmp_path / "file")
+    assert run.returncode == 1
+    assert "not a directory" in run.stdout
+
+
+def test_demo_refuses_bad_choices_before_any_work(tmp_path: Path) -> None:
+    for arguments in (["--codec", "zip"], ["--store", "memory://"], ["--prefix-tokens", "10"]):
+        run = kvtide("demo", *arguments)
+        assert run.returncode == 2
+        assert "Traceback" not in run.stderr

@@ -1,0 +1,75 @@
+"""Fixtures shared by all tests. Nothing here reaches the network: hubs are told that they are offline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.cache import Cache, cache_for
+from kvtide.clock import ManualClock
+from kvtide.config import Limits
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def layout() -> BlockLayout:
+    return BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def open_cache() -> Iterator[Callable[..., Cache]]:
+    """Open caches that are closed when the test ends."""
+    opened: list[Cache] = []
+
+    def open_one(store: Path | str, codec: str = "lossless", **limits: Any) -> Cache:
+        cache = cache_for(str(store), codec, Limits(**limits))
+        cache.open()
+        opened.append(cache)
+        return cache
+
+    yield open_one
+    for cache in opened:
+        cache.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Any:
+    """A Llama with random weights: three layers, two KV heads of size 16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # Threads cost a model of this size more than they bring.
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture
+def prompt() -> Any:
+    """100 token ids, (1, 100)."""
+    import torch
+
+    return torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvtide.block import KVDtype
+from kvtide.engines.fingerprint import ModelShape, model_fingerprint, model_shape, weights_version
+from kvtide.errors import UnsupportedModel
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_shape_is_that_of_the_cache(tiny_model: Any) -> None:
+    assert model_shape(tiny_model) == ModelShape(layers=3, kv_heads=2, head_dim=16, dtype=KVDtype.FLOAT32)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Phi", "OPT"])
+def test_plain_families_are_served(family: str) -> None:
+    import transformers
+
+    sizes = {**GROUPED, "pad_token_id": 0, "head_dim": 8, "sliding_window": None}
+    if family == "OPT":
+        sizes = {**sizes, "ffn_dim": 32, "word_embed_proj_dim": 32}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    assert model_shape(model_of(config)).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("Gemma2", {"head_dim": 8, "sliding_window": 16}, "part of the past"),
+        ("Mistral", {"sliding_window": 16}, "part of the past"),
+        ("Mamba", {}, "state"),
+        ("DeepseekV3", {"n_routed_experts": 4, "kv_lora_rank": 8, "num_key_value_heads": 4, "n_group": 1}, "one shape"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_what_cannot_be_restored_exactly_is_refused_with_its_reason(
+    family: str, settings: dict[str, Any], message: str
+) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, "pad_token_id": 0, **settings})
+    with pytest.raises(UnsupportedModel, match=message):
+        model_shape(model_of(config))
+
+
+def test_encoder_decoder_is_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    with pytest.raises(UnsupportedModel, match="encoder"):
+        model_shape(T5ForConditionalGeneration(config).eval())
+
+
+def test_training_mode_is_refused(tiny_model: Any) -> None:
+    model = copy.deepcopy(tiny_model).train()
+    with pytest.raises(UnsupportedModel, match="eval"):
+        model_shape(model)
+
+
+def test_model_that_sees_later_tokens_is_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model)
+    embed = model.model.embed_tokens.forward
+    # As in a bidirectional model, every token sees the sum of all.
+    monkeypatch.setattr(
+        model.model.embed_tokens,
+        "forward",
+        lambda ids: embed(ids).sum(1, keepdim=True).expand(-1, ids.shape[1], -1) * 50,
+    )
+    with pytest.raises(UnsupportedModel, match="not causal"):
+        model_shape(model)
+
+
+def test_equal_weights_have_one_fingerprint_and_any_change_another(tiny_model: Any) -> None:
+    twin = copy.deepcopy(tiny_model)
+    assert model_fingerprint(twin) == model_fingerprint(tiny_model)
+    with torch.no_grad():
+        twin.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    assert model_fingerprint(twin) != model_fingerprint(tiny_model)
+
+
+def test_config_that_changes_the_keys_changes_the_fingerprint(tiny_model: Any) -> None:
+    config = LlamaConfig(
+        **{**tiny_model.config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    )
+    other = LlamaForCausalLM(config).eval()
+    other.load_state_dict(tiny_model.state_dict())
+    assert model_fingerprint(other) != model_fingerprint(tiny_model)
+
+
+def test_weights_version_follows_writes_in_place(tiny_model: Any) -> None:
+    model = copy.deepcopy(tiny_model)
+    before = weights_version(model)
+    assert weights_version(model) == before
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert weights_version(model) != before

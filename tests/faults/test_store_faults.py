@@ -1,0 +1,203 @@
+"""Stores that are read-only, full, missing or torn, and writers that are killed: always a miss, never an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.test_cache import Collector, fill, ids, metas_of, object_files
+
+from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.cache import Cache
+from kvtide.engines.transformers import attach
+from kvtide.testing.strategies import smooth_bits
+
+OpenCache = Callable[..., Cache]
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+KILLS = 20
+SEED = 20240317
+
+# Stores blocks of a known content over and over, removing what it stored, until it is killed.
+WRITER = """
+import sys
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.cache import cache_for
+from tests.test_cache import fill, metas_of
+layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
+metas = metas_of(layout, 4)
+with cache_for(sys.argv[1], "raw") as cache:
+    print("ready", flush=True)
+    while True:
+        fill(cache, metas)
+        for meta in metas:
+            cache.tiers.delete(meta.id, "evicted")
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 512 KiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "kvtide-test", str(mount)], capture_output=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def generate(model: Any, store: Path | str, prompt: torch.Tensor) -> tuple[Any, Any]:
+    with attach(model, str(store), block_tokens=16) as cached:
+        output = cached.generate(prompt, **GREEDY)
+        assert cached.cache.flush(10)
+        return output, cached
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("kvtide")]
+
+
+def test_store_that_is_a_file_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    output, _ = generate(tiny_model, tmp_path / "file", prompt)
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len(messages(caplog)) == 1
+    assert "can't be used" in messages(caplog)[0]
+
+
+def test_read_only_store_is_read_and_never_written(
+    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = generate(tiny_model, small_disk, prompt[:, :50])
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    _, cached = generate(tiny_model, small_disk, prompt)
+    assert cached.last.hit_tokens == 48
+    again, _ = generate(tiny_model, small_disk, prompt[:, :50])
+    assert torch.equal(again, expected)
+    assert len([message for message in messages(caplog) if "Read-only" in message]) == 1
+
+
+def test_missing_store_on_a_read_only_disk_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    output, _ = generate(tiny_model, small_disk / "store", prompt)
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len(messages(caplog)) == 1
+
+
+def test_full_disk_still_answers_and_reads_go_on(
+    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate(tiny_model, small_disk, prompt[:, :50])
+    ballast = os.open(small_disk / "ballast", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space"):
+        while True:
+            os.write(ballast, bytes(4096))
+    os.close(ballast)
+    output, cached = generate(tiny_model, small_disk, prompt)
+    assert cached.last.hit_tokens == 48
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len([message for message in messages(caplog) if "No space" in message]) == 1
+    assert list((small_disk / "aside").iterdir()) == []
+
+
+def test_store_deleted_under_a_running_engine_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    import shutil
+
+    with attach(tiny_model, str(tmp_path / "store"), block_tokens=16) as cached:
+        first = cached.generate(prompt, **GREEDY)
+        assert cached.cache.flush(10)
+        cached.cache.tiers._tiers[0].close()
+        shutil.rmtree(tmp_path / "store")
+        assert torch.equal(cached.generate(prompt, **GREEDY), first)
+        assert cached.last is not None and cached.last.hit_tokens == 0
+
+
+def expected_blocks(layout: BlockLayout) -> list[BlockBits]:
+    return [smooth_bits(layout, seed) for seed in range(4)]
+
+
+def test_killed_writer_leaves_no_wrong_byte_and_no_lock(tmp_path: Path, open_cache: OpenCache) -> None:
+    layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
+    metas, contents, rng = metas_of(layout, 4), expected_blocks(layout), random.Random(SEED)
+    served = wrong = 0
+    root = Path(__file__).parent.parent.parent
+    for _ in range(KILLS):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=root, text=True
+        ) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.06))
+            writer.send_signal(signal.SIGKILL)
+        reader = open_cache(tmp_path)
+        assert list((tmp_path / "aside").iterdir()) == []
+        for position, meta in enumerate(metas):
+            sink = Collector()
+            if reader.load([meta], sink).blocks:
+                served += 1
+                wrong += not np.array_equal(sink.blocks[0], contents[position])
+        assert reader.stats().misses.get("corrupt", 0) == 0
+        fill(reader, metas)
+        reader.close()
+    print(json.dumps({"faults": KILLS, "wrong_bytes": wrong, "served": served, "seed": SEED}))
+    assert wrong == 0
+
+
+def test_every_failing_system_call_is_a_miss(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th call of each kind fails with EIO, then the store still works."""
+    metas = metas_of(layout, 2)
+    calls = {"open": os.open, "write": os.write, "preadv": os.preadv}
+    for name, real in calls.items():
+        for nth in range(3):
+            store = tmp_path / f"{name}{nth}"
+            cache, count = open_cache(store, "raw"), iter(range(10**6))
+
+            def failing(*arguments: Any, real: Any = real, count: Any = count, nth: int = nth, **named: Any) -> Any:
+                if next(count) == nth:
+                    raise OSError(5, "Input/output error")
+                return real(*arguments, **named)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(f"kvtide.tier.disk.os.{name}", failing)
+                fill(cache, metas)
+                cache.tiers._tiers[0].close()
+                report = cache.load(metas, sink := Collector())
+            contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
+            for position in range(report.blocks):
+                assert np.array_equal(sink.blocks[position], contents[position])
+            fill(cache, metas)
+            assert cache.match(ids(metas)) == 2
+            assert len(object_files(store)) == 2
+
+
+def test_short_reads_and_writes_are_continued(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, metas, sink = open_cache(tmp_path, "raw"), metas_of(layout, 1), Collector()
+    write, preadv = os.write, os.preadv
+    monkeypatch.setattr("kvtide.tier.disk.os.write", lambda fd, data: write(fd, data[:1000]))
+    monkeypatch.setattr("kvtide.tier.disk.os.preadv", lambda fd, parts, at: preadv(fd, [parts[0][:777]], at))
+    contents = fill(cache, metas)
+    cache.tiers._tiers[0].close()
+    assert cache.load(metas, sink).blocks == 1
+    assert np.array_equal(sink.blocks[0], contents[0])

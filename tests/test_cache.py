@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.cache import Cache, MissReason, PendingBlock
+from kvtide.codec import CodecRegistry, RawCodec
+from kvtide.config import Limits
+from kvtide.errors import TierUnavailable
+from kvtide.keys import block_keys
+from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.tier import MemoryTier
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+OpenCache = Callable[..., Cache]
+
+
+def metas_of(layout: BlockLayout, blocks: int, space: Namespace | None = None) -> list[BlockMeta]:
+    space = space or namespace()
+    keys = [BlockKey(space), *block_keys(space, range(blocks * layout.tokens), layout.tokens)]
+    return [BlockMeta(ObjectId(space, keys[i + 1]), keys[i], i * layout.tokens, layout, "test") for i in range(blocks)]
+
+
+def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
+    contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
+    pending = [PendingBlock(meta, lambda bits=bits: bits) for meta, bits in zip(metas, contents, strict=True)]
+    assert cache.store(pending) == len(metas)
+    assert cache.flush(10)
+    return contents
+
+
+class Collector:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, BlockBits] = {}
+
+    def __call__(self, position: int, bits: BlockBits) -> None:
+        self.blocks[position] = bits.copy()
+
+
+def ids(metas: list[BlockMeta]) -> list[ObjectId]:
+    return [meta.id for meta in metas]
+
+
+def object_files(store: Path) -> list[Path]:
+    return sorted(store.glob("objects/*/*/*.kvt"))
+
+
+def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas, sink = open_cache(tmp_path), metas_of(layout, 4), Collector()
+    contents = fill(cache, metas)
+    assert cache.match(ids(metas)) == 4
+    assert cache.load(metas, sink).blocks == 4
+    assert all(np.array_equal(sink.blocks[i], contents[i]) for i in range(4))
+    cache.index.check()
+
+
+def test_new_cache_on_same_store_is_warm(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    metas = metas_of(layout, 3)
+    fill(open_cache(tmp_path), metas)
+    assert open_cache(tmp_path).match(ids(metas)) == 3
+
+
+def test_blocks_stored_by_another_process_later_are_found(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    early, metas, sink = open_cache(tmp_path), metas_of(layout, 2), Collector()
+    fill(open_cache(tmp_path), metas)
+    assert early.match(ids(metas)) == 2
+    assert early.load(metas, sink).blocks == 2
+
+
+def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+    fill(cache, metas)
+    cache.tiers.delete(metas[1].id, "evicted")
+    report = cache.load(metas, Collector())
+    assert (report.blocks, report.reason) == (1, MissReason.ABSENT)
+    assert cache.match(ids(metas)) == 1
+
+
+def test_no_blocks_is_no_work(tmp_path: Path, open_cache: OpenCache) -> None:
+    cache = open_cache(tmp_path)
+    assert cache.match([]) == 0
+    assert cache.load([], Collector()).blocks == 0
+    assert cache.store([]) == 0
+
+
+@pytest.mark.parametrize("damage", ["flip header", "flip body", "cut", "empty", "foreign", "other block"])
+def test_damaged_object_is_a_counted_miss_and_removed(
+    damage: str, tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    metas = metas_of(layout, 2)
+    writer = open_cache(tmp_path)
+    fill(writer, metas)
+    path = next(file for file in object_files(tmp_path) if file.stem == metas[0].id.key.hex())
+    other = next(file for file in object_files(tmp_path) if file.stem == metas[1].id.key.hex())
+    data = bytearray(path.read_bytes())
+    if damage.startswith("flip"):
+        data[100 if damage == "flip header" else -100] ^= 4
+    changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.read_bytes()}
+    path.write_bytes(changed.get(damage, data))
+    reader, sink = open_cache(tmp_path), Collector()
+    report = reader.load(metas, sink)
+    assert (report.blocks, report.reason) == (0, MissReason.CORRUPT)
+    assert 0 not in sink.blocks
+    assert reader.stats().misses == {"corrupt": 1}
+    assert not path.exists()
+    assert reader.match(ids(metas)) == 0
+
+
+def test_object_of_a_codec_that_is_not_here_is_a_miss(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    metas = metas_of(layout, 1)
+    fill(open_cache(tmp_path), metas)
+    reader = open_cache(tmp_path)
+    reader._registry = CodecRegistry([RawCodec()])
+    report = reader.load(metas, Collector())
+    assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
+    assert len(object_files(tmp_path)) == 1
+
+
+def test_other_tenant_with_same_tokens_never_hits(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache = open_cache(tmp_path)
+    fill(cache, metas_of(layout, 2, namespace(salt=b"one")))
+    assert cache.match(ids(metas_of(layout, 2, namespace(salt=b"two")))) == 0
+
+
+def test_load_is_given_up_at_its_deadline(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, metas, release = open_cache(tmp_path), metas_of(layout, 2), threading.Event()
+    fill(cache, metas)
+    read = cache.tiers.get_into
+
+    def stuck(object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        if object_id == metas[1].id:
+            release.wait(10)
+        return read(object_id, buffer, offset)
+
+    monkeypatch.setattr(cache.tiers, "get_into", stuck)
+    report = cache.load(metas, Collector(), deadline_s=0.2)
+    release.set()
+    assert (report.blocks, report.reason) == (1, MissReason.DEADLINE)
+    assert not cache.index.is_pinned(metas[0].id.key)
+
+
+def test_queue_bound_drops_the_tail(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path, store_queue_bytes_max=2 * layout.raw_bytes), metas_of(layout, 4)
+    release = threading.Event()
+
+    def slow_bits() -> BlockBits:
+        release.wait(10)
+        return smooth_bits(layout, 1)
+
+    assert cache.store([PendingBlock(meta, slow_bits) for meta in metas]) == 2
+    release.set()
+    assert cache.flush(10)
+    assert (cache.stats().blocks_stored, cache.stats().blocks_dropped) == (2, 2)
+
+
+def test_flush_says_when_it_was_too_early(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, release = open_cache(tmp_path), threading.Event()
+
+    def slow_bits() -> BlockBits:
+        release.wait(10)
+        return smooth_bits(layout, 1)
+
+    cache.store([PendingBlock(metas_of(layout, 1)[0], slow_bits)])
+    assert not cache.flush(0.05)
+    release.set()
+    assert cache.flush(10)
+
+
+def test_failing_source_is_counted_and_the_next_block_stored(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 2)
+
+    def broken() -> BlockBits:
+        raise RuntimeError("device lost")
+
+    cache.store([PendingBlock(metas[0], broken), PendingBlock(metas[1], lambda: smooth_bits(layout, 1))])
+    assert cache.flush(10)
+    assert cache.stats().blocks_stored == 1
+    assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
+
+
+def test_tier_that_fails_is_a_miss_not_an_error(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 1)
+    fill(cache, metas)
+
+    def fails(*arguments: Any) -> Any:
+        raise TierUnavailable("gone")
+
+    monkeypatch.setattr(MemoryTier, "get_into", fails)
+    monkeypatch.setattr(cache.tiers._open[1], "get_into", fails)
+    report = cache.load(metas, Collector())
+    assert (report.blocks, report.reason) == (0, MissReason.ABSENT)
+
+
+def test_same_block_is_stored_once(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 1)
+    fill(cache, metas)
+    fill(cache, metas)
+    assert cache.stats().blocks_stored == 1
+
+
+def test_close_stores_what_is_queued_and_may_be_called_twice(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 3)
+    cache.store([PendingBlock(meta, lambda: smooth_bits(layout, 1)) for meta in metas])
+    cache.close()
+    cache.close()
+    assert len(object_files(tmp_path)) == 3
+
+
+def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 20)
+    fill(cache, metas)
+    for _ in range(5):
+        assert cache.load(metas, Collector()).blocks == 20
+    assert len(cache._scratch) <= Limits().load_threads

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtide.block import BlockLayout
+from kvtide.cache import Cache
+from kvtide.explain import Verdict, explain
+from kvtide.testing.strategies import namespace
+from tests.test_cache import fill, metas_of, object_files
+
+OpenCache = Callable[..., Cache]
+PROMPT = range(70)  # four full blocks of 16, and 6 tokens
+
+
+@pytest.fixture
+def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
+    cache = open_cache(tmp_path)
+    fill(cache, metas_of(layout, 4))
+    cache.tiers._tiers[0].close()  # what memory still has must not hide the disk
+    return cache
+
+
+def test_whole_prompt_is_found(stored: Cache) -> None:
+    found = explain(stored.tiers, namespace(), PROMPT, 16)
+    assert (found.hit_tokens, found.verdict, found.first_missing) == (64, Verdict.ALL_FULL_BLOCKS, None)
+
+
+def test_short_prompt_is_named(stored: Cache) -> None:
+    assert explain(stored.tiers, namespace(), range(5), 16).verdict is Verdict.SHORTER_THAN_BLOCK
+
+
+def test_unknown_prompt_was_never_stored(stored: Cache, layout: BlockLayout) -> None:
+    found = explain(stored.tiers, namespace(), [*range(32), *range(100, 132)], 16)
+    assert (found.hit_blocks, found.verdict) == (2, Verdict.NEVER_STORED)
+    assert found.first_missing is not None
+
+
+@pytest.mark.parametrize(("reason", "verdict"), [("evicted", Verdict.EVICTED), ("corrupt", Verdict.CORRUPT)])
+def test_removed_block_is_explained_by_the_journal(
+    reason: str, verdict: Verdict, stored: Cache, layout: BlockLayout
+) -> None:
+    stored.tiers.delete(metas_of(layout, 2)[1].id, reason)
+    found = explain(stored.tiers, namespace(), PROMPT, 16)
+    assert (found.hit_blocks, found.verdict) == (1, verdict)
+
+
+def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
+    for path in object_files(tmp_path):
+        path.write_bytes(b"garbage" * 100)
+    assert explain(stored.tiers, namespace(), PROMPT, 16).verdict is Verdict.CORRUPT_NOW
+    assert len(object_files(tmp_path)) == 4
+
+
+def test_other_namespace_is_named(stored: Cache) -> None:
+    found = explain(stored.tiers, namespace("another model"), PROMPT, 16)
+    assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, Verdict.OTHER_NAMESPACE, (namespace(),))

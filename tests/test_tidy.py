@@ -1,0 +1,55 @@
+"""The house rules, and that the tool which checks them can fail."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_tidy(package: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "tidy.py"), str(package)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_source_keeps_the_house_rules() -> None:
+    found = run_tidy(ROOT / "src" / "kvtide")
+    assert (found.stdout, found.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("keys.py", "from kvtide.tier import Tier", "imports tier"),
+        ("cache.py", "import torch", "torch may be imported only"),
+        ("codec/x.py", "import time", "is pure"),
+        ("tier/x.py", "import pickle", "pickle may be imported only"),
+        ("cache.py", "try:\n    pass\nexcept Exception:\n    pass", "swallows"),
+        ("cache.py", "print(1)", "print()"),
+        ("cache.py", "eval('1')", "eval"),
+        ("cache.py", "import os\nos.environ['A']", "environment"),
+        ("cache.py", "# TODO later", "issue number"),
+        ("cache.py", "\n" * 401, "longer than 400"),
+        ("cache.py", "def f():\n" + "    x = 1\n" * 60, "longer than 60"),
+        ("novel.py", "x = 1", "no import rank"),
+    ],
+)
+def test_broken_rule_is_found(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / "kvtide" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(f'"""Docstring."""\n{text}\n')
+    found = run_tidy(tmp_path / "kvtide")
+    assert message in found.stdout
+    assert found.returncode == 1
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    for document in ("README.md", "ARCHITECTURE.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (ROOT / target).exists(), f"{document} links to {target}"

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.errors import CorruptPayload
+from kvtide.testing.strategies import block_meta, namespace
+from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
+from kvtide.wire import object as wire
+from kvtide.wire import pack_object, parse_header, parse_object
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "object-1.kvt"
+LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)
+META = block_meta(LAYOUT, seed=3, position=1)
+
+
+def section(refinement: int, start: int, data: bytes) -> Section:
+    return Section(SectionId(SectionKind.DATA, refinement, start, start + 2), data)
+
+
+SECTIONS = [section(1, 0, b"finer"), section(0, 2, b"base, deep"), section(0, 0, b"base")]
+
+
+def packed() -> bytearray:
+    return pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32)
+
+
+def test_round_trip_keeps_everything() -> None:
+    stored = parse_object(packed(), META.id)
+    assert stored.meta == META
+    assert (stored.codec_id, stored.profile) == ("made-up-1", b"p" * 32)
+    assert [bytes(found.data) for found in stored.sections()] == [b"base", b"base, deep", b"finer"]
+
+
+def test_golden_bytes() -> None:
+    assert bytes(packed()) == GOLDEN.read_bytes()
+
+
+def test_leading_part_gives_header_and_leading_sections() -> None:
+    whole = packed()
+    stored = parse_header(memoryview(whole)[: len(whole) - 5], META.id)
+    assert bytes(stored.section(1).data) == b"base, deep"
+    with pytest.raises(CorruptPayload, match="5 bytes"):
+        stored.section(2)
+
+
+@given(position=st.integers(0, len(packed()) - 1), bit=st.integers(0, 7))
+@settings(max_examples=500, deadline=None)
+def test_any_flipped_bit_is_found(position: int, bit: int) -> None:
+    damaged = packed()
+    damaged[position] ^= 1 << bit
+    with pytest.raises(CorruptPayload):
+        parse_object(damaged, META.id).sections()
+
+
+def test_every_truncation_and_extension_is_found() -> None:
+    whole = packed()
+    for length in range(len(whole)):
+        with pytest.raises(CorruptPayload):
+            parse_object(whole[:length], META.id)
+    with pytest.raises(CorruptPayload, match="came"):
+        parse_object(whole + b"\0", META.id)
+
+
+@given(data=st.binary(max_size=2000))
+def test_hostile_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptPayload):
+        parse_object(data)
+
+
+def forged(change: Any) -> bytearray:
+    """An object with a valid checksum over wrong fields: what a hostile peer, not an accident, would send."""
+    data = packed()
+    change(data)
+    data[240:256] = wire._header_checksum(memoryview(data), 3)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (8, b"\x02", "version 2"),
+        (12, b"\0\0\0\0", "sections"),
+        (12, b"\xff\xff\xff\xff", "sections"),
+        (160, b"\0\0\0\0", "layers"),
+        (160, b"\x01\0\0\0", "outside"),
+        (164, b"\xff\xff\xff\xff", "tokens"),
+        (176, b"\x01\0\0\0", "start"),
+        (180, b"\x09", "dtype code 9"),
+        (181, b"\x01", "reserved"),
+        (184, b"\xff" * 8, "sections end"),
+        (192, b"\xff", "decode"),
+        (256, b"\x07", "unknown kind"),
+        (257, b"\x01", "reserved"),
+        (258, b"\x05", "out of order"),
+        (264, b"\0" * 8, "gap"),
+        (272, b"\xff" * 8, "gap"),
+        (280, b"\x01", "reserved"),
+    ],
+)
+def test_forged_field_is_refused(offset: int, value: bytes, message: str) -> None:
+    def change(data: bytearray) -> None:
+        data[offset : offset + len(value)] = value
+
+    with pytest.raises(CorruptPayload, match=message):
+        parse_object(forged(change), META.id)
+
+
+def test_object_of_another_key_or_namespace_is_refused() -> None:
+    for other in (ObjectId(META.id.namespace, BlockKey(b"k" * 32)), ObjectId(namespace("other"), META.id.key)):
+        with pytest.raises(CorruptPayload, match="asked for"):
+            parse_object(packed(), other)
+
+
+@pytest.mark.parametrize("codec_id", ["", "a-codec-name-too-long", "ünicode"])
+def test_bad_codec_id_is_a_value_error(codec_id: str) -> None:
+    with pytest.raises(ValueError, match="codec id"):
+        pack_object(META, codec_id, SECTIONS)
+
+
+def test_none_too_many_or_repeated_sections_are_value_errors() -> None:
+    for sections in ([], [SECTIONS[0]] * 2, [SECTIONS[0]] * (wire.SECTIONS_MAX + 1)):
+        with pytest.raises(ValueError, match="section"):
+            pack_object(META, "raw-1", sections)
+
+
+def test_long_model_label_is_cut_between_characters() -> None:
+    layout_meta = block_meta(LAYOUT)
+    meta = type(layout_meta)(layout_meta.id, layout_meta.parent, 0, LAYOUT, "é" * 40)
+    assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "é" * 24
