@@ -79,7 +79,7 @@ class CacheStats(NamedTuple):
 
 class _Scratch(NamedTuple):
     layout: BlockLayout
-    stored: bytearray
+    stored: memoryview
     bits: BlockBits
 
 
@@ -195,12 +195,11 @@ class Cache:
     def _load_block(self, position: int, meta: BlockMeta, sink: BlockSink) -> int | MissReason:
         scratch = self._take_scratch(meta.layout)
         try:
-            view = memoryview(scratch.stored)
-            size = self.tiers.get_into(meta.id, view)
+            size = self.tiers.get_into(meta.id, scratch.stored)
             if size is None:
                 self.index.remove(meta.id.key)
                 return MissReason.ABSENT
-            stored = parse_object(view[:size], meta.id)
+            stored = parse_object(scratch.stored[:size], meta.id)
             if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
                 raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
             codec = self._registry.get(stored.codec_id)
@@ -230,7 +229,9 @@ class Cache:
             scratch = self._scratch.pop()
             if scratch.layout == layout:
                 return scratch
-        return _Scratch(layout, bytearray(object_bytes_max(layout) + 1), np.empty(layout.shape, layout.bits_dtype))
+        # One byte more than an object may have, so that one that is too long shows.
+        stored = np.empty(object_bytes_max(layout) + 1, np.uint8).data
+        return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many the queue's bound let in.

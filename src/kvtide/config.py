@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home"]
+__all__ = ["Limits", "cache_home", "child_environment"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+
+def child_environment(**settings: str) -> dict[str, str]:
+    """Return this process's environment with settings that it does not have yet added."""
+    return {**settings, **os.environ}
 
 
 def cache_home() -> Path:

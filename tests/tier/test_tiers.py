@@ -118,7 +118,7 @@ def test_name_taken_by_another_container_is_passed_over(tmp_path: Path, clock: M
     assert tier.put_from(object_id(1), object_bytes(1))
 
 
-def test_stack_copies_up_what_it_reads_and_writes_to_all(tmp_path: Path, clock: ManualClock) -> None:
+def test_stack_writes_to_all_and_copies_up_on_second_read(tmp_path: Path, clock: ManualClock) -> None:
     memory = MemoryTier(TIER_BYTES, clock, nothing_pinned)
     disk = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
     stack = TierStack([memory, disk])
@@ -126,6 +126,8 @@ def test_stack_copies_up_what_it_reads_and_writes_to_all(tmp_path: Path, clock: 
     stack.put_from(object_id(1), object_bytes(1))
     assert memory.contains(object_id(1)) and disk.contains(object_id(1))
     memory.delete(object_id(1), "evicted")
+    assert read_all(stack, 1) == object_bytes(1)
+    assert not memory.contains(object_id(1))
     assert read_all(stack, 1) == object_bytes(1)
     assert memory.contains(object_id(1))
 

@@ -14,37 +14,14 @@ from typing import Any
 
 import msgspec
 
+from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import smollm2
 from kvtide.engines.transformers import CachedModel, attach
 
-__all__ = ["DemoJob", "DemoRun", "main"]
+__all__ = ["main"]
 
 _QUESTION = "\n\nIn one or two sentences: what is this text about?"
-
-
-class DemoJob(msgspec.Struct, frozen=True):
-    """What one run is to do."""
-
-    folder: str
-    store: str
-    codec: str
-    prefix_tokens: int
-    answer_tokens: int
-
-
-class DemoRun(msgspec.Struct, frozen=True):
-    """What one run measured. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
-
-    prompt_tokens: int
-    prefix_blocks: int
-    hit_tokens: int
-    was_warm: bool
-    ttft_s: float
-    raw_bytes: int
-    stored_bytes: int
-    answer_ids: list[int]
-    answer: str
 
 
 class _Watch:
@@ -60,7 +37,8 @@ class _Watch:
     def put(self, value: Any) -> None:
         # The first call brings the prompt.
         self.times_s.append(self._clock.monotonic_s())
-        self._say("answer", len(self.times_s) - 1, self._answer_tokens)
+        if len(self.times_s) > 1:
+            self._say("answer", len(self.times_s) - 1, self._answer_tokens)
 
     def end(self) -> None:
         self._say("answer", self._answer_tokens, self._answer_tokens)
@@ -101,11 +79,11 @@ def _run(job: DemoJob, is_cold: bool) -> DemoRun:
     _say("load model", 0, 1)
     tokenizer, model = smollm2.load_tokenizer(job.folder), smollm2.load_model(job.folder)
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
-    _watch_layers(model)
     _say("load model", 1, 1)
     with attach(model, job.store, codec=job.codec) as cached:
         # The first call in a process pays for warm-up that has nothing to do with caching.
         model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
+        _watch_layers(model)
         return _answer(job, cached, tokenizer, input_ids, is_cold)
 
 

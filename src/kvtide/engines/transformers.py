@@ -203,22 +203,28 @@ class _Pages:
         self._layout = layout
         tokens = blocks * layout.tokens
         shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
-        self._pages = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+        # numpy asks for huge pages, torch does not: touching 90 MiB anew takes 16 ms instead of 65.
+        self._room = np.empty(shape, dtype=layout.bits_dtype)
 
     def write(self, position: int, bits: BlockBits) -> None:
         """Copy a block in; a BlockSink."""
+        # By numpy: torch would start a team of threads for each loading thread.
         tokens = self._layout.tokens
-        torch_bits, _ = _BITS_DTYPES[self._layout.dtype.item_bytes]
-        source = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(torch_bits).view(self._pages.dtype)
-        self._pages[:, :, 0, :, position * tokens : (position + 1) * tokens] = source.transpose(2, 3)
+        self._room[:, :, 0, :, position * tokens : (position + 1) * tokens] = bits.transpose(0, 1, 3, 2, 4)
 
     def fill(self, past: DynamicCache, blocks: int, device: torch.device) -> None:
-        """Give the leading blocks to the engine's cache, which copies them."""
+        """Make the leading blocks the contents of the engine's empty cache.
+
+        Without `update`, which would copy them all once more (90 MiB and 40 ms of 2,048 tokens of SmolLM2).
+        """
         if blocks == 0:
             return
-        pages = self._pages[..., : blocks * self._layout.tokens, :]
-        for layer in range(self._layout.layers):
-            past.update(pages[layer, 0].to(device), pages[layer, 1].to(device), layer)
+        signed = self._room.view(f"<i{self._room.itemsize}")
+        pages = torch.from_numpy(signed).view(TORCH_DTYPES[self._layout.dtype])
+        pages = pages[..., : blocks * self._layout.tokens, :]
+        for layer, (keys, values) in zip(past.layers, pages.to(device), strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
 
 
 def _block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:

@@ -6,6 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
@@ -14,6 +17,8 @@ from kvtide.types import ObjectId
 __all__ = ["MemoryTier"]
 
 REMEMBERED_MAX = 4096
+
+_Copy = NDArray[np.uint8]
 
 
 class MemoryTier:
@@ -28,7 +33,7 @@ class MemoryTier:
         self._clock = clock
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
-        self._objects: OrderedDict[ObjectId, bytes] = OrderedDict()
+        self._objects: OrderedDict[ObjectId, _Copy] = OrderedDict()
         self._last_use_s: dict[ObjectId, float] = {}
         self._removed: OrderedDict[ObjectId, str] = OrderedDict()
         self._used_bytes = 0
@@ -61,9 +66,9 @@ class MemoryTier:
             self._hits += 1
             self._objects.move_to_end(object_id)
             self._last_use_s[object_id] = self._clock.wall_s()
-        # The bytes object is immutable and held here, so that eviction can't pull it away during the copy.
-        part = memoryview(data)[offset : offset + len(buffer)]
-        buffer[: len(part)] = part
+        # Held here, so that eviction can't pull it away during the copy; never written once it is in the dictionary.
+        part = data[offset : offset + len(buffer)]
+        np.copyto(np.frombuffer(buffer, np.uint8, len(part)), part)
         return len(part)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -74,8 +79,13 @@ class MemoryTier:
         with self._lock:
             if object_id in self._objects:
                 return True
+        # numpy copies without the GIL, which the other loading threads want, and into huge pages.
+        copy = np.frombuffer(buffer, np.uint8).copy()
+        with self._lock:
+            if object_id in self._objects:
+                return True
             self._evict_for(size)
-            self._objects[object_id] = bytes(buffer)
+            self._objects[object_id] = copy
             self._last_use_s[object_id] = self._clock.wall_s()
             self._used_bytes += size
             assert self._used_bytes <= self._bytes_max

@@ -1,4 +1,7 @@
-"""Several tiers as one, fastest first: reads take the first that has the object and copy it up, writes go to all.
+"""Several tiers as one, fastest first: reads take the first that has the object, writes go to all.
+
+What is read a second time from a slower tier is copied up: the first reading of an object is on somebody's critical
+path, and most objects are never read again.
 
 Invariant: a fault of one tier never hides what another one holds; it is counted and logged once per tier and kind.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -19,6 +23,9 @@ __all__ = ["TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+# Objects whose first reading is remembered.
+READ_ONCE_MAX = 65536
 
 
 class TierStack:
@@ -34,6 +41,7 @@ class TierStack:
         self._lock = threading.Lock()
         self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._logged: set[tuple[str, str]] = set()
+        self._read_once: OrderedDict[ObjectId, bool] = OrderedDict()
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
@@ -55,14 +63,23 @@ class TierStack:
         return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in self._open)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read from the first tier that has the object; one that was whole in the buffer is copied to those before."""
+        """Read from the first tier that has the object; one read whole for the second time is copied up."""
         for position, tier in enumerate(self._open):
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
             if size is not None:
-                if offset == 0 and size < len(buffer):
+                if position and offset == 0 and size < len(buffer) and self._is_second_read(object_id):
                     self._put_all(self._open[:position], object_id, buffer[:size])
                 return size
         return None
+
+    def _is_second_read(self, object_id: ObjectId) -> bool:
+        with self._lock:
+            if self._read_once.pop(object_id, False):
+                return True
+            self._read_once[object_id] = True
+            if len(self._read_once) > READ_ONCE_MAX:
+                self._read_once.popitem(last=False)
+            return False
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store in every tier. True if at least one has it now."""
