@@ -1,18 +1,14 @@
-// The only native file that knows Python: checks arguments, releases the GIL, calls the core.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
+// The native module. Binding files alone know Python: they check arguments, release the GIL and call the core.
+#include "binding.hpp"
 #include "split.hpp"
 
 namespace nb = nanobind;
 
 namespace {
 
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::span<std::uint8_t> span_of(const Bytes& array) { return {array.data(), array.size()}; }
-std::span<const std::uint8_t> span_of(const ConstBytes& array) { return {array.data(), array.size()}; }
+using kvtide::Bytes;
+using kvtide::ConstBytes;
+using kvtide::span_of;
 
 void split_planes(const ConstBytes& elements, std::size_t item_bytes, const Bytes& planes) {
   bool ok;
@@ -36,6 +32,7 @@ void join_planes(const ConstBytes& planes, std::size_t item_bytes, const Bytes& 
 
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels of kvtide: no I/O, no state.";
+  kvtide::bind_rans(module);
   module.def("split_planes", &split_planes, nb::arg("elements").noconvert(), nb::arg("item_bytes"), nb::arg("planes").noconvert());
   module.def("join_planes", &join_planes, nb::arg("planes").noconvert(), nb::arg("item_bytes"), nb::arg("elements").noconvert());
 }

@@ -3,3 +3,33 @@ from numpy.typing import NDArray
 
 def split_planes(elements: NDArray[np.uint8], item_bytes: int, planes: NDArray[np.uint8]) -> None: ...
 def join_planes(planes: NDArray[np.uint8], item_bytes: int, elements: NDArray[np.uint8]) -> None: ...
+def map_bytes(
+    values: NDArray[np.uint8],
+    run_symbols: int,
+    run_tables: NDArray[np.uint16],
+    maps: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+) -> None: ...
+def rans_paths() -> list[str]: ...
+def rans_quantise(counts: NDArray[np.uint64], frequencies: NDArray[np.uint16]) -> None: ...
+def rans_write_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint8]: ...
+def rans_read_tables(data: NDArray[np.uint8], frequencies: NDArray[np.uint16]) -> bool: ...
+
+class RansTables:
+    def __init__(self, frequencies: NDArray[np.uint16]) -> None: ...
+    def encode(
+        self, path: str, symbols: NDArray[np.uint8], run_symbols: int, run_tables: NDArray[np.uint16]
+    ) -> tuple[NDArray[np.uint8], list[int]]: ...
+    def decode(
+        self,
+        path: str,
+        data: NDArray[np.uint8],
+        sizes: NDArray[np.uint64],
+        run_symbols: int,
+        run_tables: NDArray[np.uint16],
+        values: NDArray[np.uint8],
+        has_escapes: bool,
+        escapes: NDArray[np.uint8],
+        escape_counts: NDArray[np.uint64],
+        out: NDArray[np.uint8],
+    ) -> bool: ...

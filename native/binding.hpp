@@ -1,0 +1,63 @@
+// What the binding files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <tuple>
+#include <vector>
+
+namespace kvtide {
+
+namespace nb = nanobind;
+
+template <class Element, std::size_t dimensions>
+using Array = nb::ndarray<Element, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+
+using Bytes = Array<std::uint8_t, 1>;
+using ConstBytes = Array<const std::uint8_t, 1>;
+
+template <class Element>
+std::span<Element> span_of(const Array<Element, 1>& array) {
+  return {array.data(), array.size()};
+}
+
+// Row `row` of a two-dimensional array.
+template <class Element>
+std::span<Element> row_of(const Array<Element, 2>& array, std::size_t row) {
+  return {array.data() + row * array.shape(1), array.shape(1)};
+}
+
+inline void want(bool holds, const char* message) {
+  if (!holds) throw nb::value_error(message);
+}
+
+// Calls `work` without the GIL.
+template <class Work>
+auto unlocked(Work work) {
+  nb::gil_scoped_release release;
+  return work();
+}
+
+constexpr std::size_t div_ceil(std::size_t dividend, std::size_t divisor) { return (dividend + divisor - 1) / divisor; }
+
+using OwnedBytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+// Streams back to back, and the size of each.
+using EncodedStreams = std::tuple<OwnedBytes, std::vector<std::size_t>>;
+
+// Hands a buffer over to Python without a copy.
+inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
+  std::vector<std::uint8_t>* kept = data.release();
+  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<std::uint8_t>*>(pointer); });
+  return OwnedBytes(kept->data(), {kept->size()}, owner);
+}
+
+void bind_rans(nb::module_& module);
+
+}  // namespace kvtide

@@ -1,0 +1,164 @@
+"""What every entropy coder offers. Counts make tables; tables code streams; the bytes depend on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.errors import CorruptPayload
+
+__all__ = [
+    "ESCAPE",
+    "SYMBOLS",
+    "Elements",
+    "EntropyCoder",
+    "EntropyTables",
+    "Escapes",
+    "Runs",
+    "Streams",
+    "check_counts",
+    "check_decode",
+    "check_encode",
+]
+
+SYMBOLS = 32  # alphabet of every table; symbols that never occur cost nothing
+ESCAPE = SYMBOLS - 1  # stands for all values that have no symbol of their own, where Escapes are given
+
+# What symbols decode to: indices or raw bytes, fp16 or bf16 bit patterns, fp32 bit patterns.
+Elements = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+
+
+class Streams(NamedTuple):
+    """Coded streams back to back, and the bytes of each. Neither holds its own length: the payload must."""
+
+    data: bytes | bytearray | memoryview | NDArray[np.uint8]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Says which table each run of symbols takes.
+
+    tables: (streams, runs), uint16, contiguous. Every run has `symbols` symbols, a stream's last one what is left.
+    Runs of a multiple of 32 symbols are fastest.
+    """
+
+    tables: NDArray[np.uint16]
+    symbols: int
+
+    @classmethod
+    def one_table(cls, streams: int, count: int) -> Runs:
+        """Return the runs of `streams` streams of `count` symbols that all take table 0."""
+        return cls(np.zeros((streams, min(count, 1)), dtype=np.uint16), max(count, 1))
+
+
+class Escapes(NamedTuple):
+    """Elements that take the places of ESCAPE, in order of stream and position, and how many each stream takes."""
+
+    elements: Elements
+    counts: NDArray[np.uint64]
+
+
+class EntropyTables(Protocol):
+    """A set of static tables. Immutable: threads may share it."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of tables."""
+
+    def to_bytes(self) -> bytes:
+        """Return the tables in the form that the coder's `parse` reads."""
+
+    def coded_bits(self, counts: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return the bits that symbols of these counts take under each table, without what a stream costs.
+
+        counts: (tables, 32). Infinite where a symbol occurs that the table can't code.
+        """
+
+    def encode(self, symbols: NDArray[np.uint8], runs: Runs) -> Streams:
+        """Return one stream for each row of `symbols`: (streams, count), contiguous.
+
+        No symbols give no bytes. ValueError for runs that do not fit, and for a symbol that its table can't code.
+        """
+
+    def decode(
+        self, streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None = None
+    ) -> None:
+        """Write the element of every symbol to `out`: (streams, count), contiguous, the dtype of `values`.
+
+        values: (tables, 32): what each symbol of each table stands for; rows of `numpy.arange` give the symbols.
+        With `escapes`, symbol ESCAPE takes the next of them. CorruptPayload unless every stream holds exactly its
+        symbols and takes exactly its escapes; `out` then holds anything. ValueError for arrays that do not fit.
+        """
+
+
+class EntropyCoder(Protocol):
+    """Makes tables. Holds no state."""
+
+    @property
+    def name(self) -> str:
+        """Return the coder's name in payloads and reports."""
+
+    def build(self, counts: NDArray[np.uint64]) -> EntropyTables:
+        """Return a table for each row of `counts`: (tables, 32), each with a sum from 1 to 2^48 - 1.
+
+        A symbol of count 0 gets no code: add 1 to all counts if other data will be coded.
+        """
+
+    def parse(self, data: bytes | memoryview, count: int) -> EntropyTables:
+        """Return the `count` tables that `to_bytes` wrote. CorruptPayload if `data` is not exactly that."""
+
+
+def check_counts(counts: NDArray[np.uint64]) -> None:
+    """Raise ValueError unless `counts` is (tables, 32) of uint64."""
+    if counts.dtype != np.uint64 or counts.ndim != 2 or counts.shape[1] != SYMBOLS:
+        raise ValueError(f"counts must be (tables, {SYMBOLS}) of uint64, got {counts.shape} of {counts.dtype}")
+
+
+def check_runs(runs: Runs, streams: int, count: int, table_count: int) -> None:
+    """Raise ValueError unless `runs` names a table for each run of each stream."""
+    if runs.symbols < 1:
+        raise ValueError(f"a run must have at least one symbol, got {runs.symbols}")
+    expected = (streams, -(-count // runs.symbols))
+    if runs.tables.dtype != np.uint16 or runs.tables.shape != expected or not runs.tables.flags.c_contiguous:
+        raise ValueError(f"run tables must be {expected} of uint16, got {runs.tables.shape} of {runs.tables.dtype}")
+    if runs.tables.size and int(runs.tables.max()) >= table_count:
+        raise ValueError(f"run tables name table {int(runs.tables.max())}, there are {table_count}")
+
+
+def check_encode(symbols: NDArray[np.uint8], runs: Runs, table_count: int) -> None:
+    """Raise ValueError unless `symbols` and `runs` fit each other."""
+    if symbols.dtype != np.uint8 or symbols.ndim != 2 or not symbols.flags.c_contiguous:
+        raise ValueError(f"symbols must be (streams, count) of uint8, got {symbols.shape} of {symbols.dtype}")
+    check_runs(runs, symbols.shape[0], symbols.shape[1], table_count)
+
+
+def check_decode(
+    streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None, table_count: int
+) -> None:
+    """Raise ValueError unless arrays fit each other, CorruptPayload unless sizes cover the data."""
+    if out.ndim != 2 or out.dtype.kind != "u" or out.itemsize not in {1, 2, 4} or not out.flags.carray:
+        raise ValueError(f"out must be (streams, count) of uint8, 16 or 32, got {out.shape} of {out.dtype}")
+    if values.shape != (table_count, SYMBOLS) or values.dtype != out.dtype or not values.flags.c_contiguous:
+        raise ValueError(
+            f"values must be ({table_count}, {SYMBOLS}) of {out.dtype}, got {values.shape} of {values.dtype}"
+        )
+    if len(streams.sizes) != out.shape[0]:
+        raise ValueError(f"{out.shape[0]} streams need as many sizes, got {len(streams.sizes)}")
+    check_runs(runs, out.shape[0], out.shape[1], table_count)
+    size = len(streams.data)
+    if min(streams.sizes, default=0) < 0 or sum(streams.sizes) != size:
+        raise CorruptPayload(f"streams of {sum(streams.sizes)} bytes expected, got {size}")
+    if escapes is None:
+        return
+    if escapes.elements.dtype != out.dtype or escapes.elements.ndim != 1:
+        raise ValueError(f"escapes must be a row of {out.dtype}, got {escapes.elements.dtype}")
+    if escapes.counts.dtype != np.uint64 or escapes.counts.shape != (out.shape[0],):
+        raise ValueError(f"escape counts must be ({out.shape[0]},) of uint64, got {escapes.counts.shape}")
+    # Summed without wrapping: foreign counts may be anything.
+    if sum(int(count) for count in escapes.counts) != escapes.elements.size:
+        raise CorruptPayload(f"streams take other than the {escapes.elements.size} escapes that are here")

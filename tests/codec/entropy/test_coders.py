@@ -1,0 +1,231 @@
+"""What every entropy coder promises, tried on all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from numpy.typing import NDArray
+from tests.codec.entropy.cases import COUNT_ROWS, counts_of, draw_symbols, runs_for
+
+from kvtide.codec.entropy import ESCAPE, EntropyCoder, EscapeMap, Escapes, RansCoder, Runs, Streams
+from kvtide.errors import CorruptPayload
+
+CODERS: list[EntropyCoder] = [RansCoder()]
+GOLDEN = Path(__file__).parents[2] / "golden" / "entropy.json"
+IDENTITY = np.arange(32, dtype=np.uint8)
+
+every_coder = pytest.mark.parametrize("coder", CODERS, ids=lambda coder: coder.name)
+
+
+def bell_counts() -> NDArray[np.uint64]:
+    return counts_of([COUNT_ROWS["bell"], COUNT_ROWS["halves"], COUNT_ROWS["all at 1/4096 but one"]])
+
+
+def bell_runs(streams: int, count: int) -> tuple[Runs, NDArray[np.uint8]]:
+    rng = np.random.default_rng(11)
+    runs = Runs(runs_for(rng, streams, count, 64, 3), 64)
+    return runs, draw_symbols(rng, bell_counts(), runs.tables, 64, count)
+
+
+@every_coder
+@pytest.mark.parametrize("count", [1, 31, 64, 200, 5000])
+def test_symbols_survive(coder: EntropyCoder, count: int) -> None:
+    runs, symbols = bell_runs(5, count)
+    tables = coder.build(bell_counts())
+    out = np.empty_like(symbols)
+    tables.decode(tables.encode(symbols, runs), runs, np.tile(IDENTITY, (3, 1)), out)
+    assert np.array_equal(out, symbols)
+
+
+@every_coder
+def test_nothing_takes_no_bytes(coder: EntropyCoder) -> None:
+    tables = coder.build(bell_counts())
+    runs = Runs(np.zeros((2, 0), np.uint16), 64)
+    streams = tables.encode(np.zeros((2, 0), np.uint8), runs)
+    assert list(streams.sizes) == [0, 0]
+    tables.decode(streams, runs, np.tile(IDENTITY, (3, 1)), np.zeros((2, 0), np.uint8))
+    with pytest.raises(CorruptPayload):
+        tables.decode(Streams(b"\0", [0, 1]), runs, np.tile(IDENTITY, (3, 1)), np.zeros((2, 0), np.uint8))
+
+
+@every_coder
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_escapes_take_their_places_in_order(coder: EntropyCoder, dtype: type[np.unsignedinteger]) -> None:
+    rng = np.random.default_rng(5)
+    counts = counts_of([[100] * 30 + [1, 60]])
+    symbols = rng.integers(0, 31, size=(3, 500), dtype=np.uint8)
+    symbols[rng.random(symbols.shape) < 0.1] = ESCAPE
+    elements = rng.integers(0, 256, size=int((symbols == ESCAPE).sum())).astype(dtype)
+    escapes = Escapes(elements, (symbols == ESCAPE).sum(axis=1).astype(np.uint64))
+    tables = coder.build(counts)
+    runs = Runs(np.zeros((3, 8), np.uint16), 64)
+    values, out = IDENTITY[None].astype(dtype), np.empty(symbols.shape, dtype)
+    tables.decode(tables.encode(symbols, runs), runs, values, out, escapes)
+    expected = symbols.astype(dtype)
+    expected[symbols == ESCAPE] = elements
+    assert np.array_equal(out, expected)
+
+
+@every_coder
+@pytest.mark.parametrize("change", [-1, 1])
+def test_wrong_number_of_escapes_is_corrupt(coder: EntropyCoder, change: int) -> None:
+    tables = coder.build(counts_of([[1] * 32]))
+    symbols = np.full((1, 64), ESCAPE, np.uint8)
+    runs = Runs.one_table(1, 64)
+    count = 64 + change
+    escapes = Escapes(np.zeros(count, np.uint8), np.array([count], np.uint64))
+    with pytest.raises(CorruptPayload):
+        tables.decode(tables.encode(symbols, runs), runs, IDENTITY[None], np.empty_like(symbols), escapes)
+
+
+@every_coder
+def test_foreign_escape_counts_that_wrap_are_corrupt(coder: EntropyCoder) -> None:
+    tables = coder.build(counts_of([[1] * 32]))
+    symbols = np.zeros((2, 64), np.uint8)
+    runs = Runs.one_table(2, 64)
+    escapes = Escapes(np.zeros(2, np.uint8), np.array([2**64 - 1, 3], np.uint64))
+    with pytest.raises(CorruptPayload):
+        tables.decode(tables.encode(symbols, runs), runs, IDENTITY[None], np.empty_like(symbols), escapes)
+
+
+@every_coder
+def test_every_truncation_is_corrupt(coder: EntropyCoder) -> None:
+    runs, symbols = bell_runs(1, 300)
+    tables = coder.build(bell_counts())
+    data = bytes(tables.encode(symbols, runs).data)
+    for size in range(len(data)):
+        with pytest.raises(CorruptPayload):
+            tables.decode(Streams(data[:size], [size]), runs, np.tile(IDENTITY, (3, 1)), np.empty_like(symbols))
+
+
+@every_coder
+def test_more_bytes_than_symbols_are_corrupt(coder: EntropyCoder) -> None:
+    runs, symbols = bell_runs(1, 300)
+    tables = coder.build(bell_counts())
+    data = bytes(tables.encode(symbols, runs).data) + b"\0\0"
+    with pytest.raises(CorruptPayload):
+        tables.decode(Streams(data, [len(data)]), runs, np.tile(IDENTITY, (3, 1)), np.empty_like(symbols))
+
+
+@every_coder
+def test_flipped_bits_never_give_the_symbols_back(coder: EntropyCoder) -> None:
+    runs, symbols = bell_runs(1, 300)
+    tables = coder.build(bell_counts())
+    data = bytes(tables.encode(symbols, runs).data)
+    failures = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        out = np.empty_like(symbols)
+        try:
+            tables.decode(Streams(flipped, [len(data)]), runs, np.tile(IDENTITY, (3, 1)), out)
+        except CorruptPayload:
+            failures += 1
+        else:
+            assert not np.array_equal(out, symbols)
+    assert failures > 0
+
+
+@every_coder
+def test_sizes_that_do_not_cover_the_data_are_corrupt(coder: EntropyCoder) -> None:
+    runs, symbols = bell_runs(2, 300)
+    tables = coder.build(bell_counts())
+    data, sizes = tables.encode(symbols, runs)
+    for wrong in ([sizes[0], sizes[1] + 1], [sizes[0] - 1, sizes[1]], [-sizes[0], sizes[1]]):
+        with pytest.raises(CorruptPayload):
+            tables.decode(Streams(data, wrong), runs, np.tile(IDENTITY, (3, 1)), np.empty_like(symbols))
+
+
+@every_coder
+def test_wrong_arguments_are_value_errors(coder: EntropyCoder) -> None:
+    runs, symbols = bell_runs(2, 300)
+    tables = coder.build(bell_counts())
+    streams = tables.encode(symbols, runs)
+    values, out = np.tile(IDENTITY, (3, 1)), np.empty_like(symbols)
+    refused = [
+        lambda: tables.encode(symbols.astype(np.int8), runs),
+        lambda: tables.encode(symbols[:, ::2], runs),
+        lambda: tables.encode(symbols, Runs(runs.tables, 50)),
+        lambda: tables.encode(symbols, Runs(runs.tables, 0)),
+        lambda: tables.encode(symbols, Runs(runs.tables + np.uint16(3), 64)),
+        lambda: tables.encode(symbols + np.uint8(32), runs),
+        lambda: tables.decode(streams, runs, values[:2], out),
+        lambda: tables.decode(streams, runs, values.astype(np.uint16), out),
+        lambda: tables.decode(streams, runs, values.astype(np.float32), out.astype(np.float32)),
+        lambda: tables.decode(Streams(streams.data, streams.sizes[:1]), runs, values, out),
+        lambda: coder.build(np.zeros((1, 32), np.uint64)),
+        lambda: coder.build(np.full((1, 32), 2**63, np.uint64)),
+        lambda: coder.build(np.ones((1, 31), np.uint64)),
+        lambda: coder.build(np.ones((1, 32), np.int64)),
+    ]
+    for refuse in refused:
+        with pytest.raises(ValueError):
+            refuse()
+
+
+@every_coder
+def test_symbol_without_a_code_is_refused(coder: EntropyCoder) -> None:
+    tables = coder.build(counts_of([COUNT_ROWS["two, one rare"]]))
+    symbols = np.ones((1, 100), np.uint8)
+    tables.encode(symbols, Runs.one_table(1, 100))
+    for position in (0, 50, 99):
+        wrong = symbols.copy()
+        wrong[0, position] = 2
+        with pytest.raises(ValueError, match=r"no probability|no code"):
+            tables.encode(wrong, Runs.one_table(1, 100))
+
+
+@every_coder
+def test_coded_bits_foretell_the_size(coder: EntropyCoder) -> None:
+    counts = counts_of([COUNT_ROWS["bell"]])
+    runs = Runs.one_table(1, 65536)
+    symbols = draw_symbols(np.random.default_rng(2), counts, runs.tables, 65536, 65536)
+    tables = coder.build(counts)
+    drawn = np.bincount(symbols[0], minlength=32).astype(np.uint64)[None]
+    foretold = tables.coded_bits(drawn)[0] / 8
+    assert foretold <= tables.encode(symbols, runs).sizes[0] <= foretold + 128
+    assert np.isinf(coder.build(counts_of([COUNT_ROWS["one symbol"]])).coded_bits(drawn)[0])
+
+
+@every_coder
+def test_truncated_tables_are_corrupt(coder: EntropyCoder) -> None:
+    data = coder.build(bell_counts()).to_bytes()
+    for size in range(len(data)):
+        with pytest.raises(CorruptPayload):
+            coder.parse(data[:size], 3)
+    for wrong in (data + b"\0", data + data):
+        with pytest.raises(CorruptPayload):
+            coder.parse(wrong, 3)
+    with pytest.raises(CorruptPayload):
+        coder.parse(data, 10**12)
+
+
+@every_coder
+def test_golden_bytes(coder: EntropyCoder) -> None:
+    golden = json.loads(GOLDEN.read_text())[coder.name]
+    tables = coder.build(bell_counts())
+    assert tables.to_bytes().hex() == golden["tables"]
+    # Written down here and not drawn: the generator may change, the format may not.
+    symbols = np.array([[(i * i + i // 7) % 97 % 23 for i in range(700)]], dtype=np.uint8)
+    runs = Runs(np.array([[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]], np.uint16), 64)
+    data = bytes(tables.encode(symbols, runs).data)
+    assert xxhash.xxh3_128_hexdigest(data) == golden["stream_xxh3"]
+    assert data.hex().startswith(golden["stream_start"])
+
+
+def test_values_survive_the_escape_map() -> None:
+    rng = np.random.default_rng(9)
+    values = rng.normal(128, 11, size=(2, 3000)).astype(np.uint8)
+    runs = Runs(np.array([[0, 1, 0], [1, 1, 0]], np.uint16), 1024)
+    counts = np.stack([np.bincount(values.ravel(), minlength=256).astype(np.uint64)] * 2)
+    escape_map = EscapeMap.fit(counts)
+    symbols, escapes = escape_map.split(values, runs)
+    assert 0 < escapes.elements.size < values.size // 4
+    tables = RansCoder().build(escape_map.symbol_counts(counts))
+    out = np.empty_like(values)
+    tables.decode(tables.encode(symbols, runs), runs, escape_map.values, out, escapes)
+    assert np.array_equal(out, values)

@@ -1,0 +1,128 @@
+// Feeds mutated and random bytes to a decoder. Built with sanitizers; buffers have exact sizes, so that a read or write
+// beyond them is caught. Usage: fuzz TARGET SECONDS SEED, where TARGET is a row of `targets` below.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "rans_cases.hpp"
+
+namespace {
+
+using Rng = std::mt19937_64;
+using Bytes = std::vector<std::uint8_t>;
+
+Bytes random_bytes(Rng& rng, std::size_t size) {
+  Bytes bytes(size);
+  for (auto& byte : bytes) byte = static_cast<std::uint8_t>(rng());
+  return bytes;
+}
+
+// Flips, overwrites, cuts, repeats; sometimes leaves nothing of what there was.
+Bytes mutate(Rng& rng, Bytes bytes) {
+  for (std::size_t change = rng() % 4 + 1; change-- > 0;) {
+    const std::size_t at = bytes.empty() ? 0 : rng() % bytes.size();
+    switch (rng() % 7) {
+      case 0:
+        if (!bytes.empty()) bytes[at] ^= static_cast<std::uint8_t>(1u << rng() % 8);
+        break;
+      case 1:
+        if (!bytes.empty()) bytes[at] = static_cast<std::uint8_t>(rng());
+        break;
+      case 2:
+        bytes.resize(at);
+        break;
+      case 3:
+        for (std::size_t i = at; i < std::min(bytes.size(), at + rng() % 40); ++i) bytes[i] = rng() % 2 ? 0xff : 0;
+        break;
+      case 4: {
+        const Bytes more = random_bytes(rng, rng() % 60);
+        bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), more.begin(), more.end());
+        break;
+      }
+      case 5:
+        if (rng() % 8 == 0) bytes = random_bytes(rng, rng() % 400);
+        break;
+      default:
+        break;
+    }
+  }
+  return bytes;
+}
+
+// A copy in a block of its own, so that the first byte beyond it is poisoned.
+struct Exact {
+  explicit Exact(const Bytes& from) : bytes(new std::uint8_t[from.size()]), size(from.size()) {
+    if (size != 0) std::memcpy(bytes.get(), from.data(), size);
+  }
+  std::span<const std::uint8_t> span() const { return {bytes.get(), size}; }
+
+  std::unique_ptr<std::uint8_t[]> bytes;
+  std::size_t size;
+};
+
+template <class Element>
+void decode_rans(Rng& rng, const RansCase& made, const kvtide::RansPath& path, const Bytes& stream) {
+  const std::size_t streams = 1 + rng() % 4, count = made.symbols.size(), escape_count = rng() % (count + 1);
+  const bool has_escapes = rng() % 2;
+  const std::vector<Element> values(made.tables.size() * kvtide::rans_symbols);
+  const std::unique_ptr<Element[]> out(new Element[streams * count]), escapes(new Element[escape_count]());
+  std::vector<std::unique_ptr<Exact>> inputs;
+  std::vector<kvtide::RansDecodeJob> jobs;
+  for (std::size_t s = 0; s < streams; ++s) {
+    inputs.push_back(std::make_unique<Exact>(rng() % 3 == 0 ? stream : mutate(rng, stream)));
+    jobs.push_back({made.tables, made.run_tables, inputs.back()->span(), reinterpret_cast<const std::uint8_t*>(values.data()),
+                    reinterpret_cast<const std::uint8_t*>(escapes.get()), reinterpret_cast<std::uint8_t*>(out.get() + s * count),
+                    count, made.run_symbols, escape_count, has_escapes});
+  }
+  kvtide::rans_decode(path, jobs, sizeof(Element));
+}
+
+void fuzz_rans(Rng& rng) {
+  const RansCase made = random_case(rng, 1 + rng() % 600, 1 + rng() % 128);
+  const Bytes stream = encode_case(made, kvtide::rans_paths().back());
+  for (const kvtide::RansPath& path : kvtide::rans_paths()) {
+    if (!path.is_supported()) continue;
+    decode_rans<std::uint8_t>(rng, made, path, stream);
+    decode_rans<std::uint16_t>(rng, made, path, stream);
+    decode_rans<std::uint32_t>(rng, made, path, stream);
+  }
+}
+
+// Tables that are read must also be tables that build and that come back from their compact form.
+void fuzz_rans_tables(Rng& rng) {
+  const RansCase made = random_case(rng, 1, 1);
+  std::vector<std::uint16_t> frequencies;
+  for (const auto& row : made.frequencies) frequencies.insert(frequencies.end(), row.begin(), row.end());
+  const Exact data(mutate(rng, kvtide::rans_write_tables(frequencies)));
+  if (!kvtide::rans_read_tables(data.span(), frequencies)) return;
+  for (std::size_t start = 0; start < frequencies.size(); start += kvtide::rans_symbols) {
+    kvtide::Frequencies row;
+    kvtide::RansTable table;
+    std::copy_n(frequencies.begin() + static_cast<std::ptrdiff_t>(start), row.size(), row.begin());
+    if (!kvtide::rans_build(row, table)) std::abort();
+  }
+}
+
+struct Target {
+  const char* name;
+  void (*run)(Rng&);
+};
+constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 4) return 2;
+  const auto* target = std::find_if(std::begin(targets), std::end(targets),
+                                    [&](const Target& row) { return std::strcmp(row.name, arguments[1]) == 0; });
+  if (target == std::end(targets)) return 2;
+  const auto stop = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::atof(arguments[2]));
+  Rng rng(std::strtoull(arguments[3], nullptr, 10));
+  long rounds = 0;
+  for (; std::chrono::steady_clock::now() < stop; ++rounds) target->run(rng);
+  std::printf("%s: %ld rounds\n", target->name, rounds);
+  return rounds == 0;
+}

@@ -1,0 +1,74 @@
+"""The native core outside of Python: AVX-512 kernels under emulation, decoders under sanitizers and mutated input."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native"
+HERE = Path(__file__).parent
+# The environment is read by this test alone; the Makefile's CI target asks for 60 s a decoder.
+FUZZ_S = float(os.environ.get("KVTIDE_FUZZ_S", "3"))
+SEED = 20251121
+CORE = ["rans.cpp", "rans_table.cpp", "rans_format.cpp", "rans_dispatch.cpp", "rans_portable.cpp"]
+AVX512 = ["rans_avx512.cpp", "rans_avx512_vbmi2.cpp"]
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="the kernels are for x86-64"),
+]
+HAS_SIMDE = any((Path(root) / "simde/x86/avx512.h").exists() for root in ("/usr/include", "/usr/local/include"))
+# SIMDe adds signed lanes as C++ does, which overflows where the instruction wraps.
+EMULATED = ["-DKVTIDE_SIMDE", "-fwrapv", "-fno-sanitize=signed-integer-overflow", "-Wno-psabi"]
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vbmi2", "-mpopcnt"]
+
+
+def flags_of(source: Path) -> list[str]:
+    """Return the flags of a file's instruction set; without SIMDe the AVX-512 files are built for a CPU that has it."""
+    if source.stem == "rans_avx2":
+        return ["-mavx2", "-mpopcnt"]
+    if "avx512" in source.stem:
+        return EMULATED if HAS_SIMDE else AVX512_FLAGS
+    return []
+
+
+def compile_program(target: Path, sources: list[Path], flags: list[str]) -> None:
+    """Compile each source on its own, then link."""
+    objects = []
+    base = ["g++", "-std=c++20", "-w", f"-I{NATIVE}", f"-I{HERE}", *flags]
+    for source in sources:
+        objects.append(target.with_name(f"{target.name}-{source.stem}.o"))
+        subprocess.run([*base, *flags_of(source), "-c", source, "-o", objects[-1]], check=True)
+    subprocess.run([*base, *objects, "-o", target], check=True)
+
+
+@pytest.mark.skipif(not HAS_SIMDE, reason="needs SIMDe's headers (Debian: libsimde-dev) to emulate AVX-512")
+def test_avx512_kernels_give_and_take_the_portable_bytes_under_emulation(tmp_path: Path) -> None:
+    program = tmp_path / "rans_identity"
+    sources = [NATIVE / name for name in (*CORE, *AVX512, "rans_avx2.cpp")]
+    compile_program(program, [HERE / "rans_identity.cpp", *sources], ["-O1"])
+    done = subprocess.run([program, str(SEED), "150"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "150 cases\n"
+
+
+@pytest.fixture(scope="session")
+def fuzz_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("fuzz") / "fuzz"
+    sources = [NATIVE / name for name in (*CORE, *AVX512, "rans_avx2.cpp")]
+    sanitize = "-fsanitize=address,undefined"
+    compile_program(program, [HERE / "fuzz.cpp", *sources], ["-O1", "-g", sanitize, "-fno-sanitize-recover=all"])
+    return program
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["rans", "rans_tables"])
+def test_fuzzed_decoder_stays_within_its_buffers(fuzz_program: Path, target: str) -> None:
+    done = subprocess.run([fuzz_program, target, str(FUZZ_S), str(SEED)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr[-4000:]}"
