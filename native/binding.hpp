@@ -58,6 +58,7 @@ inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
   return OwnedBytes(kept->data(), {kept->size()}, owner);
 }
 
+void bind_quantise(nb::module_& module);
 void bind_rans(nb::module_& module);
 
 }  // namespace kvtide

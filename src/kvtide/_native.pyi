@@ -10,6 +10,35 @@ def map_bytes(
     maps: NDArray[np.uint8],
     out: NDArray[np.uint8],
 ) -> None: ...
+def delta_energy(values: NDArray[np.uint8], element_type: int, tokens: int, channels: int, group: int) -> float: ...
+def cachegen_quantise(
+    values: NDArray[np.uint8],
+    element_type: int,
+    group: int,
+    step: float,
+    anchors: NDArray[np.int16],
+    scales: NDArray[np.uint16],
+    deltas: NDArray[np.int16],
+) -> bool: ...
+def cachegen_restore(
+    anchors: NDArray[np.int16],
+    scales: NDArray[np.uint16],
+    deltas: NDArray[np.int16],
+    group: int,
+    step: float,
+    element_type: int,
+    values: NDArray[np.uint8],
+) -> None: ...
+def chunkwise_quantise(
+    values: NDArray[np.uint8],
+    element_type: int,
+    half: int,
+    symbols: NDArray[np.int16],
+    scales: NDArray[np.uint16],
+) -> bool: ...
+def chunkwise_restore(
+    symbols: NDArray[np.int16], scales: NDArray[np.uint16], half: int, element_type: int, values: NDArray[np.uint8]
+) -> None: ...
 def rans_paths() -> list[str]: ...
 def rans_quantise(counts: NDArray[np.uint64], frequencies: NDArray[np.uint16]) -> None: ...
 def rans_write_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint8]: ...

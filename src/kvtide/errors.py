@@ -1,6 +1,7 @@
 """The one tree of errors.
 
 KvtideError
+├── UnencodableBlock            a codec can't keep this block's values: another codec stores it
 ├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
 ├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
 │   └── TierFull                no room for this object: it is not stored
@@ -11,7 +12,7 @@ A miss is None, never an error. The user's mistake is ValueError at the edge.
 
 from __future__ import annotations
 
-__all__ = ["CorruptPayload", "KvtideError", "TierFull", "TierUnavailable", "UnsupportedModel"]
+__all__ = ["CorruptPayload", "KvtideError", "TierFull", "TierUnavailable", "UnencodableBlock", "UnsupportedModel"]
 
 
 class KvtideError(Exception):
@@ -20,6 +21,10 @@ class KvtideError(Exception):
 
 class CorruptPayload(KvtideError):
     """Stored or received bytes fail a check. Never served."""
+
+
+class UnencodableBlock(KvtideError):
+    """A lossy codec met values that it can't keep, such as infinities, or a model shape that its profile is not of."""
 
 
 class TierUnavailable(KvtideError):

@@ -28,6 +28,8 @@ class SectionKind(IntEnum):
     """What a section holds. The numbers are stored (docs/format.md)."""
 
     DATA = 0
+    ANCHOR = 1
+    DELTA = 2
 
 
 class SectionId(NamedTuple):

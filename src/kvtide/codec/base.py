@@ -12,7 +12,13 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = ["Codec", "layer_section_ids", "layer_views", "sections_by_layer"]
+__all__ = [
+    "Codec",
+    "layer_section_ids",
+    "layer_views",
+    "sections_by_layer",
+    "sections_of_kinds",
+]
 
 
 class Codec(Protocol):
@@ -22,11 +28,18 @@ class Codec(Protocol):
     def codec_id(self) -> str:
         """Return the name and format version that objects carry, at most 16 ASCII characters."""
 
+    @property
+    def profile(self) -> bytes | None:
+        """Return the digest of the profile that decoding needs, None if it needs none."""
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return a bound on the memory that encoding takes besides the block and the result."""
+
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the block's sections.
 
         bits: (layers, 2, tokens, kv_heads, head_dim), bit patterns, C-contiguous. ValueError if it is not of
-        `meta.layout`.
+        `meta.layout`. UnencodableBlock if the codec can't keep these values.
         """
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
@@ -54,3 +67,15 @@ def sections_by_layer(layout: BlockLayout, sections: Sequence[Section]) -> list[
     if [section.id for section in ordered] != layer_section_ids(layout):
         raise CorruptPayload(f"expected one section for each of {layout.layers} layers, got {len(sections)}")
     return ordered
+
+
+def sections_of_kinds(
+    layout: BlockLayout, sections: Sequence[Section], kinds: Sequence[SectionKind]
+) -> list[tuple[bytes | bytearray | memoryview, ...]]:
+    """Return the data of each layer's base sections of these kinds. CorruptPayload unless each is there once."""
+    by_id = {section.id: section.data for section in sections}
+    wanted = [[SectionId(kind, 0, layer, layer + 1) for kind in kinds] for layer in range(layout.layers)]
+    if len(by_id) != len(sections) or by_id.keys() != {section_id for layer in wanted for section_id in layer}:
+        names = " and ".join(kind.name.lower() for kind in kinds)
+        raise CorruptPayload(f"expected {names} of each of {layout.layers} layers once, got {len(sections)} sections")
+    return [tuple(by_id[section_id] for section_id in layer) for layer in wanted]

@@ -13,7 +13,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockMeta, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
@@ -32,6 +32,11 @@ class LosslessCodec:
     """Splits elements into byte planes and codes those that shrink. Every bit pattern survives."""
 
     codec_id = "lossless-1"
+    profile = None
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return a bound: the planes of one layer, and their coded form."""
+        return 3 * layout.layer_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtide.block import BlockBits, BlockMeta, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
@@ -18,6 +18,11 @@ class RawCodec:
     """Stores every byte as it is."""
 
     codec_id = "raw-1"
+    profile = None
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return 0: the sections are views."""
+        return 0
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer; they are views of `bits`, valid until it changes."""

@@ -1,0 +1,95 @@
+// Python's side of quantise.hpp: every size is checked against every other before the core is called.
+#include <nanobind/nanobind.h>
+
+#include "binding.hpp"
+#include "quantise.hpp"
+
+namespace kvtide {
+namespace {
+
+using Steps = Array<std::int16_t, 2>;
+using ConstSteps = Array<const std::int16_t, 2>;
+using Scales = Array<std::uint16_t, 1>;
+using ConstScales = Array<const std::uint16_t, 1>;
+
+constexpr float step_min = 1e-30f;
+
+ElementType element_type(int code) {
+  want(code >= 1 && code <= 3, "element type must be 1, 2 or 3");
+  return static_cast<ElementType>(code);
+}
+
+template <class Values>
+void want_values(const Values& values, std::size_t tokens, std::size_t channels, ElementType type) {
+  want(values.size() == tokens * channels * element_bytes(type), "values do not have tokens x channels elements");
+}
+
+template <class Table>
+auto flat(const Table& table) {
+  return std::span{table.data(), table.size()};
+}
+
+template <class Anchors, class AnchorScales, class Deltas>
+Grouping grouping_of(const Anchors& anchors, const AnchorScales& scales, const Deltas& deltas, std::size_t group) {
+  want(group >= 1, "a group has at least one token");
+  const Grouping grouping{anchors.shape(1) + deltas.shape(1), anchors.shape(0), group};
+  want(deltas.shape(0) == grouping.channels, "anchors and deltas must have the same channels");
+  want(grouping.groups() == anchors.shape(1) && scales.size() == anchors.shape(1), "anchors and scales do not fit the groups");
+  return grouping;
+}
+
+double py_delta_energy(const ConstBytes& values, int type_code, std::size_t tokens, std::size_t channels, std::size_t group) {
+  const ElementType type = element_type(type_code);
+  want(group >= 1, "a group has at least one token");
+  want_values(values, tokens, channels, type);
+  return unlocked([&] { return delta_energy(span_of(values), type, Grouping{tokens, channels, group}); });
+}
+
+bool py_cachegen_quantise(const ConstBytes& values, int type_code, std::size_t group, float step, const Steps& anchors,
+                          const Scales& scales, const Steps& deltas) {
+  const ElementType type = element_type(type_code);
+  const Grouping grouping = grouping_of(anchors, scales, deltas, group);
+  want(step >= step_min, "the step must be at least 1e-30, so that its inverse is finite");
+  want_values(values, grouping.tokens, grouping.channels, type);
+  return unlocked([&] {
+    return cachegen_quantise(span_of(values), type, grouping, step, flat(anchors), span_of(scales), flat(deltas));
+  });
+}
+
+void py_cachegen_restore(const ConstSteps& anchors, const ConstScales& scales, const ConstSteps& deltas, std::size_t group,
+                         float step, int type_code, const Bytes& values) {
+  const ElementType type = element_type(type_code);
+  const Grouping grouping = grouping_of(anchors, scales, deltas, group);
+  want_values(values, grouping.tokens, grouping.channels, type);
+  unlocked([&] { cachegen_restore(flat(anchors), span_of(scales), flat(deltas), grouping, step, type, span_of(values)); });
+}
+
+bool py_chunkwise_quantise(const ConstBytes& values, int type_code, int half, const Steps& symbols, const Scales& scales) {
+  const ElementType type = element_type(type_code);
+  want(half >= 1 && half <= 32767, "half the bins must be from 1 to 32767");
+  want(scales.size() == symbols.shape(1), "every token has one scale");
+  want_values(values, symbols.shape(1), symbols.shape(0), type);
+  return unlocked([&] {
+    return chunkwise_quantise(span_of(values), type, symbols.shape(1), symbols.shape(0), half, flat(symbols), span_of(scales));
+  });
+}
+
+void py_chunkwise_restore(const ConstSteps& symbols, const ConstScales& scales, int half, int type_code, const Bytes& values) {
+  const ElementType type = element_type(type_code);
+  want(half >= 1 && half <= 32767, "half the bins must be from 1 to 32767");
+  want(scales.size() == symbols.shape(1), "every token has one scale");
+  want_values(values, symbols.shape(1), symbols.shape(0), type);
+  unlocked([&] { chunkwise_restore(flat(symbols), span_of(scales), symbols.shape(0), half, type, span_of(values)); });
+}
+
+}  // namespace
+
+void bind_quantise(nb::module_& module) {
+  module.def("delta_energy", &py_delta_energy);
+  module.def("cachegen_quantise", &py_cachegen_quantise);
+  module.def("cachegen_restore", &py_cachegen_restore);
+  module.def("chunkwise_quantise", &py_chunkwise_quantise);
+  module.def("chunkwise_restore", &py_chunkwise_restore);
+}
+
+}  // namespace kvtide

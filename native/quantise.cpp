@@ -1,0 +1,231 @@
+#include "quantise.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+namespace kvtide {
+namespace {
+
+constexpr float anchor_half = 127.0f;
+constexpr float delta_max = 32767.0f;
+
+float from_half(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 31u;
+  const std::uint32_t mantissa = bits & 0x3ffu;
+  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+  }
+  return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+std::uint16_t to_half(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {
+    // Denormal: adding 0.5 leaves the mantissa in steps of 2^-24, rounded to even by the addition itself.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
+  }
+  const std::uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+  return static_cast<std::uint16_t>(sign | (rounded - (112u << 23)) >> 13);
+}
+
+std::uint16_t to_bfloat(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// One load and store for each element type, chosen outside the loops.
+template <ElementType type>
+float load(const std::uint8_t* source) {
+  if constexpr (type == ElementType::float32) {
+    float value;
+    std::memcpy(&value, source, sizeof value);
+    return value;
+  } else {
+    std::uint16_t bits;
+    std::memcpy(&bits, source, sizeof bits);
+    return type == ElementType::float16 ? from_half(bits) : scale_value(bits);
+  }
+}
+
+template <ElementType type>
+void store(float value, std::uint8_t* target) {
+  if constexpr (type == ElementType::float32) {
+    std::memcpy(target, &value, sizeof value);
+  } else {
+    const std::uint16_t bits = type == ElementType::float16 ? to_half(value) : to_bfloat(value);
+    std::memcpy(target, &bits, sizeof bits);
+  }
+}
+
+template <class Work>
+auto with_type(ElementType type, Work work) {
+  switch (type) {
+    case ElementType::float16: return work.template operator()<ElementType::float16>();
+    case ElementType::bfloat16: return work.template operator()<ElementType::bfloat16>();
+    default: return work.template operator()<ElementType::float32>();
+  }
+}
+
+// The largest magnitude of a token; not finite if one value is not.
+template <ElementType type>
+float magnitude_max(const std::uint8_t* token, std::size_t channels, std::size_t item_bytes) {
+  float largest = 0.0f;
+  for (std::size_t c = 0; c < channels; ++c) {
+    const float magnitude = std::fabs(load<type>(token + c * item_bytes));
+    if (!(magnitude <= 3.4028234e38f)) return INFINITY;
+    largest = std::max(largest, magnitude);
+  }
+  return largest;
+}
+
+std::int16_t rounded(float value, float limit) {
+  return static_cast<std::int16_t>(std::nearbyint(std::clamp(value, -limit, limit)));
+}
+
+// 0 for a scale so small that the factor would not be finite: such a token's values all become 0.
+float inverse(float numerator, float scale) {
+  const float factor = numerator / scale;
+  return factor <= 3.4028234e38f ? factor : 0.0f;
+}
+
+}  // namespace
+
+std::size_t element_bytes(ElementType type) { return type == ElementType::float32 ? 4 : 2; }
+
+float load_element(const std::uint8_t* source, ElementType type) {
+  return with_type(type, [&]<ElementType element>() { return load<element>(source); });
+}
+
+void store_element(float value, std::uint8_t* target, ElementType type) {
+  with_type(type, [&]<ElementType element>() { store<element>(value, target); });
+}
+
+std::uint16_t scale_bits(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t up = (bits + 0xffffu) >> 16;
+  // Above the largest bfloat16 there is only infinity: values are then clamped to it.
+  return static_cast<std::uint16_t>(std::min(up, 0x7f7fu));
+}
+
+float scale_value(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+
+double delta_energy(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping) {
+  return with_type(type, [&]<ElementType element>() {
+    const std::size_t item_bytes = element_bytes(element);
+    const std::size_t row_bytes = grouping.channels * item_bytes;
+    double energy = 0.0;
+    for (std::size_t token = 0; token < grouping.tokens; ++token) {
+      const std::uint8_t* anchor = values.data() + (token - token % grouping.group) * row_bytes;
+      const std::uint8_t* row = values.data() + token * row_bytes;
+      float sum = 0.0f;
+      for (std::size_t offset = 0; offset < row_bytes; offset += item_bytes) {
+        const float delta = load<element>(row + offset) - load<element>(anchor + offset);
+        sum += delta * delta;
+      }
+      energy += static_cast<double>(sum);
+    }
+    return energy;
+  });
+}
+
+bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, float step,
+                       std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas) {
+  return with_type(type, [&]<ElementType element>() {
+    const std::size_t item_bytes = element_bytes(element);
+    const std::size_t channels = grouping.channels, groups = grouping.groups(), delta_count = grouping.deltas();
+    const float inverse_step = 1.0f / step;
+    std::size_t delta_position = 0;
+    for (std::size_t token = 0; token < grouping.tokens; ++token) {
+      const std::size_t group = token / grouping.group;
+      const std::uint8_t* row = values.data() + token * channels * item_bytes;
+      const bool is_anchor = token % grouping.group == 0;
+      const float largest = magnitude_max<element>(row, channels, item_bytes);
+      if (std::isinf(largest)) return false;
+      if (is_anchor) {
+        scales[group] = scale_bits(largest);
+        const float factor = inverse(anchor_half, scale_value(scales[group]));
+        for (std::size_t c = 0; c < channels; ++c) {
+          anchors[c * groups + group] = rounded(load<element>(row + c * item_bytes) * factor, anchor_half);
+        }
+        continue;
+      }
+      const float unit = scale_value(scales[group]) / anchor_half;
+      for (std::size_t c = 0; c < channels; ++c) {
+        const float anchor = static_cast<float>(anchors[c * groups + group]) * unit;
+        const float delta = load<element>(row + c * item_bytes) - anchor;
+        deltas[c * delta_count + delta_position] = rounded(delta * inverse_step, delta_max);
+      }
+      ++delta_position;
+    }
+    return true;
+  });
+}
+
+void cachegen_restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales,
+                      std::span<const std::int16_t> deltas, const Grouping& grouping, float step, ElementType type,
+                      std::span<std::uint8_t> values) {
+  with_type(type, [&]<ElementType element>() {
+    const std::size_t item_bytes = element_bytes(element);
+    const std::size_t channels = grouping.channels, groups = grouping.groups(), delta_count = grouping.deltas();
+    std::size_t delta_position = 0;
+    for (std::size_t token = 0; token < grouping.tokens; ++token) {
+      const std::size_t group = token / grouping.group;
+      const float unit = scale_value(scales[group]) / anchor_half;
+      const bool is_anchor = token % grouping.group == 0;
+      std::uint8_t* row = values.data() + token * channels * item_bytes;
+      for (std::size_t c = 0; c < channels; ++c) {
+        float value = static_cast<float>(anchors[c * groups + group]) * unit;
+        if (!is_anchor) value += static_cast<float>(deltas[c * delta_count + delta_position]) * step;
+        store<element>(value, row + c * item_bytes);
+      }
+      if (!is_anchor) ++delta_position;
+    }
+  });
+}
+
+bool chunkwise_quantise(std::span<const std::uint8_t> values, ElementType type, std::size_t tokens, std::size_t channels,
+                        int half, std::span<std::int16_t> symbols, std::span<std::uint16_t> scales) {
+  return with_type(type, [&]<ElementType element>() {
+    const std::size_t item_bytes = element_bytes(element);
+    const auto limit = static_cast<float>(half);
+    for (std::size_t token = 0; token < tokens; ++token) {
+      const std::uint8_t* row = values.data() + token * channels * item_bytes;
+      const float largest = magnitude_max<element>(row, channels, item_bytes);
+      if (std::isinf(largest)) return false;
+      scales[token] = scale_bits(largest);
+      const float factor = inverse(limit, scale_value(scales[token]));
+      for (std::size_t c = 0; c < channels; ++c) {
+        symbols[c * tokens + token] = rounded(load<element>(row + c * item_bytes) * factor, limit);
+      }
+    }
+    return true;
+  });
+}
+
+void chunkwise_restore(std::span<const std::int16_t> symbols, std::span<const std::uint16_t> scales, std::size_t channels,
+                       int half, ElementType type, std::span<std::uint8_t> values) {
+  with_type(type, [&]<ElementType element>() {
+    const std::size_t item_bytes = element_bytes(element);
+    const std::size_t tokens = scales.size();
+    for (std::size_t token = 0; token < tokens; ++token) {
+      const float unit = scale_value(scales[token]) / static_cast<float>(half);
+      std::uint8_t* row = values.data() + token * channels * item_bytes;
+      for (std::size_t c = 0; c < channels; ++c) {
+        store<element>(static_cast<float>(symbols[c * tokens + token]) * unit, row + c * item_bytes);
+      }
+    }
+  });
+}
+
+}  // namespace kvtide

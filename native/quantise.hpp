@@ -1,0 +1,49 @@
+// The quantisers of the published codecs, each one pass over a layer's K or V: no copy in another type or order is made.
+//
+// Input is token-major, (tokens, channels), in any element type; symbols come out channel-major, since a distribution
+// belongs to a channel. All arithmetic is in float32, one operation at a time (no contraction), rounding half to even, so
+// that the twin in the tests gives the same numbers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtide {
+
+enum class ElementType : std::uint8_t { float32 = 1, float16 = 2, bfloat16 = 3 };
+
+std::size_t element_bytes(ElementType type);
+float load_element(const std::uint8_t* source, ElementType type);
+// Rounds to nearest even; what float16 can't hold becomes its infinity.
+void store_element(float value, std::uint8_t* target, ElementType type);
+
+// The smallest bfloat16 that is not below a finite `value` >= 0: a scale that no value exceeds.
+std::uint16_t scale_bits(float value);
+float scale_value(std::uint16_t bits);
+
+// Tokens in groups of `group`; the first of each is the anchor.
+struct Grouping {
+  std::size_t tokens, channels, group;
+  std::size_t groups() const { return (tokens + group - 1) / group; }
+  std::size_t deltas() const { return tokens - groups(); }
+};
+
+// Sum of squares of all deltas to their group's anchor, for the step; not finite if a value is not.
+double delta_energy(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping);
+
+// anchors: (channels, groups), 8 bits of their token's scale; deltas: (channels, deltas), in steps, against the anchor as it will be
+// decoded. False, with the outputs unspecified, if a value is not finite. Spans have exactly these sizes.
+bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, float step,
+                       std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas);
+void cachegen_restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales,
+                      std::span<const std::int16_t> deltas, const Grouping& grouping, float step, ElementType type,
+                      std::span<std::uint8_t> values);
+
+// symbols: (channels, tokens), each value as a share of its token's scale, from -half to half. A token of zeros has scale 0.
+bool chunkwise_quantise(std::span<const std::uint8_t> values, ElementType type, std::size_t tokens, std::size_t channels,
+                        int half, std::span<std::int16_t> symbols, std::span<std::uint16_t> scales);
+void chunkwise_restore(std::span<const std::int16_t> symbols, std::span<const std::uint16_t> scales, std::size_t channels,
+                       int half, ElementType type, std::span<std::uint8_t> values);
+
+}  // namespace kvtide

@@ -1,0 +1,197 @@
+"""Codes whole numbers of any spread: the high part by an entropy coder, the low bits as they are.
+
+A distribution belongs to a run (a channel). Its `shift` says how many low bits go beside the coder, so that the high
+part fits its 31 symbols; what does not fit all the same is an escape. Format: docs/codec.md, "Whole numbers".
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, PrefixCoder, RansCoder, Runs
+from kvtide.codec.entropy import Streams as CodedStreams
+from kvtide.errors import CorruptPayload
+
+__all__ = ["CODERS", "Distribution", "IntegerRuns", "decode_integers", "encode_integers", "fit_distribution"]
+
+# What a payload may name; the position is stored.
+CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
+
+SHIFT_MAX = 11
+_CENTRE = 15
+_ESCAPE_BITS = 16
+_HEADER = struct.Struct("<BBHII")
+_STREAM = struct.Struct("<II")
+
+Integers = NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerRuns:
+    """How numbers lie: (streams, runs, symbols); each run of a stream has a distribution of its own."""
+
+    streams: int
+    runs: int
+    symbols: int
+
+    @property
+    def distributions(self) -> int:
+        """Return how many distributions there are: one for each run of each stream."""
+        return self.streams * self.runs
+
+    def entropy_runs(self) -> Runs:
+        """Return the coder's view: stream s, run r takes table s * runs + r."""
+        tables = np.arange(self.distributions, dtype=np.uint16).reshape(self.streams, self.runs)
+        return Runs(tables if self.symbols else tables[:, :0].copy(), max(self.symbols, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Tables of the high part and the number of low bits, one each for every run. Immutable."""
+
+    coder: int
+    tables: EntropyTables
+    shifts: NDArray[np.uint8]
+
+    def to_bytes(self) -> bytes:
+        """Return the shifts, a byte each, then the tables."""
+        return self.shifts.tobytes() + self.tables.to_bytes()
+
+    @classmethod
+    def parse(cls, coder: int, data: memoryview, count: int) -> Distribution:
+        """Return the distributions of `count` runs that `to_bytes` wrote. CorruptPayload if `data` is not that."""
+        if len(data) < count:
+            raise CorruptPayload(f"{count} distributions can't be in {len(data)} bytes")
+        shifts = np.frombuffer(data[:count], dtype=np.uint8)
+        if count and int(shifts.max()) > SHIFT_MAX:
+            raise CorruptPayload(f"a distribution has at most {SHIFT_MAX} low bits, got {int(shifts.max())}")
+        return cls(coder, CODERS[coder].parse(data[count:], count), shifts.copy())
+
+
+def fit_distribution(values: Integers, coder: int, is_open: bool) -> Distribution:
+    """Return the distributions that code `values` best, each row a run.
+
+    values: (runs, samples). With `is_open`, every symbol gets a code, so that other data can be coded too.
+    """
+    shifts = _best_shifts(values)
+    counts = _symbol_counts(_symbols(values, shifts)) + np.uint64(is_open)
+    # A run without samples still needs a table.
+    counts[counts.sum(axis=1) == 0, _CENTRE] = 1
+    return Distribution(coder, CODERS[coder].build(counts), shifts)
+
+
+def _symbols(values: Integers, shifts: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    high = (values >> shifts.astype(np.int16)[:, None]) + np.int16(_CENTRE)
+    return np.where((high >= 0) & (high < ESCAPE), high, ESCAPE).astype(np.uint8)
+
+
+def _symbol_counts(symbols: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    rows = len(symbols)
+    flat = symbols + np.arange(rows, dtype=np.int64)[:, None] * SYMBOLS
+    return np.bincount(flat.reshape(-1), minlength=rows * SYMBOLS).reshape(rows, SYMBOLS).astype(np.uint64)
+
+
+def _best_shifts(values: Integers) -> NDArray[np.uint8]:
+    samples = max(values.shape[1], 1)
+    best_bits = np.full(len(values), np.inf)
+    best = np.zeros(len(values), dtype=np.uint8)
+    for shift in range(SHIFT_MAX + 1):
+        shifts = np.full(len(values), shift, dtype=np.uint8)
+        shares = _symbol_counts(_symbols(values, shifts)) / samples
+        entropy = -(shares * np.log2(np.maximum(shares, 1e-12))).sum(axis=1)
+        bits = entropy + shift + shares[:, ESCAPE] * _ESCAPE_BITS
+        is_better = bits < best_bits - 1e-9
+        best[is_better], best_bits[is_better] = shift, bits[is_better]
+        if not shares[:, ESCAPE].any():
+            break
+    return best
+
+
+def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribution, is_shared: bool) -> bytes:
+    """Return the coded form of `values`: (streams, runs, symbols), contiguous.
+
+    With `is_shared` the distributions are left out: the reader has them.
+    """
+    assert values.shape == (runs.streams, runs.runs, runs.symbols)
+    by_run = values.reshape(runs.distributions, runs.symbols)
+    symbols = _symbols(by_run, distribution.shifts).reshape(runs.streams, runs.runs * runs.symbols)
+    is_escape = symbols == ESCAPE
+    coded = distribution.tables.encode(symbols, runs.entropy_runs())
+    tables = b"" if is_shared else distribution.to_bytes()
+    parts = [_HEADER.pack(distribution.coder, not is_shared, 0, len(tables), runs.streams)]
+    parts += [_STREAM.pack(size, int(is_escape[i].sum())) for i, size in enumerate(coded.sizes)]
+    escapes = values.reshape(runs.streams, -1)[is_escape].astype("<i2")
+    parts += [tables, bytes(coded.data), escapes.tobytes(), *_low_planes(by_run, distribution.shifts)]
+    return b"".join(parts)
+
+
+def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
+    """Return bit 0 of all runs that have one, then bit 1, …, each packed with its first value in the lowest bit."""
+    planes = []
+    for bit in range(int(shifts.max(initial=0))):
+        bits = (by_run[shifts > bit] >> np.int16(bit)) & np.int16(1)
+        planes.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
+    return planes
+
+
+def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
+    """Return the numbers that `encode_integers` coded: (streams, runs, symbols).
+
+    CorruptPayload unless `data` is exactly that, or if it needs shared distributions and there are none.
+    """
+    header_bytes = _HEADER.size + runs.streams * _STREAM.size
+    if len(data) < header_bytes:
+        raise CorruptPayload(f"coded numbers have at least {header_bytes} bytes, got {len(data)}")
+    coder, has_tables, zero, tables_bytes, streams = _HEADER.unpack_from(data)
+    if coder >= len(CODERS) or has_tables > 1 or zero or streams != runs.streams:
+        raise CorruptPayload(f"coded numbers: coder {coder}, tables {has_tables}, {streams} streams are not ours")
+    sizes, counts = zip(*_STREAM.iter_unpack(data[_HEADER.size : header_bytes]), strict=True)
+    cursor = _Cursor(data, header_bytes)
+    tables = cursor.take(tables_bytes)
+    if has_tables:
+        distribution = Distribution.parse(coder, tables, runs.distributions)
+    elif shared is None or shared.coder != coder or tables_bytes:
+        raise CorruptPayload("coded numbers need distributions that are not here")
+    else:
+        distribution = shared
+    coded = CodedStreams(cursor.take(sum(sizes)), sizes)
+    escapes = np.frombuffer(cursor.take(2 * sum(counts)), dtype="<u2").astype(np.uint16)
+    out = np.empty((runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
+    steps = np.arange(SYMBOLS, dtype=np.int32) - _CENTRE
+    stands_for = (steps << distribution.shifts.astype(np.int32)[:, None]).astype(np.uint16)
+    taken = Escapes(escapes, np.array(counts, dtype=np.uint64))
+    distribution.tables.decode(coded, runs.entropy_runs(), stands_for, out, taken)
+    by_run = out.reshape(runs.distributions, runs.symbols)
+    for bit in range(int(distribution.shifts.max(initial=0))):
+        rows = distribution.shifts > bit
+        bits_count = int(rows.sum()) * runs.symbols
+        packed = np.frombuffer(cursor.take(-(-bits_count // 8)), dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")
+        if bits[bits_count:].any():
+            raise CorruptPayload("coded numbers: bits behind the last one are set")
+        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(-1, runs.symbols)
+    cursor.finish()
+    return out.view(np.int16).reshape(runs.streams, runs.runs, runs.symbols)
+
+
+class _Cursor:
+    """Takes pieces of foreign bytes, each length checked first."""
+
+    def __init__(self, data: memoryview, offset: int) -> None:
+        self._data = data
+        self._offset = offset
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data) - self._offset:
+            raise CorruptPayload(f"{size} bytes expected at {self._offset} of {len(self._data)}")
+        piece = self._data[self._offset : self._offset + size]
+        self._offset += size
+        return piece
+
+    def finish(self) -> None:
+        if self._offset != len(self._data):
+            raise CorruptPayload(f"{len(self._data) - self._offset} bytes too many")

@@ -1,0 +1,137 @@
+"""Profiles: static statistics of one model, fitted once by `kvtide calibrate`, named by payloads through their digest.
+
+Format: docs/format.md, "Profile". A payload whose profile is not here is a miss; one of another model can't be chosen
+by mistake, since the shape is part of the profile and the digest part of the object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import BlockLayout
+from kvtide.errors import CorruptPayload
+
+__all__ = ["PROFILE_BYTES_MAX", "Profile"]
+
+PROFILE_BYTES_MAX = 4 << 30
+_MAGIC = b"\x89KVTPROF"
+_VERSION = 1
+_PREFIX = struct.Struct("<8sHHI")
+_DIGEST_BYTES = 32
+_DTYPES = {"u1", "u2", "u4", "u8", "i2", "i4", "f4", "f8"}
+
+
+class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: str
+    model: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    texts: int
+    tokens: int
+    arrays: tuple[_ArrayEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Arrays by name, for one model shape. Made of whole bytes: equal contents give equal digests."""
+
+    kind: str
+    model: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    texts: int
+    tokens: int
+    arrays: Mapping[str, NDArray[Any]]
+    digest: bytes
+
+    @classmethod
+    def make(
+        cls,
+        kind: str,
+        model: str,
+        layout: BlockLayout,
+        calibrated_on: tuple[int, int],
+        arrays: Mapping[str, NDArray[Any]],
+    ) -> Profile:
+        """Return the profile of these arrays; `calibrated_on` are the texts and tokens that it was fitted on."""
+        texts, tokens = calibrated_on
+        shape = (layout.layers, layout.kv_heads, layout.head_dim)
+        return cls.parse(_pack(_Description(kind, model, *shape, texts, tokens, _entries(arrays)), arrays))
+
+    def fits(self, layout: BlockLayout) -> bool:
+        """Tell whether blocks of this layout are of the profile's model shape."""
+        return (self.layers, self.kv_heads, self.head_dim) == (layout.layers, layout.kv_heads, layout.head_dim)
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        shape = (self.layers, self.kv_heads, self.head_dim)
+        entries = _entries(self.arrays)
+        return _pack(_Description(self.kind, self.model, *shape, self.texts, self.tokens, entries), self.arrays)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Profile:
+        """Return the profile in a file's bytes. CorruptPayload if they are not exactly one."""
+        if len(data) < _PREFIX.size + _DIGEST_BYTES:
+            raise CorruptPayload(f"a profile has at least {_PREFIX.size + _DIGEST_BYTES} bytes, got {len(data)}")
+        magic, version, zero, description_bytes = _PREFIX.unpack_from(data)
+        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if magic != _MAGIC or version != _VERSION or zero:
+            raise CorruptPayload(f"not a profile of version {_VERSION}: it begins with {magic!r}, version {version}")
+        if hashlib.sha256(body).digest() != digest:
+            raise CorruptPayload("the profile's digest does not match its content")
+        try:
+            description = msgspec.json.decode(body[_PREFIX.size : _PREFIX.size + description_bytes], type=_Description)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptPayload(f"the profile's description does not parse: {error}") from error
+        arrays = _read_arrays(memoryview(body)[_PREFIX.size + description_bytes :], description.arrays)
+        shape = (description.layers, description.kv_heads, description.head_dim)
+        calibrated_on = (description.texts, description.tokens)
+        return cls(description.kind, description.model, *shape, *calibrated_on, arrays, digest)
+
+
+def _entries(arrays: Mapping[str, NDArray[Any]]) -> tuple[_ArrayEntry, ...]:
+    return tuple(_ArrayEntry(name, arrays[name].dtype.str[1:], arrays[name].shape) for name in sorted(arrays))
+
+
+def _pack(description: _Description, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    text = msgspec.json.encode(description)
+    parts = [_PREFIX.pack(_MAGIC, _VERSION, 0, len(text)), text]
+    parts += [np.ascontiguousarray(arrays[entry.name]).tobytes() for entry in description.arrays]
+    body = b"".join(parts)
+    return body + hashlib.sha256(body).digest()
+
+
+def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in _DTYPES or min(entry.shape, default=1) < 0 or entry.name in arrays:
+            raise CorruptPayload(f"array {entry.name!r} of the profile has type {entry.dtype!r}, shape {entry.shape}")
+        dtype = np.dtype(f"<{entry.dtype}")
+        size = dtype.itemsize
+        for extent in entry.shape:
+            size *= extent
+        if size > len(data) - offset:
+            raise CorruptPayload(f"array {entry.name!r} of the profile is cut")
+        array = np.frombuffer(data[offset : offset + size], dtype=dtype).reshape(entry.shape)
+        arrays[entry.name] = array
+        offset += size
+    if offset != len(data):
+        raise CorruptPayload(f"the profile has {len(data) - offset} bytes behind its last array")
+    return arrays
