@@ -33,6 +33,7 @@ void join_planes(const ConstBytes& planes, std::size_t item_bytes, const Bytes& 
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels of kvtide: no I/O, no state.";
   kvtide::bind_rans(module);
+  kvtide::bind_prefix(module);
   module.def("split_planes", &split_planes, nb::arg("elements").noconvert(), nb::arg("item_bytes"), nb::arg("planes").noconvert());
   module.def("join_planes", &join_planes, nb::arg("planes").noconvert(), nb::arg("item_bytes"), nb::arg("elements").noconvert());
 }

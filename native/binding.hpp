@@ -59,5 +59,6 @@ inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
 }
 
 void bind_rans(nb::module_& module);
+void bind_prefix(nb::module_& module);
 
 }  // namespace kvtide

@@ -10,6 +10,7 @@ from kvtide.codec.entropy.base import (
     Streams,
 )
 from kvtide.codec.entropy.escape import EscapeMap
+from kvtide.codec.entropy.prefix import PrefixCoder, PrefixTables
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "EntropyTables",
     "EscapeMap",
     "Escapes",
+    "PrefixCoder",
+    "PrefixTables",
     "RansCoder",
     "RansTables",
     "Runs",
