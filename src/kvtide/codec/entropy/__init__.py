@@ -9,7 +9,7 @@ from kvtide.codec.entropy.base import (
     Runs,
     Streams,
 )
-from kvtide.codec.entropy.escape import EscapeMap
+from kvtide.codec.entropy.escape import EscapeMap, count_values
 from kvtide.codec.entropy.prefix import PrefixCoder, PrefixTables
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
@@ -26,4 +26,5 @@ __all__ = [
     "RansTables",
     "Runs",
     "Streams",
+    "count_values",
 ]

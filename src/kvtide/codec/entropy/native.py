@@ -33,7 +33,7 @@ class NativeTables:
         """Return one stream for each row of `symbols`; see EntropyTables."""
         check_encode(symbols, runs, self.count)
         data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
-        return Streams(data, sizes)
+        return Streams(data.data, sizes)
 
     def decode(
         self, streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None = None
