@@ -1,39 +1,44 @@
 // The native module. Binding files alone know Python: they check arguments, release the GIL and call the core.
 #include "binding.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <string>
+
 #include "split.hpp"
 
 namespace nb = nanobind;
 
+namespace kvtide {
 namespace {
 
-using kvtide::Bytes;
-using kvtide::ConstBytes;
-using kvtide::span_of;
-
-void split_planes(const ConstBytes& elements, std::size_t item_bytes, const Bytes& planes) {
-  bool ok;
-  {
-    nb::gil_scoped_release release;
-    ok = kvtide::split_planes(span_of(elements), item_bytes, span_of(planes));
-  }
-  if (!ok) throw nb::value_error("split_planes: want items of 2 or 4 bytes and two buffers of one size");
+SplitFormat format_named(const std::string& name) {
+  if (name == "bfloat16") return SplitFormat::bfloat16;
+  if (name == "float16") return SplitFormat::float16;
+  if (name == "float32") return SplitFormat::float32;
+  throw nb::value_error("planes: want bfloat16, float16 or float32");
 }
 
-void join_planes(const ConstBytes& planes, std::size_t item_bytes, const Bytes& elements) {
-  bool ok;
-  {
-    nb::gil_scoped_release release;
-    ok = kvtide::join_planes(span_of(planes), item_bytes, span_of(elements));
-  }
-  if (!ok) throw nb::value_error("join_planes: want items of 2 or 4 bytes and two buffers of one size");
+constexpr const char* wrong_sizes = "planes: want whole elements and a byte for each of their planes";
+
+void split(const ConstBytes& elements, const std::string& format_name, const Bytes& planes) {
+  const SplitFormat format = format_named(format_name);
+  want(unlocked([&] { return split_planes(span_of(elements), format, span_of(planes)); }), wrong_sizes);
+}
+
+void join(const ConstBytes& planes, const std::string& format_name, const Bytes& elements) {
+  const SplitFormat format = format_named(format_name);
+  want(unlocked([&] { return join_planes(span_of(planes), format, span_of(elements)); }), wrong_sizes);
 }
 
 }  // namespace
+}  // namespace kvtide
 
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels of kvtide: no I/O, no state.";
   kvtide::bind_quantise(module);
+  module.def("split_planes", &kvtide::split, nb::arg("elements").noconvert(), nb::arg("dtype"), nb::arg("planes").noconvert());
+  module.def("join_planes", &kvtide::join, nb::arg("planes").noconvert(), nb::arg("dtype"), nb::arg("elements").noconvert());
   kvtide::bind_rans(module);
-  module.def("split_planes", &split_planes, nb::arg("elements").noconvert(), nb::arg("item_bytes"), nb::arg("planes").noconvert());
-  module.def("join_planes", &join_planes, nb::arg("planes").noconvert(), nb::arg("item_bytes"), nb::arg("elements").noconvert());
+  kvtide::bind_prefix(module);
 }

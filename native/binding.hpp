@@ -60,5 +60,6 @@ inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
 
 void bind_quantise(nb::module_& module);
 void bind_rans(nb::module_& module);
+void bind_prefix(nb::module_& module);
 
 }  // namespace kvtide

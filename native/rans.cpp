@@ -7,10 +7,6 @@
 namespace kvtide {
 namespace {
 
-bool names_tables(std::span<const std::uint16_t> run_tables, std::size_t table_count) {
-  return std::all_of(run_tables.begin(), run_tables.end(), [&](std::uint16_t table) { return table < table_count; });
-}
-
 // States below rans_state_min never leave an encoder, and every step keeps a state from there on at or above it.
 bool are_states_valid(std::span<const std::uint8_t> stream) {
   for (std::size_t lane = 0; lane < rans_lanes; ++lane) {
@@ -27,12 +23,6 @@ bool is_stream_plausible(const RansDecodeJob& job) {
 }
 
 }  // namespace
-
-bool are_runs_valid(std::size_t count, std::size_t run_symbols, std::span<const std::uint16_t> run_tables, std::size_t table_count) {
-  if (run_symbols == 0) return false;
-  const std::size_t runs = count / run_symbols + (count % run_symbols != 0);
-  return run_tables.size() == runs && names_tables(run_tables, table_count);
-}
 
 bool rans_decode(const RansPath& path, std::span<const RansDecodeJob> jobs, std::size_t element_bytes) {
   if (jobs.empty()) return true;

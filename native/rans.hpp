@@ -10,21 +10,19 @@
 #include <span>
 #include <vector>
 
+#include "streams.hpp"
+
 namespace kvtide {
 
 inline constexpr std::size_t rans_lanes = 32;
-inline constexpr std::size_t rans_symbols = 32;
+inline constexpr std::size_t rans_symbols = coded_symbols;
 inline constexpr std::uint32_t rans_total = 4096;
 inline constexpr std::uint32_t rans_bucket_slots = rans_total / rans_symbols;
 inline constexpr std::uint32_t rans_state_min = 1u << 16;
 inline constexpr std::size_t rans_states_bytes = rans_lanes * sizeof(std::uint32_t);
-inline constexpr std::uint8_t rans_escape = rans_symbols - 1;
-inline constexpr std::uint64_t rans_counts_max = std::uint64_t{1} << 48;
+inline constexpr std::uint8_t rans_escape = escape_symbol;
 
-using Row16 = std::array<std::uint16_t, rans_symbols>;
-using Row8 = std::array<std::uint8_t, rans_symbols>;
 using Frequencies = Row16;
-using Counts = std::span<const std::uint64_t, rans_symbols>;
 
 // What a decoder looks up. The byte planes hold the same numbers for instruction sets that look up bytes only.
 struct alignas(64) RansDecodeTable {
@@ -58,7 +56,7 @@ struct RansTable {
   RansEncodeTable encode;
 };
 
-// Both return false, touching nothing, on counts that are all zero or sum to rans_counts_max or more, and on
+// Both return false, touching nothing, on counts that are all zero or sum to counts_max or more, and on
 // frequencies that do not sum to rans_total or that name one symbol alone.
 bool rans_quantise(Counts counts, Frequencies& frequencies);
 bool rans_build(const Frequencies& frequencies, RansTable& table);
@@ -68,32 +66,8 @@ bool rans_build(const Frequencies& frequencies, RansTable& table);
 std::vector<std::uint8_t> rans_write_tables(std::span<const std::uint16_t> frequencies);
 bool rans_read_tables(std::span<const std::uint8_t> data, std::span<std::uint16_t> frequencies);
 
-// One stream and where its symbols go: `count` elements of `element_bytes` at `out`. Runs of `run_symbols` take the tables
-// that `run_tables` names, the last run what is left. `values` holds rans_symbols elements for each table. If `has_escapes`,
-// symbol rans_escape takes the next element of `escapes` instead of its value, and all of them must be taken.
-struct RansDecodeJob {
-  std::span<const RansTable> tables;
-  std::span<const std::uint16_t> run_tables;
-  std::span<const std::uint8_t> stream;
-  const std::uint8_t* values;
-  const std::uint8_t* escapes;
-  std::uint8_t* out;
-  std::size_t count;
-  std::size_t run_symbols;
-  std::size_t escape_count;
-  bool has_escapes;
-};
-
-// The other way: `stream` has room for rans_stream_bytes_max(count); the stream is what is left at its end.
-struct RansEncodeJob {
-  std::span<const RansTable> tables;
-  std::span<const std::uint16_t> run_tables;
-  std::span<std::uint8_t> stream;
-  const std::uint8_t* symbols;
-  std::size_t count;
-  std::size_t run_symbols;
-  std::size_t stream_bytes;  // set by the encoder
-};
+using RansDecodeJob = DecodeJob<RansTable>;
+using RansEncodeJob = EncodeJob<RansTable>;  // `stream` has room for rans_stream_bytes_max(count)
 
 // Words are stored in vectors of up to 64 bytes that begin before the last word: room for one vector more.
 constexpr std::size_t rans_stream_bytes_max(std::size_t count) { return 2 * count + rans_states_bytes + 64; }
@@ -116,9 +90,6 @@ struct RansPath {
 
 // Fastest first; the last one runs everywhere.
 std::span<const RansPath> rans_paths();
-
-// Tells whether `run_tables` names a table below `table_count` for each run of `run_symbols` in `count` symbols.
-bool are_runs_valid(std::size_t count, std::size_t run_symbols, std::span<const std::uint16_t> run_tables, std::size_t table_count);
 
 // Jobs of one call share `count`, `run_symbols` and `has_escapes`, have valid runs, and decode side by side. False if a stream
 // or its escapes do not hold exactly `count` symbols; what was written to `out` then means nothing. No symbols: no bytes.

@@ -140,13 +140,13 @@ bool rans_quantise(Counts counts, Frequencies& frequencies) {
   std::uint64_t total = 0;
   std::size_t used = 0, last = 0;
   for (std::size_t i = 0; i < rans_symbols; ++i) {
-    if (counts[i] >= rans_counts_max) return false;
+    if (counts[i] >= counts_max) return false;
     total += counts[i];
     if (counts[i] == 0) continue;
     ++used;
     last = i;
   }
-  if (total == 0 || total >= rans_counts_max) return false;
+  if (total == 0 || total >= counts_max) return false;
   frequencies.fill(0);
   if (used == 1) {
     frequencies[last] = rans_total - 1;

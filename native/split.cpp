@@ -1,5 +1,6 @@
 #include "split.hpp"
 
+#include <array>
 #include <bit>
 #include <cstring>
 
@@ -8,57 +9,64 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the stored formats are little-endian");
 
-template <typename Word>
-void split_words(const std::uint8_t* elements, std::size_t count, std::uint8_t* planes) {
-  constexpr std::size_t item_bytes = sizeof(Word);
+// Bits of each plane, exponent first.
+template <SplitFormat format>
+constexpr auto plane_bits = [] {
+  if constexpr (format == SplitFormat::bfloat16) return std::array{8, 8};
+  else if constexpr (format == SplitFormat::float16) return std::array{5, 3, 8};
+  else return std::array{8, 8, 8, 8};
+}();
+
+template <SplitFormat format, class Word>
+void split_words(const std::uint8_t* __restrict elements, std::size_t count, std::uint8_t* __restrict planes) {
   for (std::size_t i = 0; i < count; ++i) {
     Word word;
-    std::memcpy(&word, elements + i * item_bytes, item_bytes);
+    std::memcpy(&word, elements + i * sizeof(Word), sizeof(Word));
     word = std::rotl(word, 1);
-    for (std::size_t plane = 0; plane < item_bytes; ++plane) {
-      planes[plane * count + i] = static_cast<std::uint8_t>(word >> (8 * (item_bytes - 1 - plane)));
+    int shift = 8 * sizeof(Word);
+    for (std::size_t plane = 0; plane < plane_bits<format>.size(); ++plane) {
+      shift -= plane_bits<format>[plane];
+      planes[plane * count + i] = static_cast<std::uint8_t>(word >> shift & ((1 << plane_bits<format>[plane]) - 1));
     }
   }
 }
 
-template <typename Word>
-void join_words(const std::uint8_t* planes, std::size_t count, std::uint8_t* elements) {
-  constexpr std::size_t item_bytes = sizeof(Word);
+template <SplitFormat format, class Word>
+void join_words(const std::uint8_t* __restrict planes, std::size_t count, std::uint8_t* __restrict elements) {
   for (std::size_t i = 0; i < count; ++i) {
     Word word = 0;
-    for (std::size_t plane = 0; plane < item_bytes; ++plane) {
-      word = static_cast<Word>(static_cast<Word>(word << 8) | planes[plane * count + i]);
+    for (std::size_t plane = 0; plane < plane_bits<format>.size(); ++plane) {
+      word = static_cast<Word>(static_cast<Word>(word << plane_bits<format>[plane]) | planes[plane * count + i]);
     }
     word = std::rotr(word, 1);
-    std::memcpy(elements + i * item_bytes, &word, item_bytes);
+    std::memcpy(elements + i * sizeof(Word), &word, sizeof(Word));
   }
 }
 
-bool are_sizes_valid(std::size_t source_bytes, std::size_t target_bytes, std::size_t item_bytes) {
-  return (item_bytes == 2 || item_bytes == 4) && source_bytes == target_bytes && source_bytes % item_bytes == 0;
+bool are_sizes_valid(std::size_t elements_bytes, std::size_t planes_bytes, SplitFormat format) {
+  const std::size_t count = elements_bytes / item_bytes(format);
+  return elements_bytes == count * item_bytes(format) && planes_bytes == count * plane_count(format);
 }
 
 }  // namespace
 
-bool split_planes(std::span<const std::uint8_t> elements, std::size_t item_bytes, std::span<std::uint8_t> planes) {
-  if (!are_sizes_valid(elements.size(), planes.size(), item_bytes)) return false;
-  const std::size_t count = elements.size() / item_bytes;
-  if (item_bytes == 2) {
-    split_words<std::uint16_t>(elements.data(), count, planes.data());
-  } else {
-    split_words<std::uint32_t>(elements.data(), count, planes.data());
-  }
+bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::span<std::uint8_t> planes) {
+  if (!are_sizes_valid(elements.size(), planes.size(), format)) return false;
+  const std::size_t count = elements.size() / item_bytes(format);
+  const std::uint8_t* const from = elements.data();
+  if (format == SplitFormat::bfloat16) split_words<SplitFormat::bfloat16, std::uint16_t>(from, count, planes.data());
+  if (format == SplitFormat::float16) split_words<SplitFormat::float16, std::uint16_t>(from, count, planes.data());
+  if (format == SplitFormat::float32) split_words<SplitFormat::float32, std::uint32_t>(from, count, planes.data());
   return true;
 }
 
-bool join_planes(std::span<const std::uint8_t> planes, std::size_t item_bytes, std::span<std::uint8_t> elements) {
-  if (!are_sizes_valid(planes.size(), elements.size(), item_bytes)) return false;
-  const std::size_t count = planes.size() / item_bytes;
-  if (item_bytes == 2) {
-    join_words<std::uint16_t>(planes.data(), count, elements.data());
-  } else {
-    join_words<std::uint32_t>(planes.data(), count, elements.data());
-  }
+bool join_planes(std::span<const std::uint8_t> planes, SplitFormat format, std::span<std::uint8_t> elements) {
+  if (!are_sizes_valid(elements.size(), planes.size(), format)) return false;
+  const std::size_t count = elements.size() / item_bytes(format);
+  std::uint8_t* const to = elements.data();
+  if (format == SplitFormat::bfloat16) join_words<SplitFormat::bfloat16, std::uint16_t>(planes.data(), count, to);
+  if (format == SplitFormat::float16) join_words<SplitFormat::float16, std::uint16_t>(planes.data(), count, to);
+  if (format == SplitFormat::float32) join_words<SplitFormat::float32, std::uint32_t>(planes.data(), count, to);
   return true;
 }
 

@@ -1,8 +1,8 @@
-// Splits floating-point elements into byte planes, exponent first, and joins them again.
+// Splits floating-point elements into planes of bytes, exponent first, and joins them again.
 //
-// Every element is rotated left by one bit, so that the top byte holds the whole exponent of bf16 and fp32 (the
-// exponent and three mantissa bits of fp16) and the sign joins the mantissa, which is noise. Plane 0 is the top
-// byte of each element, the last plane the lowest. The map is a bijection on bit patterns: NaN payloads survive.
+// Every element is rotated left by one bit, so that the exponent is on top and the sign joins the mantissa, which is
+// noise. Plane 0 holds the exponent alone; an exponent of 5 bits is followed by a plane of the 3 bits below it; then
+// come whole bytes, down to the lowest. The map is a bijection on bit patterns: NaN payloads survive.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,15 @@
 
 namespace kvtide {
 
-// Both return false, touching nothing, unless item_bytes is 2 or 4 and both spans hold the same whole number of items.
-bool split_planes(std::span<const std::uint8_t> elements, std::size_t item_bytes, std::span<std::uint8_t> planes);
-bool join_planes(std::span<const std::uint8_t> planes, std::size_t item_bytes, std::span<std::uint8_t> elements);
+enum class SplitFormat { bfloat16, float16, float32 };
+
+constexpr std::size_t item_bytes(SplitFormat format) { return format == SplitFormat::float32 ? 4 : 2; }
+constexpr std::size_t plane_count(SplitFormat format) {
+  return format == SplitFormat::bfloat16 ? 2 : format == SplitFormat::float16 ? 3 : 4;
+}
+
+// Both return false, touching nothing, unless the spans hold whole items and the planes of exactly as many.
+bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::span<std::uint8_t> planes);
+bool join_planes(std::span<const std::uint8_t> planes, SplitFormat format, std::span<std::uint8_t> elements);
 
 }  // namespace kvtide

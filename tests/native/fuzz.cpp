@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "prefix.hpp"
 #include "rans_cases.hpp"
 
 namespace {
@@ -63,31 +64,83 @@ struct Exact {
   std::size_t size;
 };
 
-template <class Element>
-void decode_rans(Rng& rng, const RansCase& made, const kvtide::RansPath& path, const Bytes& stream) {
-  const std::size_t streams = 1 + rng() % 4, count = made.symbols.size(), escape_count = rng() % (count + 1);
+// Decodes some streams side by side, each perhaps mutated.
+template <class Element, class Table, class Decode>
+void decode_some(Rng& rng, const RansCase& made, const std::vector<Table>& tables, const Bytes& stream, Decode decode) {
+  const std::size_t streams = 1 + rng() % 5, count = made.symbols.size(), escape_count = rng() % (count + 1);
   const bool has_escapes = rng() % 2;
-  const std::vector<Element> values(made.tables.size() * kvtide::rans_symbols);
+  const std::vector<Element> values(tables.size() * kvtide::coded_symbols);
   const std::unique_ptr<Element[]> out(new Element[streams * count]), escapes(new Element[escape_count]());
   std::vector<std::unique_ptr<Exact>> inputs;
-  std::vector<kvtide::RansDecodeJob> jobs;
+  std::vector<kvtide::DecodeJob<Table>> jobs;
   for (std::size_t s = 0; s < streams; ++s) {
     inputs.push_back(std::make_unique<Exact>(rng() % 3 == 0 ? stream : mutate(rng, stream)));
-    jobs.push_back({made.tables, made.run_tables, inputs.back()->span(), reinterpret_cast<const std::uint8_t*>(values.data()),
+    jobs.push_back({tables, made.run_tables, inputs.back()->span(), reinterpret_cast<const std::uint8_t*>(values.data()),
                     reinterpret_cast<const std::uint8_t*>(escapes.get()), reinterpret_cast<std::uint8_t*>(out.get() + s * count),
                     count, made.run_symbols, escape_count, has_escapes});
   }
-  kvtide::rans_decode(path, jobs, sizeof(Element));
+  decode(jobs, sizeof(Element));
+}
+
+template <class Table, class Decode>
+void decode_all_widths(Rng& rng, const RansCase& made, const std::vector<Table>& tables, const Bytes& stream, Decode decode) {
+  for (const kvtide::RansPath& path : kvtide::rans_paths()) {
+    if (!path.is_supported()) continue;
+    const auto with_path = [&](const auto& jobs, std::size_t element_bytes) { decode(path, jobs, element_bytes); };
+    decode_some<std::uint8_t>(rng, made, tables, stream, with_path);
+    decode_some<std::uint16_t>(rng, made, tables, stream, with_path);
+    decode_some<std::uint32_t>(rng, made, tables, stream, with_path);
+  }
 }
 
 void fuzz_rans(Rng& rng) {
   const RansCase made = random_case(rng, 1 + rng() % 600, 1 + rng() % 128);
   const Bytes stream = encode_case(made, kvtide::rans_paths().back());
-  for (const kvtide::RansPath& path : kvtide::rans_paths()) {
-    if (!path.is_supported()) continue;
-    decode_rans<std::uint8_t>(rng, made, path, stream);
-    decode_rans<std::uint16_t>(rng, made, path, stream);
-    decode_rans<std::uint32_t>(rng, made, path, stream);
+  decode_all_widths(rng, made, made.tables, stream, [](auto& path, auto& jobs, std::size_t element_bytes) {
+    kvtide::rans_decode(path, jobs, element_bytes);
+  });
+}
+
+// The same symbols under prefix tables of the same frequencies.
+struct PrefixCase {
+  std::vector<std::uint8_t> lengths;
+  std::vector<kvtide::PrefixTable> tables;
+};
+
+PrefixCase prefix_case(const RansCase& made) {
+  PrefixCase prefix;
+  for (const kvtide::Frequencies& row : made.frequencies) {
+    std::array<std::uint64_t, kvtide::coded_symbols> counts;
+    std::copy(row.begin(), row.end(), counts.begin());
+    kvtide::Lengths lengths;
+    prefix.tables.emplace_back();
+    if (!kvtide::prefix_lengths(counts, lengths) || !kvtide::prefix_build(lengths, prefix.tables.back())) std::abort();
+    prefix.lengths.insert(prefix.lengths.end(), lengths.begin(), lengths.end());
+  }
+  return prefix;
+}
+
+void fuzz_prefix(Rng& rng) {
+  const RansCase made = random_case(rng, 1 + rng() % 600, 1 + rng() % 300);
+  const PrefixCase prefix = prefix_case(made);
+  Bytes room(kvtide::prefix_stream_bytes_max(made.symbols.size()));
+  std::array jobs = {kvtide::PrefixEncodeJob{prefix.tables, made.run_tables, room, made.symbols.data(), made.symbols.size(),
+                                             made.run_symbols, 0}};
+  if (!kvtide::prefix_encode(kvtide::rans_paths().back(), jobs)) std::abort();
+  const Bytes stream(room.end() - static_cast<std::ptrdiff_t>(jobs[0].stream_bytes), room.end());
+  decode_all_widths(rng, made, prefix.tables, stream, [](auto& path, auto& decode_jobs, std::size_t element_bytes) {
+    kvtide::prefix_decode(path, decode_jobs, element_bytes);
+  });
+}
+
+void fuzz_prefix_tables(Rng& rng) {
+  PrefixCase prefix = prefix_case(random_case(rng, 1, 1));
+  const Exact data(mutate(rng, kvtide::prefix_write_tables(prefix.lengths)));
+  if (!kvtide::prefix_read_tables(data.span(), prefix.lengths)) return;
+  for (std::size_t start = 0; start < prefix.lengths.size(); start += kvtide::coded_symbols) {
+    kvtide::Lengths row;
+    std::copy_n(prefix.lengths.begin() + static_cast<std::ptrdiff_t>(start), row.size(), row.begin());
+    if (!kvtide::prefix_build(row, prefix.tables[0])) std::abort();
   }
 }
 
@@ -110,7 +163,7 @@ struct Target {
   const char* name;
   void (*run)(Rng&);
 };
-constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}};
+constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}, {"prefix", fuzz_prefix}, {"prefix_tables", fuzz_prefix_tables}};
 
 }  // namespace
 

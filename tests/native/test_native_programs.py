@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 FUZZ_S = float(os.environ.get("KVTIDE_FUZZ_S", "3"))
 SEED = 20251121
 CORE = ["rans.cpp", "rans_table.cpp", "rans_format.cpp", "rans_dispatch.cpp", "rans_portable.cpp"]
+CORE += ["prefix.cpp", "prefix_table.cpp"]
 AVX512 = ["rans_avx512.cpp", "rans_avx512_vbmi2.cpp"]
 
 pytestmark = [
@@ -68,7 +69,7 @@ def fuzz_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", ["rans", "rans_tables"])
+@pytest.mark.parametrize("target", ["rans", "rans_tables", "prefix", "prefix_tables"])
 def test_fuzzed_decoder_stays_within_its_buffers(fuzz_program: Path, target: str) -> None:
     done = subprocess.run([fuzz_program, target, str(FUZZ_S), str(SEED)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr[-4000:]}"

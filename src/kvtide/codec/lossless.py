@@ -1,4 +1,4 @@
-"""Bit-exact codec: exponents entropy-coded, mantissas stored (docs/format.md, `lossless-1`).
+"""Bit-exact codec: exponents coded by rANS, mantissas stored (docs/format.md, `lossless-2`).
 
 Exponents of a KV cache carry about 2.7 of their 8 bits, mantissas are noise; so a plane is coded only if it shrinks.
 """
@@ -7,31 +7,34 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansCoder, Runs, Streams, count_values
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
 __all__ = ["LosslessCodec"]
 
 _PLANE = struct.Struct("<BBHI")
-_STORED, _ZSTD = 0, 1
-_ZSTD_LEVEL = 1
-# A plane of noise can't shrink; below this share of distinct neighbours coding is worth a try. Measured on a sample.
-_SAMPLE_BYTES = 16384
-_NOISE_BITS = 7.9
+_STORED, _CONSTANT, _RANS = 0, 1, 2
+# bases of K and V, zero, bytes of the tables, escapes of K and V, bytes of their streams
+_CODED = struct.Struct("<BBHI2I2I")
+_PLANE_BITS = {KVDtype.BFLOAT16: (8, 8), KVDtype.FLOAT16: (5, 3, 8), KVDtype.FLOAT32: (8, 8, 8, 8)}
+# A plane of noise can't shrink; this share of a sample's bits tells without counting the plane.
+_SAMPLE_ELEMENTS = 16384
+_NOISE_SHARE = 0.99
 
 
 class LosslessCodec:
-    """Splits elements into byte planes and codes those that shrink. Every bit pattern survives."""
+    """Splits elements into planes and codes those that shrink. Every bit pattern survives."""
 
-    codec_id = "lossless-1"
+    codec_id = "lossless-2"
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
@@ -41,69 +44,137 @@ class LosslessCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer."""
         check_bits(bits, meta.layout)
-        item_bytes = meta.layout.dtype.item_bytes
         layers = zip(layer_section_ids(meta.layout), layer_views(bits), strict=True)
-        return [Section(section_id, _encode_layer(layer, item_bytes)) for section_id, layer in layers]
+        return [Section(section_id, _encode_layer(layer, meta.layout.dtype)) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write every layer into `out`. CorruptPayload for a plane of wrong method, size or content."""
         check_bits(out, meta.layout)
-        item_bytes = meta.layout.dtype.item_bytes
-        planes = np.empty(meta.layout.layer_bytes, dtype=np.uint8)
+        dtype = meta.layout.dtype
+        planes = np.empty(
+            (len(_PLANE_BITS[dtype]), 2, meta.layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8
+        )
         for section, layer in zip(sections_by_layer(meta.layout, sections), layer_views(out), strict=True):
-            _decode_planes(memoryview(section.data).cast("B"), item_bytes, planes)
-            _native.join_planes(planes, item_bytes, layer)
+            _decode_planes(memoryview(section.data).cast("B"), dtype, planes)
+            _native.join_planes(planes.reshape(-1), dtype.value, layer)
 
 
-def _encode_layer(layer: NDArray[np.uint8], item_bytes: int) -> bytes:
-    planes = np.empty_like(layer)
-    _native.split_planes(layer, item_bytes, planes)
-    coder = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False)
-    headers, bodies = [], []
-    for plane in planes.reshape(item_bytes, -1):
-        method, body = _STORED, plane.data
-        if _entropy_bits(plane) < _NOISE_BITS:
-            coded = coder.compress(body)
-            if len(coded) < len(body):
-                method, body = _ZSTD, memoryview(coded)
+class _Alphabet(NamedTuple):
+    """Which values of a plane the 32 symbols stand for: from `bases` on, K and V apart; all for narrow planes."""
+
+    bases: tuple[int, int]
+    has_escapes: bool
+
+    @property
+    def values(self) -> NDArray[np.uint8]:
+        base = np.array(self.bases, dtype=np.uint8)[:, None]
+        values: NDArray[np.uint8] = np.add(base, np.arange(SYMBOLS, dtype=np.uint8), dtype=np.uint8)
+        return values
+
+
+def _encode_layer(layer: NDArray[np.uint8], dtype: KVDtype) -> bytes:
+    widths = _PLANE_BITS[dtype]
+    count = layer.size // dtype.item_bytes
+    planes = np.empty((len(widths), 2, count // 2), dtype=np.uint8)
+    _native.split_planes(layer, dtype.value, planes.reshape(-1))
+    headers: list[bytes] = []
+    bodies: list[bytes | memoryview] = []
+    for plane, width in zip(planes, widths, strict=True):
+        method, body = _encode_plane(plane, width)
         headers.append(_PLANE.pack(method, 0, 0, len(body)))
         bodies.append(body)
     return b"".join((*headers, *bodies))
 
 
-def _entropy_bits(plane: NDArray[np.uint8]) -> float:
-    sample = plane[:: max(1, plane.size // _SAMPLE_BYTES)]
+def _encode_plane(plane: NDArray[np.uint8], width: int) -> tuple[int, bytes | memoryview]:
+    if (plane == plane[0, 0]).all():
+        return _CONSTANT, plane[0, :1].tobytes()
+    stored = plane.reshape(-1).data
+    if width == 8 and _sampled_bits(plane) > width * _NOISE_SHARE:
+        return _STORED, stored
+    coded = _code(plane, width)
+    return (_RANS, coded) if len(coded) < plane.size else (_STORED, stored)
+
+
+def _sampled_bits(plane: NDArray[np.uint8]) -> float:
+    sample = plane.reshape(-1)[:: max(1, plane.size // _SAMPLE_ELEMENTS)]
     shares = np.bincount(sample, minlength=256) / sample.size
     shares = shares[shares > 0]
     return float(-(shares * np.log2(shares)).sum())
 
 
-def _decode_planes(data: memoryview, item_bytes: int, planes: NDArray[np.uint8]) -> None:
-    headers_bytes = item_bytes * _PLANE.size
+def _code(plane: NDArray[np.uint8], width: int) -> bytes:
+    runs = _runs(plane.shape[1])
+    counts = count_values(plane, runs, 2)
+    has_escapes = width == 8
+    alphabet = _Alphabet((_best_base(counts[0]), _best_base(counts[1])) if has_escapes else (0, 0), has_escapes)
+    escapes = Escapes(np.empty(0, np.uint8), np.zeros(2, np.uint64))
+    symbols = plane
+    symbol_counts = np.ascontiguousarray(counts[:, :SYMBOLS])
+    if has_escapes:
+        escape_map = EscapeMap(alphabet.values)
+        symbols, escapes = escape_map.split(plane, runs)
+        symbol_counts = escape_map.symbol_counts(counts)
+    tables = RansCoder().build(symbol_counts)
+    written = tables.to_bytes()
+    streams = tables.encode(symbols, runs)
+    escape_counts = (int(count) for count in escapes.counts)
+    header = _CODED.pack(*alphabet.bases, 0, len(written), *escape_counts, *streams.sizes)
+    return b"".join((header, written, streams.data, escapes.elements.data))
+
+
+def _best_base(counts: NDArray[np.uint64]) -> int:
+    """Return the first of the 31 neighbouring values, modulo 256, that hold most counts; the lowest of equals."""
+    around = np.concatenate([counts, counts[: ESCAPE - 1]])
+    sums = np.convolve(around.astype(np.int64), np.ones(ESCAPE, dtype=np.int64), mode="valid")
+    return int(sums.argmax())
+
+
+def _runs(count: int) -> Runs:
+    """Return the runs of one stream for K and one for V, each with a table of its own."""
+    return Runs(np.array([[0], [1]], dtype=np.uint16), count)
+
+
+def _decode_planes(data: memoryview, dtype: KVDtype, planes: NDArray[np.uint8]) -> None:
+    headers_bytes = len(planes) * _PLANE.size
     if len(data) < headers_bytes:
         raise CorruptPayload(f"a lossless section has at least {headers_bytes} bytes, got {len(data)}")
     offset = headers_bytes
-    for index, plane in enumerate(planes.reshape(item_bytes, -1)):
+    for index, (plane, width) in enumerate(zip(planes, _PLANE_BITS[dtype], strict=True)):
         method, zero, zeros, size = _PLANE.unpack_from(data, index * _PLANE.size)
         body = data[offset : offset + size]
         offset += size
         if zero or zeros or len(body) != size:
             raise CorruptPayload(f"plane {index} says {size} bytes, {len(body)} are here")
         if method == _STORED and size == plane.size:
-            plane[:] = np.frombuffer(body, dtype=np.uint8)
-        elif method == _ZSTD:
-            plane[:] = _decompress(body, plane.size)
+            plane[:] = np.frombuffer(body, dtype=np.uint8).reshape(plane.shape)
+        elif method == _CONSTANT and size == 1:
+            plane[:] = body[0]
+        elif method == _RANS:
+            _decode_coded(body, width, plane)
         else:
             raise CorruptPayload(f"plane {index}: method {method} with {size} bytes for {plane.size} elements")
+        if width < 8 and method != _RANS and int(plane.max()) >> width:
+            raise CorruptPayload(f"plane {index} holds a value of more than {width} bits")
     if offset != len(data):
         raise CorruptPayload(f"a lossless section ends at {offset}, got {len(data)} bytes")
 
 
-def _decompress(body: memoryview, size: int) -> NDArray[np.uint8]:
-    try:
-        # The frame must state its size: the decoder then never allocates more than we allow.
-        if zstandard.frame_content_size(body) != size:
-            raise CorruptPayload(f"zstd frame does not say that it holds {size} bytes")
-        return np.frombuffer(zstandard.ZstdDecompressor().decompress(body), dtype=np.uint8)
-    except zstandard.ZstdError as error:
-        raise CorruptPayload(f"zstd frame does not decode: {error}") from error
+def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> None:
+    if len(body) < _CODED.size:
+        raise CorruptPayload(f"a coded plane has at least {_CODED.size} bytes, got {len(body)}")
+    k_base, v_base, zero, tables_bytes, k_escapes, v_escapes, k_bytes, v_bytes = _CODED.unpack_from(body)
+    tables_stop = _CODED.size + tables_bytes
+    streams_stop = tables_stop + k_bytes + v_bytes
+    if zero or streams_stop + k_escapes + v_escapes != len(body):
+        raise CorruptPayload(f"a coded plane's parts do not fill its {len(body)} bytes")
+    tables = RansCoder().parse(body[_CODED.size : tables_stop], 2)
+    alphabet = _Alphabet((k_base, v_base), has_escapes=width == 8)
+    if not alphabet.has_escapes and (any(alphabet.bases) or k_escapes or v_escapes):
+        raise CorruptPayload(f"a plane of {width} bits has no bases and no escapes")
+    if tables.frequencies[:, 1 << min(width, 5) :].any():
+        raise CorruptPayload(f"a plane of {width} bits has a table of wider values")
+    elements = np.frombuffer(body[streams_stop:], dtype=np.uint8)
+    escapes = Escapes(elements, np.array([k_escapes, v_escapes], dtype=np.uint64))
+    streams = Streams(body[tables_stop:streams_stop], (k_bytes, v_bytes))
+    tables.decode(streams, _runs(plane.shape[1]), alphabet.values, plane, escapes if alphabet.has_escapes else None)

@@ -12,7 +12,7 @@ __all__ = ["CodecRegistry", "default_registry"]
 
 
 class CodecRegistry:
-    """Maps codec ids to codecs. A user's name (`lossless`) stands for its newest version (`lossless-1`)."""
+    """Maps codec ids to codecs. A user's name (`lossless`) stands for its newest version (`lossless-2`)."""
 
     def __init__(self, codecs: Iterable[Codec]) -> None:
         self._by_id: dict[str, Codec] = {}

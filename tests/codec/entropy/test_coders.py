@@ -11,10 +11,10 @@ import xxhash
 from numpy.typing import NDArray
 from tests.codec.entropy.cases import COUNT_ROWS, counts_of, draw_symbols, runs_for
 
-from kvtide.codec.entropy import ESCAPE, EntropyCoder, EscapeMap, Escapes, RansCoder, Runs, Streams
+from kvtide.codec.entropy import ESCAPE, EntropyCoder, EscapeMap, Escapes, PrefixCoder, RansCoder, Runs, Streams
 from kvtide.errors import CorruptPayload
 
-CODERS: list[EntropyCoder] = [RansCoder()]
+CODERS: list[EntropyCoder] = [RansCoder(), PrefixCoder()]
 GOLDEN = Path(__file__).parents[2] / "golden" / "entropy.json"
 IDENTITY = np.arange(32, dtype=np.uint8)
 

@@ -9,7 +9,8 @@ from kvtide.codec.entropy.base import (
     Runs,
     Streams,
 )
-from kvtide.codec.entropy.escape import EscapeMap
+from kvtide.codec.entropy.escape import EscapeMap, count_values
+from kvtide.codec.entropy.prefix import PrefixCoder, PrefixTables
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "EntropyTables",
     "EscapeMap",
     "Escapes",
+    "PrefixCoder",
+    "PrefixTables",
     "RansCoder",
     "RansTables",
     "Runs",
     "Streams",
+    "count_values",
 ]

@@ -35,7 +35,7 @@ Elements = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 class Streams(NamedTuple):
     """Coded streams back to back, and the bytes of each. Neither holds its own length: the payload must."""
 
-    data: bytes | bytearray | memoryview | NDArray[np.uint8]
+    data: bytes | bytearray | memoryview
     sizes: Sequence[int]
 
 

@@ -10,7 +10,18 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, Escapes, Runs, check_encode
 
-__all__ = ["EscapeMap", "SplitValues"]
+__all__ = ["EscapeMap", "SplitValues", "count_values"]
+
+
+def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:
+    """Return (tables, 256): how often each value stands in runs of each table.
+
+    values: (streams, count), contiguous. Of symbols, the first 32 columns are what `EntropyCoder.build` takes.
+    """
+    check_encode(values, runs, table_count)
+    counts = np.zeros((table_count, 256), dtype=np.uint64)
+    _native.count_bytes(values, runs.symbols, runs.tables, counts)
+    return counts
 
 
 class SplitValues(NamedTuple):
@@ -65,5 +76,6 @@ class EscapeMap:
         symbols = np.empty_like(values)
         _native.map_bytes(values, runs.symbols, runs.tables, self._symbols, symbols)
         is_escape = symbols == ESCAPE
-        counts = is_escape.sum(axis=1, dtype=np.uint64)
-        return SplitValues(symbols, Escapes(values[is_escape], counts))
+        counts = np.array([np.count_nonzero(row) for row in is_escape], dtype=np.uint64)
+        elements = values.reshape(-1)[np.flatnonzero(is_escape)]
+        return SplitValues(symbols, Escapes(elements, counts))

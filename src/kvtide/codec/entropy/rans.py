@@ -6,16 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy.base import (
-    SYMBOLS,
-    Elements,
-    Escapes,
-    Runs,
-    Streams,
-    check_counts,
-    check_decode,
-    check_encode,
-)
+from kvtide.codec.entropy.base import SYMBOLS, check_counts
+from kvtide.codec.entropy.native import NativeTables
 from kvtide.errors import CorruptPayload
 
 __all__ = ["RansCoder", "RansTables", "rans_paths"]
@@ -28,7 +20,7 @@ def rans_paths() -> list[str]:
     return _native.rans_paths()
 
 
-class RansTables:
+class RansTables(NativeTables):
     """Frequencies of a sum of 4096, and what the kernels make of them."""
 
     def __init__(self, frequencies: NDArray[np.uint16], path: str | None = None) -> None:
@@ -38,13 +30,7 @@ class RansTables:
         """
         self._frequencies = np.array(frequencies, dtype=np.uint16, order="C")
         self._frequencies.flags.writeable = False
-        self._native = _native.RansTables(self._frequencies)
-        self._path = _native.rans_paths()[0] if path is None else path
-
-    @property
-    def count(self) -> int:
-        """Return the number of tables."""
-        return len(self._frequencies)
+        super().__init__("rans", _native.RansTables(self._frequencies), len(self._frequencies), path)
 
     @property
     def frequencies(self) -> NDArray[np.uint16]:
@@ -62,33 +48,6 @@ class RansTables:
             costs = np.log2(TOTAL) - np.log2(self._frequencies.astype(np.float64))
             bits: NDArray[np.float64] = np.where(counts > 0, counts * costs, 0.0).sum(axis=1)
         return bits
-
-    def encode(self, symbols: NDArray[np.uint8], runs: Runs) -> Streams:
-        """Return one stream for each row of `symbols`; see EntropyTables."""
-        check_encode(symbols, runs, self.count)
-        data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
-        return Streams(data, sizes)
-
-    def decode(
-        self, streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None = None
-    ) -> None:
-        """Write the element of every symbol to `out`; see EntropyTables."""
-        check_decode(streams, runs, values, out, escapes, self.count)
-        taken = escapes or Escapes(np.empty(0, out.dtype), np.zeros(out.shape[0], np.uint64))
-        is_whole = self._native.decode(
-            self._path,
-            np.frombuffer(streams.data, dtype=np.uint8),
-            np.array(streams.sizes, dtype=np.uint64),
-            runs.symbols,
-            runs.tables,
-            values.view(np.uint8),
-            escapes is not None,
-            np.ascontiguousarray(taken.elements).view(np.uint8),
-            taken.counts,
-            out.view(np.uint8),
-        )
-        if not is_whole:
-            raise CorruptPayload(f"rans: {len(streams.sizes)} streams do not hold {out.shape[1]} symbols each")
 
 
 class RansCoder:
