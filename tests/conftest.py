@@ -12,6 +12,7 @@ import pytest
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.cache import Cache, cache_for
 from kvtide.clock import ManualClock
+from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,7 +35,7 @@ def open_cache() -> Iterator[Callable[..., Cache]]:
     opened: list[Cache] = []
 
     def open_one(store: Path | str, codec: str = "lossless", **limits: Any) -> Cache:
-        cache = cache_for(str(store), codec, Limits(**limits))
+        cache = cache_for(str(store), CodecRegistry().make(codec), limits=Limits(**limits))
         cache.open()
         opened.append(cache)
         return cache

@@ -10,7 +10,7 @@ import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.cache import Cache, MissReason, PendingBlock
-from kvtide.codec import CodecRegistry, RawCodec
+from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.keys import block_keys
@@ -117,12 +117,12 @@ def test_damaged_object_is_a_counted_miss_and_removed(
 
 
 def test_object_of_a_codec_that_is_not_here_is_a_miss(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metas = metas_of(layout, 1)
     fill(open_cache(tmp_path), metas)
     reader = open_cache(tmp_path)
-    reader._registry = CodecRegistry([RawCodec()])
+    monkeypatch.setattr(CodecRegistry, "get", lambda *arguments: None)
     report = reader.load(metas, Collector())
     assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
     assert len(object_files(tmp_path)) == 1
@@ -232,3 +232,30 @@ def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_c
     for _ in range(5):
         assert cache.load(metas, Collector()).blocks == 20
     assert len(cache._scratch) <= Limits().load_threads
+
+
+def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    cache, (meta,), sink = open_cache(tmp_path, "cachegen"), metas_of(layout, 1), Collector()
+    bits = smooth_bits(layout, 1)
+    bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
+    cache.store([PendingBlock(meta, lambda: bits)])
+    assert cache.flush(10)
+    assert cache.load([meta], sink).blocks == 1
+    assert np.array_equal(sink.blocks[0], bits)
+    assert cache.stats().blocks_unencodable == 1
+
+
+def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    for name, bound, stored in (("lossy", 1 << 20, "cachegen-1"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
+        cache = open_cache(tmp_path / name, "cachegen", encode_scratch_bytes_max=bound)
+        fill(cache, metas_of(layout, 1))
+        assert stored.encode() in object_files(tmp_path / name)[0].read_bytes()[:256]
+    cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
+    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: smooth_bits(layout, 1))])
+    assert cache.flush(10)
+    assert object_files(tmp_path / "none") == []
+    assert cache.stats().blocks_dropped == 1

@@ -20,9 +20,9 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, default_registry
+from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
-from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import FlatIndex, Index
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.types import ObjectId
@@ -45,7 +45,7 @@ class MissReason(Enum):
 
     ABSENT = "absent"
     CORRUPT = "corrupt"
-    UNKNOWN_CODEC = "unknown codec"
+    UNKNOWN_CODEC = "unknown codec or profile"
     DEADLINE = "deadline"
     FAULT = "fault"
 
@@ -71,6 +71,7 @@ class CacheStats(NamedTuple):
     blocks_loaded: int
     blocks_stored: int
     blocks_dropped: int
+    blocks_unencodable: int
     raw_bytes_stored: int
     bytes_stored: int
     misses: dict[str, int]
@@ -202,7 +203,7 @@ class Cache:
             stored = parse_object(scratch.stored[:size], meta.id)
             if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
                 raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
-            codec = self._registry.get(stored.codec_id)
+            codec = self._registry.get(stored.codec_id, stored.profile)
             if codec is None:
                 return MissReason.UNKNOWN_CODEC
             codec.decode(meta, stored.sections(), scratch.bits)
@@ -270,8 +271,8 @@ class Cache:
     def _store_block(self, block: PendingBlock) -> None:
         meta = block.meta
         if not self.tiers.contains(meta.id):
-            packed = pack_object(meta, self._codec.codec_id, self._codec.encode(meta, block.source()))
-            if not self.tiers.put_from(meta.id, packed):
+            packed = self._encoded(meta, block.source())
+            if packed is None or not self.tiers.put_from(meta.id, packed):
                 with self._changed:
                     self._counts["dropped"] += 1
                 return
@@ -280,6 +281,19 @@ class Cache:
                 self._counts["raw_bytes"] += meta.layout.raw_bytes
                 self._counts["bytes"] += len(packed)
         self.index.insert([meta.id.key])
+
+    def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
+        """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
+        for codec in (self._codec, LosslessCodec()):
+            if codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max:
+                continue
+            try:
+                return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
+            except UnencodableBlock as error:
+                with self._changed:
+                    self._counts["unencodable"] += 1
+                _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
+        return None
 
     def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         """Run an action; whatever goes wrong in it is counted, logged once for each verb, and becomes `fallback`."""
@@ -303,6 +317,7 @@ class Cache:
             blocks_loaded=counts["loaded"],
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
+            blocks_unencodable=counts["unencodable"],
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
             misses=misses,
@@ -310,11 +325,13 @@ class Cache:
         )
 
 
-def cache_for(store: str, codec: str = "lossless", limits: Limits | None = None, clock: Clock | None = None) -> Cache:
+def cache_for(
+    store: str, codec: Codec, profiles: Sequence[Profile] = (), limits: Limits | None = None, clock: Clock | None = None
+) -> Cache:
     """Return a cache, not yet opened, of memory in front of the store that the URL names.
 
-    ValueError for a bad URL or an unknown codec.
+    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. ValueError for a
+    bad URL.
     """
-    limits, clock, registry, index = limits or Limits(), clock or SystemClock(), default_registry(), FlatIndex()
-    tiers = stack_of(store, limits, clock, index.is_pinned)
-    return Cache(tiers, index, registry.by_name(codec), registry, clock, limits)
+    limits, clock, index = limits or Limits(), clock or SystemClock(), FlatIndex()
+    return Cache(stack_of(store, limits, clock, index.is_pinned), index, codec, CodecRegistry(profiles), clock, limits)

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import Codec, CodecRegistry, LosslessCodec, RawCodec, default_registry
-from kvtide.codec.cachegen import CachegenCodec
-from kvtide.codec.chunkwise import ChunkwiseCodec
+from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, CodecRegistry, LosslessCodec, RawCodec
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.wire import pack_object, parse_object
@@ -27,22 +25,18 @@ class TestLossless(CodecSuite):
 
 class TestCachegen(CodecSuite):
     codec = CachegenCodec()
-    is_lossless = False
 
 
 class TestCachegenPrefix(CodecSuite):
     codec = CachegenCodec(level=1, coder=1)
-    is_lossless = False
 
 
 class TestChunkwise(CodecSuite):
     codec = ChunkwiseCodec()
-    is_lossless = False
 
 
 class TestChunkwisePrefix(CodecSuite):
     codec = ChunkwiseCodec(level=1, coder=1)
-    is_lossless = False
 
 
 def golden_codecs() -> list[Codec]:
@@ -67,18 +61,20 @@ def test_lossless_makes_normal_values_smaller(dtype: KVDtype) -> None:
     assert size < 0.93 * layout.raw_bytes
 
 
-def test_registry_finds_by_id_and_by_name() -> None:
-    registry = default_registry()
-    assert registry.get("raw-1") is registry.by_name("raw")
-    assert registry.get("raw-99") is None
-    assert "lossless" in registry.names()
+def test_registry_makes_and_finds_codecs() -> None:
+    registry = CodecRegistry()
+    for name in registry.names():
+        made = registry.make(name)
+        found = registry.get(made.codec_id, made.profile)
+        assert found is not None and found.codec_id == made.codec_id
+    assert registry.get("raw-99", None) is None
+    assert registry.get("cachegen-1", b"p" * 32) is None
+    assert registry.get("raw-2", b"p" * 32) is None
 
 
-def test_unknown_codec_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="lossless, raw"):
-        default_registry().by_name("zip")
-
-
-def test_two_codecs_of_one_id_are_refused() -> None:
-    with pytest.raises(ValueError, match="raw-1"):
-        CodecRegistry([RawCodec(), RawCodec()])
+@pytest.mark.parametrize(
+    "spec", ["zip", "", "cachegen:9", "cachegen:0", "cachegen:1:zip", "cachegen:x", "raw:1", "lossless:1", "a:1:rans:2"]
+)
+def test_bad_codec_spec_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"codec|level"):
+        CodecRegistry().make(spec)

@@ -33,10 +33,11 @@ WRITER = """
 import sys
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.cache import cache_for
+from kvtide.codec import RawCodec
 from tests.test_cache import fill, metas_of
 layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 4)
-with cache_for(sys.argv[1], "raw") as cache:
+with cache_for(sys.argv[1], RawCodec()) as cache:
     print("ready", flush=True)
     while True:
         fill(cache, metas)

@@ -69,10 +69,10 @@ def demo(
     store = _disk_store(url)
     console = Console(stderr=True) if as_json else CONSOLE
     with console.status("preparing the model (converted once, under a minute)"):
-        from kvtide.codec import default_registry
+        from kvtide.codec import CodecRegistry
         from kvtide.engines import smollm2
 
-        default_registry().by_name(codec)
+        CodecRegistry().make(codec)
         folder = smollm2.converted_folder()
     job = DemoJob(str(folder), str(store), codec, prefix_tokens, answer_tokens)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:

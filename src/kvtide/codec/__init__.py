@@ -1,8 +1,20 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers."""
 
 from kvtide.codec.base import Codec
+from kvtide.codec.cachegen import CachegenCodec
+from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.lossless import LosslessCodec
+from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
-from kvtide.codec.registry import CodecRegistry, default_registry
+from kvtide.codec.registry import CodecRegistry, CodecSpec
 
-__all__ = ["Codec", "CodecRegistry", "LosslessCodec", "RawCodec", "default_registry"]
+__all__ = [
+    "CachegenCodec",
+    "ChunkwiseCodec",
+    "Codec",
+    "CodecRegistry",
+    "CodecSpec",
+    "LosslessCodec",
+    "Profile",
+    "RawCodec",
+]

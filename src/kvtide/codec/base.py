@@ -29,6 +29,10 @@ class Codec(Protocol):
         """Return the name and format version that objects carry, at most 16 ASCII characters."""
 
     @property
+    def is_lossless(self) -> bool:
+        """Tell whether decoding gives back every bit."""
+
+    @property
     def profile(self) -> bytes | None:
         """Return the digest of the profile that decoding needs, None if it needs none."""
 

@@ -35,6 +35,7 @@ class LosslessCodec:
     """Splits elements into planes and codes those that shrink. Every bit pattern survives."""
 
     codec_id = "lossless-2"
+    is_lossless = True
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:

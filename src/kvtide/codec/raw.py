@@ -18,6 +18,7 @@ class RawCodec:
     """Stores every byte as it is."""
 
     codec_id = "raw-1"
+    is_lossless = True
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:

@@ -82,6 +82,8 @@ class ProfiledCodec:
     (layer, channel) once they are used.
     """
 
+    is_lossless = False
+
     def __init__(self, level: int, levels: Iterable[int], coder: int, profile: Profile | None) -> None:
         if level not in set(levels):
             raise ValueError(f"this codec has the levels {sorted(levels)}, got {level!r}")

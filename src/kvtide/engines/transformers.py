@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,6 +20,7 @@ from transformers.generation import GenerationMode
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
+from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines.fingerprint import TORCH_DTYPES, model_fingerprint, model_shape, weights_version
 from kvtide.errors import UnsupportedModel
@@ -55,31 +57,45 @@ class GenerateReport(NamedTuple):
     bypass: str | None
 
 
+class NamespaceSettings(NamedTuple):
+    """What besides the model decides which blocks it may use."""
+
+    block_tokens: int
+    tenant_salt: bytes
+    fingerprint: bytes | None
+    is_exact: bool
+
+    def namespace(self, model: Any, layout: BlockLayout) -> Namespace:
+        """Return the namespace of the model's blocks; reads all weights unless a fingerprint was given.
+
+        Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
+        """
+        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
+        text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
+        fingerprint = self.fingerprint or model_fingerprint(model)
+        return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
+
+
+def model_layout(model: Any, block_tokens: int) -> BlockLayout:
+    """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
+    shape = model_shape(model)
+    return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
+
+
 class CachedModel:
     """A model with a cache beside it. Use it with `with`; one call of `generate` at a time."""
 
-    def __init__(
-        self, model: Any, cache: Cache, clock: Clock, block_tokens: int, tenant_salt: bytes, fingerprint: bytes | None
-    ) -> None:
+    def __init__(self, model: Any, cache: Cache, clock: Clock, settings: NamespaceSettings) -> None:
         self.model = model
         self.cache = cache
         self.last: GenerateReport | None = None
         self._clock = clock
-        self._salt = tenant_salt
-        self._fixed_fingerprint = fingerprint
+        self._settings = settings
         self._weights_version = weights_version(model)
-        self._block_tokens = block_tokens
-        self.layout, self.namespace = self._describe()
+        self.layout = model_layout(model, settings.block_tokens)
+        self.namespace = settings.namespace(model, self.layout)
         self._prefill_tokens_per_s = math.inf
         self._bypass_logged: set[str] = set()
-
-    def _describe(self) -> tuple[BlockLayout, Namespace]:
-        shape = model_shape(self.model)
-        layout = BlockLayout(shape.layers, self._block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
-        text = f"layers={shape.layers} kv_heads={shape.kv_heads} head_dim={shape.head_dim}"
-        fingerprint = self._fixed_fingerprint or model_fingerprint(self.model)
-        spec = NamespaceSpec(fingerprint, shape.dtype, text, self._block_tokens, self._salt)
-        return layout, spec.digest()
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -135,9 +151,10 @@ class CachedModel:
         version = weights_version(self.model)
         if version != self._weights_version:
             try:
-                self.layout, self.namespace = self._describe()
+                self.layout = model_layout(self.model, self._settings.block_tokens)
             except UnsupportedModel as error:
                 return str(error)
+            self.namespace = self._settings.namespace(self.model, self.layout)
             self._weights_version = version
         return None
 
@@ -268,6 +285,7 @@ def attach(
     store: str,
     *,
     codec: str = "lossless",
+    profiles: Sequence[Profile] = (),
     block_tokens: int = BLOCK_TOKENS,
     tenant_salt: bytes = b"",
     limits: Limits | None = None,
@@ -275,13 +293,15 @@ def attach(
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. The salt keeps tenants apart. The fingerprint is taken from the
-    weights unless given; one that is given must change whenever the weights do.
+    store: `disk:///path`, a path, or `memory://`. codec: `name[:level[:coder]]`; lossy ones take their distributions
+    from the first of the `profiles` that fits the model, else from each payload. The salt keeps tenants apart. The
+    fingerprint is taken from the weights unless given; one that is given must change whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
 
         with attach(model, "disk:///var/cache/kvtide") as cached:
             output = cached.generate(input_ids, max_new_tokens=64)
     """
     clock = SystemClock()
-    cache = cache_for(store, codec, limits, clock)
-    return CachedModel(model, cache, clock, block_tokens, tenant_salt, fingerprint)
+    made = CodecRegistry(profiles).make(codec, model_layout(model, block_tokens))
+    cache = cache_for(store, made, profiles, limits, clock)
+    return CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless))

@@ -28,33 +28,32 @@ _LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype
 
 
 class CodecSuite:
-    """Conformance of a codec. `is_lossless` says whether every bit pattern must come back."""
+    """Conformance of a codec."""
 
     codec: Codec
-    is_lossless = True
 
     @given(layout=layouts(), seed=st.integers(0, 2**32), is_smooth=st.booleans())
     @settings(max_examples=60, deadline=None, suppress_health_check=_SHARED)
     def test_block_survives_object_round_trip(self, layout: BlockLayout, seed: int, is_smooth: bool) -> None:
-        bits = (smooth_bits if is_smooth or not self.is_lossless else block_bits)(layout, seed)
+        bits = (smooth_bits if is_smooth or not self.codec.is_lossless else block_bits)(layout, seed)
         meta = block_meta(layout, seed % 1000)
         packed = pack_object(meta, self.codec.codec_id, self.codec.encode(meta, bits))
         assert len(packed) <= object_bytes_max(layout)
         out = np.empty_like(bits)
         self.codec.decode(meta, parse_object(packed, meta.id).sections(), out)
-        if self.is_lossless:
+        if self.codec.is_lossless:
             assert np.array_equal(out, bits)
 
     @pytest.mark.parametrize("fill", [0x0000, 0x8000, 0x7F80, 0x7FC1, 0xFFFF, 0x0001])
     def test_constant_block_survives(self, fill: int) -> None:
         bits: Any = np.full(_LAYOUT.shape, fill, dtype=_LAYOUT.bits_dtype)
         meta, out = block_meta(_LAYOUT), np.empty_like(bits)
-        if not self.is_lossless and fill & 0x7F80 == 0x7F80:
+        if not self.codec.is_lossless and fill & 0x7F80 == 0x7F80:
             with pytest.raises(UnencodableBlock):
                 self.codec.encode(meta, bits)
             return
         self.codec.decode(meta, self.codec.encode(meta, bits), out)
-        assert np.array_equal(out, bits) or not self.is_lossless
+        assert np.array_equal(out, bits) or not self.codec.is_lossless
 
     def test_sections_decode_in_any_order(self) -> None:
         bits, meta = smooth_bits(_LAYOUT, 1), block_meta(_LAYOUT)
@@ -97,7 +96,7 @@ class CodecSuite:
         except CorruptPayload:
             return
         # Without a checksum a codec can't know; the layers that were not touched must be right all the same.
-        if self.is_lossless:
+        if self.codec.is_lossless:
             assert np.array_equal(out[1:], bits[1:])
 
     def test_every_truncation_is_refused(self) -> None:
