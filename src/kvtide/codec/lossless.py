@@ -62,8 +62,8 @@ class _Alphabet(NamedTuple):
 
     @property
     def values(self) -> NDArray[np.uint8]:
-        base = np.array(self.bases, dtype=np.uint8)[:, None]
-        values: NDArray[np.uint8] = base + np.arange(SYMBOLS, dtype=np.uint8)
+        """Return (2, 32), modulo 256; the escape's column means nothing."""
+        values: NDArray[np.uint8] = np.add.outer(np.array(self.bases), np.arange(SYMBOLS)).astype(np.uint8)
         return values
 
 
