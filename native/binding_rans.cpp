@@ -67,24 +67,28 @@ void check_byte_runs(const Array<const std::uint8_t, 2>& values, std::size_t run
   }
 }
 
-void map_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t, 2>& run_tables,
+void map_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t,
+    2>& run_tables,
                const Array<const std::uint8_t, 2>& maps, const Array<std::uint8_t, 2>& out) {
   want(maps.shape(1) == 256 && out.shape(0) == values.shape(0) && out.shape(1) == values.shape(1),
        "map_bytes: want maps of 256 bytes and rows that match");
   check_byte_runs(values, run_symbols, run_tables, maps.shape(0));
   nb::gil_scoped_release release;
-  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start, std::size_t stop) {
+  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start,
+      std::size_t stop) {
     const std::uint8_t* map = maps.data() + 256 * table;
     for (std::size_t i = start; i < stop; ++i) out.data()[i] = map[values.data()[i]];
   });
 }
 
-void count_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t, 2>& run_tables,
+void count_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t,
+    2>& run_tables,
                  const Array<std::uint64_t, 2>& counts) {
   want(counts.shape(1) == 256, "count_bytes: want counts of (tables, 256)");
   check_byte_runs(values, run_symbols, run_tables, counts.shape(0));
   nb::gil_scoped_release release;
-  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start, std::size_t stop) {
+  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start,
+      std::size_t stop) {
     // Four tallies: adding to one number twice in a row would wait for itself.
     std::uint64_t tallies[4][256] = {};
     for (std::size_t i = start; i < stop; ++i) ++tallies[i % 4][values.data()[i]];
@@ -104,7 +108,8 @@ void bind_rans(nb::module_& module) {
   module.def("rans_read_tables", &read_tables, nb::arg("data").noconvert(), nb::arg("frequencies").noconvert());
   module.def("map_bytes", &map_bytes, nb::arg("values").noconvert(), nb::arg("run_symbols"), nb::arg("run_tables").noconvert(),
              nb::arg("maps").noconvert(), nb::arg("out").noconvert());
-  module.def("count_bytes", &count_bytes, nb::arg("values").noconvert(), nb::arg("run_symbols"), nb::arg("run_tables").noconvert(),
+  module.def("count_bytes", &count_bytes, nb::arg("values").noconvert(), nb::arg("run_symbols"),
+      nb::arg("run_tables").noconvert(),
              nb::arg("counts").noconvert());
   nb::class_<RansTables> tables(module, "RansTables");
   tables.def("__init__", &build, nb::arg("frequencies").noconvert());

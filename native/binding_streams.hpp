@@ -70,7 +70,8 @@ EncodedStreams encode(const TableSet<Coder>& tables, const std::string& path_nam
 }
 
 // Cuts `data` into pieces of the given numbers of items; they must cover it exactly.
-inline std::vector<std::span<const std::uint8_t>> cut(const ConstBytes& data, std::span<const std::uint64_t> sizes, std::size_t item_bytes) {
+inline std::vector<std::span<const std::uint8_t>> cut(const ConstBytes& data, std::span<const std::uint64_t> sizes,
+    std::size_t item_bytes) {
   std::vector<std::span<const std::uint8_t>> pieces;
   std::span<const std::uint8_t> left = span_of(data);
   for (const std::uint64_t size : sizes) {
@@ -83,7 +84,8 @@ inline std::vector<std::span<const std::uint8_t>> cut(const ConstBytes& data, st
 }
 
 template <class Coder>
-bool decode(const TableSet<Coder>& tables, const std::string& path_name, const ConstBytes& data, const Array<const std::uint64_t, 1>& sizes,
+bool decode(const TableSet<Coder>& tables, const std::string& path_name, const ConstBytes& data,
+    const Array<const std::uint64_t, 1>& sizes,
             std::size_t run_symbols, const Array<const std::uint16_t, 2>& run_tables, const Array<const std::uint8_t, 2>& values,
             bool has_escapes, const ConstBytes& escapes, const Array<const std::uint64_t, 1>& escape_counts,
             const Array<std::uint8_t, 2>& out) {
@@ -100,7 +102,8 @@ bool decode(const TableSet<Coder>& tables, const std::string& path_name, const C
   const auto escape_pieces = cut(escapes, span_of(escape_counts), element_bytes);
   std::vector<DecodeJob<typename Coder::Table>> jobs;
   for (std::size_t i = 0; i < streams; ++i) {
-    jobs.push_back({tables.at, row_of(run_tables, i), stream_pieces[i], values.data(), escape_pieces[i].data(), row_of(out, i).data(),
+    jobs.push_back({tables.at, row_of(run_tables, i), stream_pieces[i], values.data(), escape_pieces[i].data(),
+        row_of(out, i).data(),
                     count, run_symbols, escape_pieces[i].size() / element_bytes, has_escapes});
   }
   return unlocked([&] { return Coder::decode(path, jobs, element_bytes); });
@@ -112,8 +115,10 @@ void bind_streams(nb::class_<TableSet<Coder>>& tables) {
   tables
       .def("encode", &encode<Coder>, nb::arg("path"), nb::arg("symbols").noconvert(), nb::arg("run_symbols"),
            nb::arg("run_tables").noconvert())
-      .def("decode", &decode<Coder>, nb::arg("path"), nb::arg("data").noconvert(), nb::arg("sizes").noconvert(), nb::arg("run_symbols"),
-           nb::arg("run_tables").noconvert(), nb::arg("values").noconvert(), nb::arg("has_escapes"), nb::arg("escapes").noconvert(),
+      .def("decode", &decode<Coder>, nb::arg("path"), nb::arg("data").noconvert(), nb::arg("sizes").noconvert(),
+          nb::arg("run_symbols"),
+           nb::arg("run_tables").noconvert(), nb::arg("values").noconvert(), nb::arg("has_escapes"),
+               nb::arg("escapes").noconvert(),
            nb::arg("escape_counts").noconvert(), nb::arg("out").noconvert());
 }
 

@@ -27,7 +27,8 @@ bool is_stream_plausible(const RansDecodeJob& job) {
 bool rans_decode(const RansPath& path, std::span<const RansDecodeJob> jobs, std::size_t element_bytes) {
   if (jobs.empty()) return true;
   if (jobs[0].count == 0) {
-    return std::all_of(jobs.begin(), jobs.end(), [](const RansDecodeJob& job) { return job.stream.empty() && job.escape_count == 0; });
+    return std::all_of(jobs.begin(), jobs.end(), [](const RansDecodeJob& job) { return job.stream.empty() &&
+        job.escape_count == 0; });
   }
   return std::all_of(jobs.begin(), jobs.end(), is_stream_plausible) && path.decode(jobs, element_bytes);
 }

@@ -266,6 +266,37 @@ struct Avx2 {
     return _mm256_and_si256(node, bytes_of(31));
   }
 
+  // States divided by the frequencies of their symbols.
+  struct Division {
+    Words rank, quotient_low, quotient_high;
+  };
+
+  [[gnu::always_inline]] static inline Division divide(const Lanes& lanes, const RansEncodeTable& table,
+      Vector symbols, Vector choice,
+                                                       const Words& scaled) {
+    const Words reciprocal_low = look_up_words(table.reciprocal_0, table.reciprocal_1, symbols, choice);
+    const Words reciprocal_high = look_up_words(table.reciprocal_2, table.reciprocal_3, symbols, choice);
+    Division made;
+    for (int i = 0; i < 2; ++i) {
+      const Vector left = multiply_high(_mm256_unpacklo_epi16(lanes.low[i], lanes.high[i]),
+                                        _mm256_unpacklo_epi16(reciprocal_low.at[i], reciprocal_high.at[i]));
+      const Vector right = multiply_high(_mm256_unpackhi_epi16(lanes.low[i], lanes.high[i]),
+                                         _mm256_unpackhi_epi16(reciprocal_low.at[i], reciprocal_high.at[i]));
+      const Vector low_bits = _mm256_set1_epi32(0xffff);
+      const Vector low = _mm256_packus_epi32(_mm256_and_si256(left, low_bits), _mm256_and_si256(right, low_bits));
+      const Vector high = _mm256_packus_epi32(_mm256_srli_epi32(left, 16), _mm256_srli_epi32(right, 16));
+      const Vector frequency = _mm256_srli_epi16(scaled.at[i], 4);
+      const Vector remainder = _mm256_sub_epi16(lanes.low[i], _mm256_mullo_epi16(low, frequency));
+      // The estimate is the quotient or one less.
+      const Vector is_right = _mm256_cmpgt_epi16(frequency, remainder);
+      made.rank.at[i] = _mm256_sub_epi16(remainder, _mm256_andnot_si256(is_right, frequency));
+      made.quotient_low.at[i] = _mm256_add_epi16(_mm256_add_epi16(low, words_of(1)), is_right);
+      const Vector carry = _mm256_andnot_si256(is_right, _mm256_cmpeq_epi16(made.quotient_low.at[i], _mm256_setzero_si256()));
+      made.quotient_high.at[i] = _mm256_sub_epi16(high, carry);
+    }
+    return made;
+  }
+
   template <bool is_partial>
   [[gnu::always_inline]] static inline void put_in(EncodeLanes& kept, const RansEncodeTable& table, const std::uint8_t* from,
                                                    std::uint8_t*& next, Words active) {
@@ -282,32 +313,15 @@ struct Avx2 {
       if constexpr (is_partial) is_full[i] = _mm256_and_si256(is_full[i], active.at[i]);
     }
     drop_words(lanes, is_full, next);
-    const Words reciprocal_low = look_up_words(table.reciprocal_0, table.reciprocal_1, symbols, choice);
-    const Words reciprocal_high = look_up_words(table.reciprocal_2, table.reciprocal_3, symbols, choice);
     const Words alias_base = look_up_words(table.alias_base_low, table.alias_base_high, symbols, choice);
     const Words split_less_one = [&] {
       const Vector split = look_up(table.split_less_one, symbols, choice);
-      return Words{_mm256_srai_epi16(_mm256_unpacklo_epi8(split, split), 8), _mm256_srai_epi16(_mm256_unpackhi_epi8(split, split), 8)};
+      return Words{_mm256_srai_epi16(_mm256_unpacklo_epi8(split, split), 8),
+          _mm256_srai_epi16(_mm256_unpackhi_epi8(split, split), 8)};
     }();
-    Words rank, quotient_low, quotient_high, position;
-    for (int i = 0; i < 2; ++i) {
-      const Vector left = multiply_high(_mm256_unpacklo_epi16(lanes.low[i], lanes.high[i]),
-                                        _mm256_unpacklo_epi16(reciprocal_low.at[i], reciprocal_high.at[i]));
-      const Vector right = multiply_high(_mm256_unpackhi_epi16(lanes.low[i], lanes.high[i]),
-                                         _mm256_unpackhi_epi16(reciprocal_low.at[i], reciprocal_high.at[i]));
-      const Vector low_bits = _mm256_set1_epi32(0xffff);
-      const Vector low = _mm256_packus_epi32(_mm256_and_si256(left, low_bits), _mm256_and_si256(right, low_bits));
-      const Vector high = _mm256_packus_epi32(_mm256_srli_epi32(left, 16), _mm256_srli_epi32(right, 16));
-      const Vector frequency = _mm256_srli_epi16(scaled.at[i], 4);
-      const Vector remainder = _mm256_sub_epi16(lanes.low[i], _mm256_mullo_epi16(low, frequency));
-      // The estimate is the quotient or one less.
-      const Vector is_right = _mm256_cmpgt_epi16(frequency, remainder);
-      rank.at[i] = _mm256_sub_epi16(remainder, _mm256_andnot_si256(is_right, frequency));
-      quotient_low.at[i] = _mm256_add_epi16(_mm256_add_epi16(low, words_of(1)), is_right);
-      const Vector carry = _mm256_andnot_si256(is_right, _mm256_cmpeq_epi16(quotient_low.at[i], _mm256_setzero_si256()));
-      quotient_high.at[i] = _mm256_sub_epi16(high, carry);
-      position.at[i] = _mm256_add_epi16(rank.at[i], alias_base.at[i]);
-    }
+    const Division made = divide(lanes, table, symbols, choice, scaled);
+    const Words& rank = made.rank;
+    const Words position = {_mm256_add_epi16(rank.at[0], alias_base.at[0]), _mm256_add_epi16(rank.at[1], alias_base.at[1])};
     const Vector pieces = find_pieces(table, position);
     const Words piece_offset = look_up_words(table.piece_offset_low, table.piece_offset_high, pieces, choice_of(pieces));
     const Words bucket = join_bytes(_mm256_setzero_si256(), symbols);
@@ -315,8 +329,9 @@ struct Avx2 {
       const Vector is_alias = _mm256_cmpgt_epi16(rank.at[i], split_less_one.at[i]);
       const Vector own = _mm256_add_epi16(_mm256_srli_epi16(bucket.at[i], 1), rank.at[i]);
       const Vector slot = _mm256_blendv_epi8(own, _mm256_add_epi16(position.at[i], piece_offset.at[i]), is_alias);
-      const Vector low = _mm256_or_si256(_mm256_slli_epi16(quotient_low.at[i], 12), slot);
-      const Vector high = _mm256_or_si256(_mm256_srli_epi16(quotient_low.at[i], 4), _mm256_slli_epi16(quotient_high.at[i], 12));
+      const Vector low = _mm256_or_si256(_mm256_slli_epi16(made.quotient_low.at[i], 12), slot);
+      const Vector high = _mm256_or_si256(_mm256_srli_epi16(made.quotient_low.at[i], 4),
+          _mm256_slli_epi16(made.quotient_high.at[i], 12));
       kept.low[i] = is_partial ? _mm256_blendv_epi8(kept.low[i], low, active.at[i]) : low;
       kept.high[i] = is_partial ? _mm256_blendv_epi8(kept.high[i], high, active.at[i]) : high;
     }
@@ -339,7 +354,8 @@ struct Avx2 {
 }  // namespace
 
 const RansPath rans_avx2 = {
-    "avx2", [] { return static_cast<bool>(__builtin_cpu_supports("avx2")) && __builtin_cpu_supports("popcnt"); }, decode_with<Avx2>,
+    "avx2", [] { return static_cast<bool>(__builtin_cpu_supports("avx2")) && __builtin_cpu_supports("popcnt"); },
+        decode_with<Avx2>,
     encode_with<Avx2>, map_with<Avx2>};
 
 }  // namespace kvtide

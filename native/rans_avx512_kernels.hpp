@@ -87,13 +87,15 @@ struct Avx512 {
   }
 
   static Symbols step(Lanes& lanes, const RansDecodeTable& table, const std::uint8_t*& words) {
-    return step_in(lanes, table, words, ~__mmask32{0});
+    return step_in<false>(lanes, table, words, 0);
   }
 
   static Symbols step_some(Lanes& lanes, const RansDecodeTable& table, const std::uint8_t*& words, std::size_t count) {
-    return step_in(lanes, table, words, (__mmask32{1} << count) - 1);
+    return step_in<true>(lanes, table, words, (__mmask32{1} << count) - 1);
   }
 
+  // If it is partial, lanes outside of `active` stay as they are.
+  template <bool is_partial>
   [[gnu::always_inline]] static inline Symbols step_in(Lanes& lanes, const RansDecodeTable& table, const std::uint8_t*& words,
                                                        __mmask32 active) {
     const Vector buckets = _mm512_srli_epi16(lanes.low, 7);  // a word permutation takes the lowest five bits alone
@@ -111,11 +113,17 @@ struct Avx512 {
     const Vector low = _mm512_add_epi16(_mm512_mullo_epi16(scaled, lanes.high), below);
     const Vector upper = _mm512_mulhi_epu16(scaled, lanes.high);
     const Vector high = _mm512_mask_sub_epi16(upper, _mm512_cmplt_epu16_mask(low, below), upper, words_of(-1));
-    const __mmask32 is_short = _mm512_mask_testn_epi16_mask(active, high, high);
-    lanes.high = _mm512_mask_mov_epi16(lanes.high, active, _mm512_mask_mov_epi16(high, is_short, low));
-    lanes.low = _mm512_mask_mov_epi16(lanes.low, active, Packing::spread(low, is_short, words));
+    __mmask32 is_short = _mm512_testn_epi16_mask(high, high);
+    if constexpr (is_partial) is_short &= active;
+    keep<is_partial>(lanes, active, _mm512_mask_mov_epi16(high, is_short, low), Packing::spread(low, is_short, words));
     words += 2 * count_ones(is_short);
     return symbols;
+  }
+
+  template <bool is_partial>
+  static void keep(Lanes& lanes, __mmask32 active, Vector high, Vector low) {
+    lanes.high = is_partial ? _mm512_mask_mov_epi16(lanes.high, active, high) : high;
+    lanes.low = is_partial ? _mm512_mask_mov_epi16(lanes.low, active, low) : low;
   }
 
   static EncodeLanes initial() {
@@ -127,12 +135,12 @@ struct Avx512 {
   }
 
   static void put(EncodeLanes& lanes, const RansEncodeTable& table, const std::uint8_t* from, std::uint8_t*& next) {
-    put_in(lanes, table, from, next, ~__mmask32{0});
+    put_in<false>(lanes, table, from, next, 0);
   }
 
   static void put(EncodeLanes& lanes, const RansEncodeTable& table, const std::uint8_t* from, std::uint8_t*& next,
                   std::size_t count) {
-    put_in(lanes, table, from, next, (__mmask32{1} << count) - 1);
+    put_in<true>(lanes, table, from, next, (__mmask32{1} << count) - 1);
   }
 
   // High halves of sixteen 32-bit products.
@@ -155,12 +163,14 @@ struct Avx512 {
     return _mm512_add_epi16(positions, look_up(table.piece_offset, node));
   }
 
+  template <bool is_partial>
   [[gnu::always_inline]] static inline void put_in(EncodeLanes& lanes, const RansEncodeTable& table, const std::uint8_t* from,
                                                    std::uint8_t*& next, __mmask32 active) {
     const Vector symbols = load_symbols(from);
     const Vector scaled = look_up(table.scaled, symbols);
     lanes.bad |= _mm512_cmpgt_epu16_mask(symbols, words_of(31)) | _mm512_testn_epi16_mask(scaled, scaled);
-    const __mmask32 is_full = _mm512_mask_cmpge_epu16_mask(active, lanes.high, scaled);
+    __mmask32 is_full = _mm512_cmpge_epu16_mask(lanes.high, scaled);
+    if constexpr (is_partial) is_full &= active;
     next -= 2 * count_ones(is_full);
     Packing::gather(lanes.low, is_full, next);
     const Vector low = _mm512_mask_mov_epi16(lanes.low, is_full, lanes.high);
@@ -183,9 +193,8 @@ struct Avx512 {
     const Vector own = _mm512_add_epi16(_mm512_slli_epi16(symbols, 7), rank);
     const __mmask32 is_alias = _mm512_cmpge_epu16_mask(rank, look_up(table.split, symbols));
     const Vector slot = _mm512_mask_mov_epi16(own, is_alias, slots);
-    lanes.low = _mm512_mask_mov_epi16(lanes.low, active, _mm512_or_si512(_mm512_slli_epi16(quotient_low, 12), slot));
     const Vector upper = _mm512_or_si512(_mm512_srli_epi16(quotient_low, 4), _mm512_slli_epi16(quotient_high, 12));
-    lanes.high = _mm512_mask_mov_epi16(lanes.high, active, upper);
+    keep<is_partial>(lanes, active, upper, _mm512_or_si512(_mm512_slli_epi16(quotient_low, 12), slot));
   }
 
   static bool finish(const EncodeLanes& lanes, std::uint8_t* to) {

@@ -109,8 +109,8 @@ bool decode_streams(const RansDecodeJob* jobs) {
     const std::size_t rest = run_count % rans_lanes;
     for (std::size_t s = 0; rest != 0 && s < streams; ++s) {
       if (!words[s].ready()) return false;
-      const auto symbols = Isa::step_some(lanes[s], *tables[s], words[s].next, rest);
       Element row[rans_lanes];
+      const auto symbols = Isa::step_some(lanes[s], *tables[s], words[s].next, rest);
       values[s].store(symbols, row);
       if constexpr (has_escapes) {
         const std::uint32_t mask = Isa::escapes(symbols) & ((std::uint32_t{1} << rest) - 1);

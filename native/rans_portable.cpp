@@ -101,7 +101,8 @@ struct Portable {
         std::memcpy(next, &word, sizeof word);
         state >>= 16;
       }
-      const std::uint32_t reciprocal = static_cast<std::uint32_t>(table.reciprocal_high[symbol]) << 16 | table.reciprocal_low[symbol];
+      const std::uint32_t reciprocal =
+          static_cast<std::uint32_t>(table.reciprocal_high[symbol]) << 16 | table.reciprocal_low[symbol];
       auto quotient = static_cast<std::uint32_t>(static_cast<std::uint64_t>(state) * reciprocal >> 32);
       std::uint32_t rank = state - quotient * frequency;
       if (rank >= frequency) {
@@ -128,6 +129,7 @@ struct Portable {
 
 }  // namespace
 
-const RansPath rans_portable = {"portable", [] { return true; }, decode_with<Portable>, encode_with<Portable>, map_with<Portable>};
+const RansPath rans_portable = {"portable", [] { return true; }, decode_with<Portable>, encode_with<Portable>,
+    map_with<Portable>};
 
 }  // namespace kvtide

@@ -163,7 +163,8 @@ struct Target {
   const char* name;
   void (*run)(Rng&);
 };
-constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}, {"prefix", fuzz_prefix}, {"prefix_tables", fuzz_prefix_tables}};
+constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}, {"prefix", fuzz_prefix},
+    {"prefix_tables", fuzz_prefix_tables}};
 
 }  // namespace
 

@@ -72,9 +72,6 @@ KVTIDE_SHIM_COMPARE(shim_testn_epi16, shim::U16, (x & y) == 0)
 inline std::uint32_t shim_mask_testn_epi16(std::uint32_t k, simde__m512i a, simde__m512i b) {
   return k & shim_testn_epi16(a, b);
 }
-inline std::uint32_t shim_mask_cmpge_epu16(std::uint32_t k, simde__m512i a, simde__m512i b) {
-  return k & shim_cmpge_epu16(a, b);
-}
 inline simde__m512i shim_mulhi_epu16(simde__m512i a, simde__m512i b) {
   shim::U16 x(a);
   const shim::U16 y(b);
@@ -132,7 +129,6 @@ inline void shim_mask_storeu256_epi16(void* to, std::uint32_t k, simde__m256i a)
 #define __mmask16 std::uint16_t
 #define __mmask32 std::uint32_t
 #undef _mm512_cmpge_epu16_mask
-#undef _mm512_mask_cmpge_epu16_mask
 #undef _mm512_test_epi16_mask
 #define _mm512_cmpeq_epi16_mask shim_cmpeq_epi16
 #define _mm512_cmpneq_epi16_mask shim_cmpneq_epi16
@@ -140,7 +136,6 @@ inline void shim_mask_storeu256_epi16(void* to, std::uint32_t k, simde__m256i a)
 #define _mm512_cmpgt_epu16_mask shim_cmpgt_epu16
 #define _mm512_cmplt_epu16_mask shim_cmplt_epu16
 #define _mm512_cmpge_epu16_mask shim_cmpge_epu16
-#define _mm512_mask_cmpge_epu16_mask shim_mask_cmpge_epu16
 #define _mm512_test_epi16_mask shim_test_epi16
 #define _mm512_testn_epi16_mask shim_testn_epi16
 #define _mm512_mask_testn_epi16_mask shim_mask_testn_epi16
