@@ -16,7 +16,7 @@ RANK = {
     **dict.fromkeys(("keys", "block", "index", "codec", "importance", "wire", "stream"), 1),
     "tier": 2,
     **dict.fromkeys(("cache", "fetch", "explain"), 3),
-    **dict.fromkeys(("server", "engines", "sim"), 4),
+    **dict.fromkeys(("server", "engines", "sim", "profiles"), 4),
     **dict.fromkeys(("bench", "cli"), 5),
     "testing": 6,
     # The package itself holds its version alone; the native module is fenced below.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "child_environment"]
+__all__ = ["Limits", "cache_home", "wait_passively"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +30,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
 
 
-def child_environment(**settings: str) -> dict[str, str]:
-    """Return this process's environment with settings that it does not have yet added."""
-    return {**settings, **os.environ}
+def wait_passively() -> None:
+    """Let the engine's threads, and those of child processes, sleep while they wait, unless the user said otherwise.
+
+    Spinning threads cost a busy machine ten times their work: measured 4.8 s against 0.36 s for a suffix of 20 tokens
+    beside one busy process. Works only before torch is imported, so that the command line calls it first.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def cache_home() -> Path:

@@ -232,8 +232,8 @@ def measure_two_cores(tables: EntropyTables, work: Workload, seconds: float) -> 
 def decode_on(
     cores: list[int], tables: EntropyTables, streams: Streams, work: Workload, rows: int, seconds: float
 ) -> float:
-    """Return calls a second of one thread pinned to each core, all together."""
-    totals = [0] * len(cores)
+    """Return calls a second of one thread pinned to each core, all together; each makes at least one."""
+    rates = [0.0] * len(cores)
     barrier = threading.Barrier(len(cores) + 1)
     done = threading.Event()
 
@@ -243,21 +243,21 @@ def decode_on(
         decode = decoder(tables, streams, work, out)
         decode()
         barrier.wait()
-        while not done.is_set():
+        calls, start = 0, time.perf_counter()
+        while calls == 0 or not done.is_set():
             decode()
-            totals[index] += 1
+            calls += 1
+        rates[index] = calls / (time.perf_counter() - start)
 
     threads = [threading.Thread(target=decode_until_done, args=(index,)) for index in range(len(cores))]
     for thread in threads:
         thread.start()
     barrier.wait()
-    start = time.perf_counter()
     time.sleep(seconds)
-    calls, elapsed = sum(totals), time.perf_counter() - start
     done.set()
     for thread in threads:
         thread.join()
-    return calls / elapsed
+    return sum(rates)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import logging
 
 import typer
 
-from kvtide.cli import demo, doctor, store
+from kvtide.cli import bench, demo, doctor, store
 from kvtide.cli.report import fail
+from kvtide.config import wait_passively
 
 __all__ = ["app", "main"]
 
@@ -24,10 +25,13 @@ app.command("stats")(store.stats)
 app.command("ls")(store.ls)
 app.command("rm")(store.rm)
 app.command("explain")(store.explain)
+app.command("calibrate")(bench.calibrate)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
     """Run the command line; a user's mistake ends in one line on stderr and exit status 2."""
+    wait_passively()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()

@@ -31,7 +31,7 @@ GROUP_TOKENS = 10
 # Paper, section 5.2: bins of 0.5, 1 and 1.5 (of the standard deviation, in our reading) for the first, middle and last
 # third of the layers. Levels scale all three; level 4 has the paper's own.
 THIRD_BINS = (0.5, 1.0, 1.5)
-LEVELS = {1: 0.125, 2: 0.25, 3: 0.5, 4: 1.0, 5: 2.0}
+LEVELS = {1: 0.125, 2: 0.25, 3: 0.5, 4: 1.0}
 STEP_MIN = 1e-30
 
 _PREFIX = struct.Struct("<BBHff")

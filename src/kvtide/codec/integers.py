@@ -16,12 +16,22 @@ from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, E
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
 
-__all__ = ["CODERS", "Distribution", "IntegerRuns", "decode_integers", "encode_integers", "fit_distribution"]
+__all__ = [
+    "CODERS",
+    "Distribution",
+    "IntegerRuns",
+    "decode_integers",
+    "encode_integers",
+    "fit_distribution",
+    "value_counts",
+]
 
 # What a payload may name; the position is stored.
 CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
 
 SHIFT_MAX = 11
+# Values that a fit tells apart; those beyond are rare enough to be escapes.
+VALUE_MAX = 511
 _CENTRE = 15
 _ESCAPE_BITS = 16
 _HEADER = struct.Struct("<BBHII")
@@ -72,16 +82,28 @@ class Distribution:
         return cls(coder, CODERS[coder].parse(data[count:], count), shifts.copy())
 
 
-def fit_distribution(values: Integers, coder: int, is_open: bool) -> Distribution:
-    """Return the distributions that code `values` best, each row a run.
+def value_counts(values: Integers) -> NDArray[np.uint64]:
+    """Return (runs, 2 * VALUE_MAX + 1): how often each value from -VALUE_MAX on occurs in each row of `values`.
 
-    values: (runs, samples). With `is_open`, every symbol gets a code, so that other data can be coded too.
+    Values beyond ±VALUE_MAX are counted as it: they are escapes whatever the shift.
     """
-    shifts = _best_shifts(values)
-    counts = _symbol_counts(_symbols(values, shifts)) + np.uint64(is_open)
+    width = 2 * VALUE_MAX + 1
+    flat = np.clip(values, -VALUE_MAX, VALUE_MAX).astype(np.int64) + VALUE_MAX
+    flat += np.arange(len(values), dtype=np.int64)[:, None] * width
+    counts = np.bincount(flat.reshape(-1), minlength=len(values) * width)
+    return counts.reshape(len(values), width).astype(np.uint64)
+
+
+def fit_distribution(counts: NDArray[np.uint64], coder: int, is_open: bool) -> Distribution:
+    """Return the distributions that code values of these counts best; counts as `value_counts` gives them.
+
+    With `is_open`, every symbol gets a code, so that other data can be coded too.
+    """
+    shifts, symbol_counts = _best_shifts(counts)
+    symbol_counts += np.uint64(is_open)
     # A run without samples still needs a table.
-    counts[counts.sum(axis=1) == 0, _CENTRE] = 1
-    return Distribution(coder, CODERS[coder].build(counts), shifts)
+    symbol_counts[symbol_counts.sum(axis=1) == 0, _CENTRE] = 1
+    return Distribution(coder, CODERS[coder].build(symbol_counts), shifts)
 
 
 def _symbols(values: Integers, shifts: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -89,26 +111,29 @@ def _symbols(values: Integers, shifts: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.where((high >= 0) & (high < ESCAPE), high, ESCAPE).astype(np.uint8)
 
 
-def _symbol_counts(symbols: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    rows = len(symbols)
-    flat = symbols + np.arange(rows, dtype=np.int64)[:, None] * SYMBOLS
-    return np.bincount(flat.reshape(-1), minlength=rows * SYMBOLS).reshape(rows, SYMBOLS).astype(np.uint64)
-
-
-def _best_shifts(values: Integers) -> NDArray[np.uint8]:
-    samples = max(values.shape[1], 1)
-    best_bits = np.full(len(values), np.inf)
-    best = np.zeros(len(values), dtype=np.uint8)
+def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    """Return the cheapest shift of each run, and the counts of its symbols: (runs, 32)."""
+    total = np.maximum(counts.sum(axis=1), 1).astype(np.float64)[:, None]
+    best_bits = np.full(len(counts), np.inf)
+    best = np.zeros(len(counts), dtype=np.uint8)
+    best_counts = np.zeros((len(counts), SYMBOLS), dtype=np.uint64)
+    values = np.arange(-VALUE_MAX, VALUE_MAX + 1, dtype=np.int16)[None]
     for shift in range(SHIFT_MAX + 1):
-        shifts = np.full(len(values), shift, dtype=np.uint8)
-        shares = _symbol_counts(_symbols(values, shifts)) / samples
-        entropy = -(shares * np.log2(np.maximum(shares, 1e-12))).sum(axis=1)
-        bits = entropy + shift + shares[:, ESCAPE] * _ESCAPE_BITS
+        symbols = _symbols(values, np.full(1, shift, dtype=np.uint8))[0]
+        # The ends stand for everything beyond them.
+        symbols[[0, -1]] = ESCAPE
+        starts = np.flatnonzero(np.diff(symbols, prepend=255))
+        by_symbol = np.zeros((len(counts), SYMBOLS), dtype=np.uint64)
+        for symbol, column in zip(symbols[starts], np.add.reduceat(counts, starts, axis=1).T, strict=True):
+            by_symbol[:, symbol] += column
+        shares = by_symbol / total
+        bits = -(shares * np.log2(np.maximum(shares, 1e-12))).sum(axis=1) + shift + shares[:, ESCAPE] * _ESCAPE_BITS
         is_better = bits < best_bits - 1e-9
         best[is_better], best_bits[is_better] = shift, bits[is_better]
-        if not shares[:, ESCAPE].any():
+        best_counts[is_better] = by_symbol[is_better]
+        if not by_symbol[:, ESCAPE].any():
             break
-    return best
+    return best, best_counts
 
 
 def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribution, is_shared: bool) -> bytes:

@@ -18,6 +18,7 @@ from kvtide.codec.integers import (
     decode_integers,
     encode_integers,
     fit_distribution,
+    value_counts,
 )
 from kvtide.codec.profile import Profile
 from kvtide.errors import CorruptPayload, UnencodableBlock
@@ -114,7 +115,8 @@ class ProfiledCodec:
         runs = IntegerRuns(*values.shape)
         if self._shared:
             return encode_integers(values, runs, self._shared.get(name, layer, self._coder), is_shared=True)
-        own = fit_distribution(values.reshape(runs.distributions, runs.symbols), self._coder, is_open=False)
+        counts = value_counts(values.reshape(runs.distributions, runs.symbols))
+        own = fit_distribution(counts, self._coder, is_open=False)
         return encode_integers(values, runs, own, is_shared=False)
 
     def uncode(self, name: str, layer: int, data: memoryview, runs: IntegerRuns) -> Integers:

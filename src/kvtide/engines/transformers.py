@@ -17,12 +17,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.block import BlockLayout, BlockMeta
 from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
-from kvtide.engines.fingerprint import TORCH_DTYPES, model_fingerprint, model_shape, weights_version
+from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
+from kvtide.engines.pages import Pages, block_bits
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -43,7 +44,6 @@ _NEUTRAL_ARGUMENTS = {
     "stopping_criteria",
     "streamer",
 }
-_BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
 class GenerateReport(NamedTuple):
@@ -180,7 +180,7 @@ class CachedModel:
         hits = self._match(prompt)
         stored_bytes = 0
         if hits:
-            pages = _Pages(self.layout, hits)
+            pages = Pages(self.layout, hits)
             recompute_s = hits * self.layout.tokens / self._prefill_tokens_per_s
             # Longer than recompute is of no use to anybody; unknown speed (0 s) leaves the cache's own bound.
             report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s or None)
@@ -197,7 +197,7 @@ class CachedModel:
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequence[: past.get_seq_length()].cpu().numpy()
         fresh = self._metas(tokens)[hit_tokens // self.layout.tokens :]
-        return self.cache.store([PendingBlock(meta, partial(_block_bits, past, meta)) for meta in fresh])
+        return self.cache.store([PendingBlock(meta, partial(block_bits, past, meta)) for meta in fresh])
 
 
 class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
@@ -211,49 +211,6 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is no
         if math.isnan(self.seen_s):
             self.seen_s = self._clock.monotonic_s()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-class _Pages:
-    """Room for the restored blocks of all layers, in the shape that the engine wants."""
-
-    def __init__(self, layout: BlockLayout, blocks: int) -> None:
-        self._layout = layout
-        tokens = blocks * layout.tokens
-        shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
-        # numpy asks for huge pages, torch does not: touching 90 MiB anew takes 16 ms instead of 65.
-        self._room = np.empty(shape, dtype=layout.bits_dtype)
-
-    def write(self, position: int, bits: BlockBits) -> None:
-        """Copy a block in; a BlockSink."""
-        # By numpy: torch would start a team of threads for each loading thread.
-        tokens = self._layout.tokens
-        self._room[:, :, 0, :, position * tokens : (position + 1) * tokens] = bits.transpose(0, 1, 3, 2, 4)
-
-    def fill(self, past: DynamicCache, blocks: int, device: torch.device) -> None:
-        """Make the leading blocks the contents of the engine's empty cache.
-
-        Without `update`, which would copy them all once more (90 MiB and 40 ms of 2,048 tokens of SmolLM2).
-        """
-        if blocks == 0:
-            return
-        signed = self._room.view(f"<i{self._room.itemsize}")
-        pages = torch.from_numpy(signed).view(TORCH_DTYPES[self._layout.dtype])
-        pages = pages[..., : blocks * self._layout.tokens, :]
-        for layer, (keys, values) in zip(past.layers, pages.to(device), strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-
-
-def _block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:
-    layout = meta.layout
-    torch_bits, numpy_bits = _BITS_DTYPES[layout.dtype.item_bytes]
-    bits: BlockBits = np.empty(layout.shape, dtype=layout.bits_dtype)
-    stop = meta.start + layout.tokens
-    for layer, pages in enumerate(past.layers):
-        for which, tensor in enumerate((pages.keys, pages.values)):
-            part = tensor[0, :, meta.start : stop].transpose(0, 1).contiguous().cpu()
-            bits[layer, which] = part.view(torch_bits).numpy().view(numpy_bits)
-    return bits
 
 
 def _bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:

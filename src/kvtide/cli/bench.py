@@ -1,0 +1,125 @@
+"""`kvtide bench NAME` and `kvtide calibrate`: measurements and profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvtide.bench import codec_speed
+from kvtide.cli.report import CONSOLE, emit_json, envelope, format_bytes
+from kvtide.cli.store import JsonOption
+from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+
+__all__ = ["app", "calibrate"]
+
+app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
+TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
+
+
+def _finish(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
+    if as_json:
+        emit_json(result)
+        return
+    CONSOLE.print(render(result))
+    where = envelope()
+    CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show bars on stderr, one for each step that is named."""
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        def show(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=total)
+            bars.update(tasks[step], completed=done)
+
+        yield show
+
+
+@app.command("codec-speed")
+def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Entropy coders on one pinned core, beside memcpy."""
+    _finish(codec_speed.run(quick), codec_speed.render, as_json)
+
+
+@app.command("codec-quality")
+def bench_codec_quality(
+    text: TextOption = None,
+    model: ModelOption = None,
+    profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles for that model.")] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="Where to draw rate against distortion.")] = Path(
+        "codec-quality.png"
+    ),
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bits per element against what the model then says, for every codec."""
+    from kvtide.bench import codec_quality, texts
+    from kvtide.engines import profiles, smollm2, transformers
+
+    chosen = texts.read_texts(text) if text else texts.evaluation_texts()
+    known = [profiles.read_profile(path) for path in profile] if profile else profiles.shipped_profiles()
+    folder = model or str(smollm2.converted_folder())
+    tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
+    layout = transformers.model_layout(loaded, transformers.BLOCK_TOKENS)
+    size = codec_quality.QUICK if quick else codec_quality.FULL
+    with _progress() as show:
+        result = codec_quality.run(
+            loaded, Path(folder).name, lambda content: tokenizer(content).input_ids, layout, chosen, known, size, show
+        )
+    codec_quality.plot(result, plot)
+    _finish(result, codec_quality.render, as_json)
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
+    model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
+    text: TextOption = None,
+    codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(PROFILE_KINDS)}.")] = "cachegen",
+    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1024,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a profile: what a codec needs to know of one model, from texts, once."""
+    from kvtide.bench import texts
+    from kvtide.engines import judge, smollm2, transformers
+
+    if codec not in PROFILE_KINDS:
+        raise ValueError(f"profiles are made for {', '.join(PROFILE_KINDS)}, got {codec!r}")
+    chosen = texts.read_texts(text) if text else texts.calibration_texts()
+    folder = model or str(smollm2.converted_folder())
+    tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
+    layout = transformers.model_layout(loaded, transformers.BLOCK_TOKENS)
+    fitter = ProfileFitter(codec, Path(folder).name, layout)
+    with _progress() as show:
+        for number, item in enumerate(chosen):
+            show("texts", number, len(chosen))
+            ids = tokenizer(item.content[: 8 * tokens]).input_ids[:tokens]
+            blocks = judge.capture_blocks(loaded, ids, layout)
+            if not fitter.deviation.any():
+                fitter.scale(blocks)
+            for bits in blocks:
+                fitter.add(bits)
+        show("texts", len(chosen), len(chosen))
+    profile = fitter.profile(len(chosen))
+    data = profile.to_bytes()
+    output.write_bytes(data)
+    found = {"profile": str(output), "digest": profile.digest.hex(), "codec": codec, "model": profile.model}
+    if as_json:
+        emit_json({**found, "texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(data)})
+    else:
+        CONSOLE.print(
+            f"{output}: {format_bytes(len(data))}, fitted on {profile.tokens} tokens of {profile.texts} texts"
+        )
+        CONSOLE.print(f"digest {profile.digest.hex()}")

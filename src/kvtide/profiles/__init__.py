@@ -1,0 +1,1 @@
+"""Data: profiles that ship with the package (`kvtide calibrate` made them)."""
