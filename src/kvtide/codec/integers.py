@@ -29,8 +29,8 @@ __all__ = [
 # What a payload may name; the position is stored.
 CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
 
-SHIFT_MAX = 11
-# Values that a fit tells apart; those beyond are rare enough to be escapes.
+SHIFT_MAX = 6
+# Values below this in magnitude may have symbols; all others are escapes, whatever the shift.
 VALUE_MAX = 511
 _CENTRE = 15
 _ESCAPE_BITS = 16
@@ -85,7 +85,7 @@ class Distribution:
 def value_counts(values: Integers) -> NDArray[np.uint64]:
     """Return (runs, 2 * VALUE_MAX + 1): how often each value from -VALUE_MAX on occurs in each row of `values`.
 
-    Values beyond ±VALUE_MAX are counted as it: they are escapes whatever the shift.
+    Values beyond ±VALUE_MAX are counted as it.
     """
     width = 2 * VALUE_MAX + 1
     flat = np.clip(values, -VALUE_MAX, VALUE_MAX).astype(np.int64) + VALUE_MAX
@@ -108,7 +108,8 @@ def fit_distribution(counts: NDArray[np.uint64], coder: int, is_open: bool) -> D
 
 def _symbols(values: Integers, shifts: NDArray[np.uint8]) -> NDArray[np.uint8]:
     high = (values >> shifts.astype(np.int16)[:, None]) + np.int16(_CENTRE)
-    return np.where((high >= 0) & (high < ESCAPE), high, ESCAPE).astype(np.uint8)
+    has_symbol = (high >= 0) & (high < ESCAPE) & (values > -VALUE_MAX) & (values < VALUE_MAX)
+    return np.where(has_symbol, high, ESCAPE).astype(np.uint8)
 
 
 def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
@@ -120,8 +121,6 @@ def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray
     values = np.arange(-VALUE_MAX, VALUE_MAX + 1, dtype=np.int16)[None]
     for shift in range(SHIFT_MAX + 1):
         symbols = _symbols(values, np.full(1, shift, dtype=np.uint8))[0]
-        # The ends stand for everything beyond them.
-        symbols[[0, -1]] = ESCAPE
         starts = np.flatnonzero(np.diff(symbols, prepend=255))
         by_symbol = np.zeros((len(counts), SYMBOLS), dtype=np.uint64)
         for symbol, column in zip(symbols[starts], np.add.reduceat(counts, starts, axis=1).T, strict=True):
@@ -198,7 +197,7 @@ def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | 
         bits = np.unpackbits(packed, bitorder="little")
         if bits[bits_count:].any():
             raise CorruptPayload("coded numbers: bits behind the last one are set")
-        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(-1, runs.symbols)
+        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(int(rows.sum()), runs.symbols)
     cursor.finish()
     return out.view(np.int16).reshape(runs.streams, runs.runs, runs.symbols)
 
