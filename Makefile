@@ -4,7 +4,7 @@ BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint bench install clean
 
 demo: .venv/installed
 	$(BIN)/kvtide demo
@@ -16,6 +16,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/kvtide bench codec-speed
+	$(BIN)/kvtide bench codec-quality
 
 install: .venv/installed
 
