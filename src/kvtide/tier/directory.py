@@ -208,9 +208,11 @@ class SegmentDirectory:
         finally:
             self._files.close(descriptor)
 
-    def remove_segment(self, number: int, descriptor: int) -> None:
-        """Remove a segment that is open and locked; its space is free at once, whoever still has it open."""
-        self._files.truncate(descriptor, 0)
+    def remove_empty(self, number: int) -> None:
+        """Remove a segment that has been shortened to nothing. OSError leaves it known as one that takes no space."""
+        segment = self.segments.get(number)
+        if segment is not None:
+            segment.length = segment.size = 0
         self._files.unlink(self.path(number))
         self.segments.pop(number, None)
 

@@ -46,7 +46,7 @@ class DiskTier:
         self._bytes_max = bytes_max
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
-        self._log = SegmentLog(root, bytes_max, clock, is_pinned, files or Files())
+        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files())
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
 
@@ -105,10 +105,12 @@ class DiskTier:
             raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
         if object_id in self._log.catalog:
             return True
-        evicted = self._guarded("write", lambda: self._log.append(object_id, buffer))
-        self._count(evictions=len(evicted))
-        self._note_removals(evicted, "evicted")
+        self._guarded("write", lambda: self._log.append(object_id, buffer))
         return True
+
+    def _note_evicted(self, object_ids: list[ObjectId]) -> None:
+        self._count(evictions=len(object_ids))
+        self._note_removals(object_ids, "evicted")
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Mark the object removed in the log, for every process, and note why."""

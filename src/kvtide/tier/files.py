@@ -72,10 +72,6 @@ class Files:
         """Set a file's length and give back what lies behind."""
         os.ftruncate(descriptor, size)
 
-    def sync(self, descriptor: int) -> None:
-        """Wait until a file's data is on the disk."""
-        os.fdatasync(descriptor)
-
     def unlink(self, path: Path) -> None:
         """Remove a file's name."""
         path.unlink()

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -53,20 +54,28 @@ _SIDE_FILES = 4
 class SegmentLog:
     """Objects in segments. Safe to use from several threads; one of them writes at a time. Faults are OSError."""
 
-    def __init__(self, root: Path, bytes_max: int, clock: Clock, is_pinned: IsPinned, files: Files) -> None:
+    def __init__(
+        self,
+        root: Path,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        on_evicted: Callable[[list[ObjectId]], None],
+        files: Files,
+    ) -> None:
         self.catalog = Catalog()
         self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
         self._segment_bytes = max(4 * PAGE_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
         self._clock = clock
         self._is_pinned = is_pinned
+        self._on_evicted = on_evicted
         self._files = files
         self._write_lock = threading.Lock()
         self._writer: SegmentWriter | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._reader: RecordReader | None = None
         self._pool: BufferPool | None = None
-        self._evicted: list[ObjectId] = []
 
     def open(self) -> None:
         """Learn what the directory holds. OSError if it can't be used; one that can only be read opens."""
@@ -126,13 +135,11 @@ class SegmentLog:
             return None
         return header.state
 
-    def append(self, object_id: ObjectId, body: Buffer) -> list[ObjectId]:
-        """Store an object and return those that were evicted for it. TierFull if there is no room."""
+    def append(self, object_id: ObjectId, body: Buffer) -> None:
+        """Store an object. TierFull if there is no room."""
         with self._write_lock:
-            self._evicted = []
             writer = self._writer_for(record_bytes(len(body)))
             self._append_to(writer, object_id, body, codec_field(body))
-            return self._evicted
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, codec: bytes) -> Entry:
         assert self._pool is not None
@@ -237,10 +244,12 @@ class SegmentLog:
                 if writer is not None:
                     for entry in keep:
                         self._move(entry, writer)
-                self._directory.remove_segment(number, descriptor)
+                # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
+                self._files.truncate(descriptor, 0)
+                self._on_evicted(self.catalog.drop_segment(number))
+                self._directory.remove_empty(number)
         except FileNotFoundError:
-            self._directory.segments.pop(number, None)
-        self._evicted += self.catalog.drop_segment(number)
+            self._directory.refresh()
         return True
 
     def _move(self, entry: Entry, writer: SegmentWriter) -> None:
@@ -271,16 +280,16 @@ class SegmentLog:
             return
         try:
             page = memoryview(bytearray(PAGE_BYTES))
+            # First: a checkpoint with another count is older than this removal, whatever becomes of it.
+            self._count_removal(descriptor, page)
             self._files.read_full(descriptor, [page], offset)
             if parse_record_header(page, number, offset) == entry.header:
                 removed = replace(entry.header, state=RecordState.REMOVED)
                 self._files.write_full(descriptor, [pack_record_header(removed)], offset)
-            self._count_removal(descriptor, number, page)
         finally:
             self._files.close(descriptor)
 
-    def _count_removal(self, descriptor: int, number: int, page: memoryview) -> None:
-        # A checkpoint with another count is older than this removal.
+    def _count_removal(self, descriptor: int, page: memoryview) -> None:
         self._files.read_full(descriptor, [page], 0)
         header = parse_segment_header(page)
         if header is not None:
