@@ -43,7 +43,7 @@ class FaultyFiles(Files):
             code = getattr(errno, self._kind)
             raise OSError(code, os.strerror(code))
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path | str, flags: int) -> int:
         self._check("open")
         return super().open(path, flags)
 
@@ -67,7 +67,7 @@ class FaultyFiles(Files):
         self._check("truncate")
         super().truncate(descriptor, size)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path | str) -> None:
         self._check("unlink")
         super().unlink(path)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -39,13 +37,29 @@ def aligned_buffer(size: int) -> memoryview:
 
 def is_aligned(buffer: Buffer) -> bool:
     """Tell whether a buffer begins at a page, as direct I/O wants it."""
-    return len(buffer) == 0 or int(np.frombuffer(buffer, np.uint8).ctypes.data) % mmap.PAGESIZE == 0
+    return len(buffer) == 0 or int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) % mmap.PAGESIZE == 0
 
 
 def copy_bytes(target: memoryview, source: Buffer) -> None:
     """Copy between buffers of one size without the GIL."""
     if len(target):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Lease:
+    """A buffer of a pool for the time of a `with`."""
+
+    __slots__ = ("_buffer", "_pool")
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> memoryview:
+        self._buffer = self._pool._take()
+        return self._buffer
+
+    def __exit__(self, *error: object) -> None:
+        self._pool._give_back(self._buffer)
 
 
 class BufferPool:
@@ -59,24 +73,25 @@ class BufferPool:
         self._free = [aligned_buffer(size) for _ in range(count)]
         self._lent = 0
 
-    @contextmanager
-    def lease(self) -> Iterator[memoryview]:
-        """Lend a buffer for the time of the `with`; its content is whatever was left in it.
+    def lease(self) -> Lease:
+        """Lend a buffer for the time of a `with`; its content is whatever was left in it.
 
         Waits for one to come back; TierUnavailable after LEASE_WAIT_S_MAX.
         """
+        return Lease(self)
+
+    def _take(self) -> memoryview:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
+            if not self._free and not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
                 raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
-            buffer = self._free.pop()
             self._lent += 1
-        try:
-            yield buffer
-        finally:
-            with self._changed:
-                self._free.append(buffer)
-                self._lent -= 1
-                self._changed.notify()
+            return self._free.pop()
+
+    def _give_back(self, buffer: memoryview) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._lent -= 1
+            self._changed.notify()
 
     def check(self) -> None:
         """AssertionError if a buffer is lost or lent twice."""

@@ -52,6 +52,7 @@ class SegmentDirectory:
     def __init__(self, root: Path, bytes_max: int, files: Files, catalog: Catalog) -> None:
         self.folder = root / "segments"
         self.segments: dict[int, SegmentState] = {}
+        self._folder_name = str(self.folder)
         self._root = root
         self._checkpoint = root / "checkpoint"
         self._checkpoint_bytes_max = side_file_bytes_max(bytes_max)
@@ -81,9 +82,9 @@ class SegmentDirectory:
         for number in list(self.segments):
             self._forget(number)
 
-    def path(self, number: int) -> Path:
+    def path(self, number: int) -> str:
         """Return a segment's path."""
-        return self.folder / segment_name(number)
+        return f"{self._folder_name}/{segment_name(number)}"
 
     def next_number(self) -> int:
         """Return a number that no segment has had as far as we know."""

@@ -31,11 +31,11 @@ class FileInfo(NamedTuple):
 class Files:
     """The operating system's files. Everything raises OSError as the system does."""
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path | str, flags: int) -> int:
         """Open a file and return its descriptor."""
         return os.open(path, flags | os.O_CLOEXEC, _MODE)
 
-    def open_direct(self, path: Path, flags: int) -> int:
+    def open_direct(self, path: Path | str, flags: int) -> int:
         """Open a file around the page cache, through it where the file system refuses that."""
         try:
             return self.open(path, flags | os.O_DIRECT)
@@ -72,9 +72,9 @@ class Files:
         """Set a file's length and give back what lies behind."""
         os.ftruncate(descriptor, size)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path | str) -> None:
         """Remove a file's name."""
-        path.unlink()
+        os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
 
     def rename(self, path: Path, target: Path) -> None:
         """Give a file the name of another, in one step."""

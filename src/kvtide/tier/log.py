@@ -128,12 +128,9 @@ class SegmentLog:
         """
         assert self._reader is not None, "read before open"
         try:
-            header = self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
+            return self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
         except (FileNotFoundError, EOFError):
             return None
-        if header is None or replace(header, state=RecordState.LIVE) != entry.header:
-            return None
-        return header.state
 
     def append(self, object_id: ObjectId, body: Buffer) -> None:
         """Store an object. TierFull if there is no room."""

@@ -20,6 +20,7 @@ __all__ = [
     "RecordState",
     "SegmentHeader",
     "align_up",
+    "is_record_header",
     "pack_record_header",
     "pack_segment_header",
     "parse_record_header",
@@ -84,6 +85,10 @@ def record_bytes(size: int) -> int:
 
 def pack_record_header(header: RecordHeader) -> bytes:
     """Return the record's header page."""
+    return _packed(header).ljust(PAGE_BYTES, b"\0")
+
+
+def _packed(header: RecordHeader) -> bytes:
     fields = _RECORD.pack(
         _RECORD_MAGIC,
         _VERSION,
@@ -99,7 +104,12 @@ def pack_record_header(header: RecordHeader) -> bytes:
         header.stored_ms,
         b"",
     )
-    return _page(fields)
+    return fields + xxhash.xxh3_128_digest(fields)
+
+
+def is_record_header(page: memoryview, header: RecordHeader) -> bool:
+    """Tell whether exactly this header stands here: as `parse_record_header`, without making a value of it."""
+    return page[:_HEADER_BYTES] == _packed(header)
 
 
 def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offset: int) -> RecordHeader | None:
@@ -117,17 +127,14 @@ def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offs
 def pack_segment_header(header: SegmentHeader) -> bytes:
     """Return the segment's first page."""
     fields = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0, header.number, header.created_ms, header.removals, b"")
-    return _page(_SEGMENT.pack(*fields))
+    packed = _SEGMENT.pack(*fields)
+    return (packed + xxhash.xxh3_128_digest(packed)).ljust(PAGE_BYTES, b"\0")
 
 
 def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:
     """Return the segment header; None if anything is off."""
     fields = _checked_fields(page, _SEGMENT, _SEGMENT_MAGIC)
     return None if fields is None else SegmentHeader(*fields[4:7])
-
-
-def _page(fields: bytes) -> bytes:
-    return (fields + xxhash.xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
 
 
 def _checked_fields(

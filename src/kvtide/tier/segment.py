@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ from kvtide.tier.files import Files
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
+    RecordState,
     SegmentHeader,
     align_up,
+    is_record_header,
     pack_record_header,
     pack_segment_header,
     parse_record_header,
@@ -57,7 +59,7 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_ours else None
 
 
-def scan_segment(files: Files, path: Path, number: int, start: int = PAGE_BYTES) -> Scan:
+def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_BYTES) -> Scan:
     """Find the records from `start` on by their headers alone; removed ones are listed too.
 
     Where a header is damaged or was never written, the search goes on at the next written page that holds one.
@@ -97,7 +99,7 @@ class SegmentWriter:
     """The segment that a tier appends to, under the kernel's lock until it is closed or its process dies."""
 
     files: Files
-    path: Path
+    path: str
     header: SegmentHeader
     size: int
     direct: int
@@ -106,7 +108,7 @@ class SegmentWriter:
     sequence: int = 0
 
     @classmethod
-    def create(cls, files: Files, path: Path, header: SegmentHeader, size: int) -> SegmentWriter:
+    def create(cls, files: Files, path: str, header: SegmentHeader, size: int) -> SegmentWriter:
         """Make a segment file with all its space reserved. OSError, and no file, if that can't be done."""
         cached = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         direct = -1
@@ -154,8 +156,10 @@ class SegmentWriter:
                 staging[len(piece) : end] = bytes(end - len(piece))
                 self.files.write_full(self.direct, [staging[:end]], self.tail + PAGE_BYTES + start)
                 start += len(piece)
-        # Through the page cache: a direct write of one page would cost as much time as half a megabyte of body.
-        self.files.write_full(self.cached, [pack_record_header(header)], self.tail)
+            # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
+            page = staging[-PAGE_BYTES:]
+            page[:] = pack_record_header(header)
+            self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
 
@@ -192,11 +196,11 @@ class RecordReader:
         self._pool = pool
         self._workers = workers
 
-    def read(self, path: Path, expected: RecordHeader, buffer: memoryview, offset: int) -> RecordHeader | None:
-        """Fill `buffer` with the object's bytes from `offset` on and return the header that stands before them.
+    def read(self, path: str, expected: RecordHeader, buffer: memoryview, offset: int) -> RecordState | None:
+        """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that they are of.
 
-        The caller compares it with the one that it expects; it is None if the page holds none. EOFError if the file
-        ends before the record does. The buffer may hold no more than the object has from `offset` on.
+        None if another record than the expected one, or none, is there; EOFError if the file ends before it does. The
+        buffer may hold no more than the object has from `offset` on.
         """
         assert offset + len(buffer) <= expected.size
         descriptor = self._files.open_direct(path, os.O_RDONLY)
@@ -208,7 +212,10 @@ class RecordReader:
                 else:
                     self._read_part(descriptor, [page], expected.offset)
                     self._read_staged(descriptor, expected.offset + PAGE_BYTES, buffer, offset, scratch)
-                return parse_record_header(page, expected.segment, expected.offset)
+                if is_record_header(page, expected):
+                    return RecordState.LIVE
+                removed = replace(expected, state=RecordState.REMOVED)
+                return RecordState.REMOVED if is_record_header(page, removed) else None
         finally:
             self._files.close(descriptor)
 
@@ -227,18 +234,24 @@ class RecordReader:
             # One call takes the header and the beginning of the body.
             pieces[0].insert(0, page)
             starts[0] = -PAGE_BYTES
+        if len(pieces) == 1:
+            self._read_part(descriptor, pieces[0], body + starts[0])
+        else:
+            self._read_at_once(descriptor, pieces, [body + start for start in starts])
+        copy_bytes(buffer[whole:], last[: len(buffer) - whole])
+
+    def _read_at_once(self, descriptor: int, pieces: list[list[memoryview]], offsets: list[int]) -> None:
         others = [
-            self._workers.submit(self._read_part, descriptor, piece, body + start)
-            for piece, start in zip(pieces[1:], starts[1:], strict=True)
+            self._workers.submit(self._read_part, descriptor, piece, offset)
+            for piece, offset in zip(pieces[1:], offsets[1:], strict=True)
         ]
         try:
-            self._read_part(descriptor, pieces[0], body + starts[0])
+            self._read_part(descriptor, pieces[0], offsets[0])
         finally:
             # The descriptor and the buffer are in use until all have ended.
             wait(others)
         for other in others:
             other.result()
-        copy_bytes(buffer[whole:], last[: len(buffer) - whole])
 
     def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int, scratch: memoryview) -> None:
         done = 0
