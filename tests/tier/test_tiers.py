@@ -45,7 +45,8 @@ class TestStackOfOne(TierSuite):
 
 
 def test_least_recently_used_object_goes_first(clock: ManualClock) -> None:
-    tier = MemoryTier(3000, clock, nothing_pinned)
+    tier = MemoryTier(3 * 4096, clock, nothing_pinned)
+    tier.open()
     for number in range(3):
         tier.put_from(object_id(number), object_bytes(number))
     read_all(tier, 0)
@@ -56,11 +57,11 @@ def test_least_recently_used_object_goes_first(clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_pinned_object_is_never_evicted(kind: str, tmp_path: Path, clock: ManualClock) -> None:
-    # Room for two objects and a half of it; on the disk each has a segment of its own.
-    size = 1000 if kind == "memory" else 40_000
+    # Room for two objects and half of a third; on the disk each has a segment of its own.
+    size = 40_000
     tier = open_tier(
         "memory://" if kind == "memory" else str(tmp_path),
-        Limits(memory_bytes_max=2500, disk_bytes_max=140_000),
+        Limits(memory_bytes_max=100_000, disk_bytes_max=140_000),
         clock,
         lambda key: key == object_id(0).key,
     )
