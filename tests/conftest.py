@@ -19,6 +19,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+NIGHTLY_FACTOR = 30
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
+
+
+@pytest.fixture(scope="session")
+def fault_factor(request: pytest.FixtureRequest) -> int:
+    """How many times as many faults as in a usual run."""
+    return NIGHTLY_FACTOR if request.config.getoption("--nightly") else 1
+
+
 @pytest.fixture
 def layout() -> BlockLayout:
     return BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)

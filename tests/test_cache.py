@@ -17,6 +17,7 @@ from kvtide.keys import block_keys
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier import MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
+from tests.stores import stored_records
 
 OpenCache = Callable[..., Cache]
 
@@ -47,10 +48,6 @@ class Collector:
 
 def ids(metas: list[BlockMeta]) -> list[ObjectId]:
     return [meta.id for meta in metas]
-
-
-def object_files(store: Path) -> list[Path]:
-    return sorted(store.glob("objects/*/*/*.kvt"))
 
 
 def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -100,19 +97,20 @@ def test_damaged_object_is_a_counted_miss_and_removed(
     metas = metas_of(layout, 2)
     writer = open_cache(tmp_path)
     fill(writer, metas)
-    path = next(file for file in object_files(tmp_path) if file.stem == metas[0].id.key.hex())
-    other = next(file for file in object_files(tmp_path) if file.stem == metas[1].id.key.hex())
-    data = bytearray(path.read_bytes())
+    record, other = (
+        next(record for record in stored_records(tmp_path) if record.header.id == meta.id) for meta in metas
+    )
+    data = bytearray(record.body())
     if damage.startswith("flip"):
         data[100 if damage == "flip header" else -100] ^= 4
-    changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.read_bytes()}
-    path.write_bytes(changed.get(damage, data))
+    changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.body()}
+    record.write_body(bytes(changed.get(damage, data)))
     reader, sink = open_cache(tmp_path), Collector()
     report = reader.load(metas, sink)
     assert (report.blocks, report.reason) == (0, MissReason.CORRUPT)
     assert 0 not in sink.blocks
     assert reader.stats().misses == {"corrupt": 1}
-    assert not path.exists()
+    assert [record.header.id for record in stored_records(tmp_path)] == [metas[1].id]
     assert reader.match(ids(metas)) == 0
 
 
@@ -125,7 +123,7 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
     monkeypatch.setattr(CodecRegistry, "get", lambda *arguments: None)
     report = reader.load(metas, Collector())
     assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
-    assert len(object_files(tmp_path)) == 1
+    assert len(stored_records(tmp_path)) == 1
 
 
 def test_other_tenant_with_same_tokens_never_hits(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -223,7 +221,7 @@ def test_close_stores_what_is_queued_and_may_be_called_twice(
     cache.store([PendingBlock(meta, lambda: smooth_bits(layout, 1)) for meta in metas])
     cache.close()
     cache.close()
-    assert len(object_files(tmp_path)) == 3
+    assert len(stored_records(tmp_path)) == 3
 
 
 def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:

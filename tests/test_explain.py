@@ -9,7 +9,8 @@ from kvtide.block import BlockLayout
 from kvtide.cache import Cache
 from kvtide.explain import Verdict, explain
 from kvtide.testing.strategies import namespace
-from tests.test_cache import fill, metas_of, object_files
+from tests.stores import stored_records
+from tests.test_cache import fill, metas_of
 
 OpenCache = Callable[..., Cache]
 PROMPT = range(70)  # four full blocks of 16, and 6 tokens
@@ -48,10 +49,10 @@ def test_removed_block_is_explained_by_the_journal(
 
 
 def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
-    for path in object_files(tmp_path):
-        path.write_bytes(b"garbage" * 100)
+    for record in stored_records(tmp_path):
+        record.write_body(b"garbage" * 100)
     assert explain(stored.tiers, namespace(), PROMPT, 16).verdict is Verdict.CORRUPT_NOW
-    assert len(object_files(tmp_path)) == 4
+    assert len(stored_records(tmp_path)) == 4
 
 
 def test_other_namespace_is_named(stored: Cache) -> None:

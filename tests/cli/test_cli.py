@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cache import fill, metas_of, object_files
+from tests.stores import stored_records
+from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.cache import Cache
@@ -40,17 +41,17 @@ def test_stats_counts_by_namespace(store: Path) -> None:
 
 
 def test_ls_shows_good_and_broken_objects(store: Path) -> None:
-    object_files(store)[0].write_bytes(b"garbage")
+    stored_records(store)[0].write_body(b"garbage")
     rows = kvtide_json("ls", "--store", store)["rows"]
     assert sorted(bool(row["problem"]) for row in rows) == [False, False, True]
     assert "[0, 16)" in kvtide("ls", "--store", store).stdout or "16" in kvtide("ls", "--store", store).stdout
 
 
 def test_ls_verify_finds_a_flipped_bit_that_the_header_does_not_show(store: Path) -> None:
-    path = object_files(store)[0]
-    data = bytearray(path.read_bytes())
+    record = stored_records(store)[0]
+    data = bytearray(record.body())
     data[-1] ^= 1
-    path.write_bytes(data)
+    record.write_body(bytes(data))
     assert not any(row["problem"] for row in kvtide_json("ls", "--store", store)["rows"])
     assert sum(bool(row["problem"]) for row in kvtide_json("ls", "--verify", "--store", store)["rows"]) == 1
 
@@ -59,7 +60,7 @@ def test_rm_removes_by_prefix_and_all(store: Path, layout: BlockLayout) -> None:
     key = metas_of(layout, 1)[0].id.key.hex()
     assert kvtide_json("rm", key[:8], "--store", store)["removed"] == 1
     assert kvtide_json("rm", "--all", "--store", store)["removed"] == 2
-    assert object_files(store) == []
+    assert stored_records(store) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["xyzq"], ["ab"], ["abcd", "--all"]])
@@ -67,7 +68,7 @@ def test_rm_without_a_clear_choice_removes_nothing(arguments: list[str], store: 
     run = kvtide("rm", *arguments, "--store", store)
     assert run.returncode == 2
     assert run.stderr.startswith("kvtide: ")
-    assert len(object_files(store)) == 3
+    assert len(stored_records(store)) == 3
 
 
 def test_explain_names_the_reason(store: Path, layout: BlockLayout, tmp_path: Path) -> None:

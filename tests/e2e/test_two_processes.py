@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.stores import disk_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE = """
@@ -63,4 +64,6 @@ def test_two_engines_at_once_are_both_right_and_leave_no_torn_object(tiny_model:
     rows = json.loads(listing.stdout)["rows"]
     assert len(rows) >= 3 * 6
     assert [row["problem"] for row in rows] == [""] * len(rows)
-    assert list((store / "aside").iterdir()) == []
+    # Nothing half-made is left, and no space that was reserved.
+    assert list(store.glob("*.part")) == []
+    assert disk_bytes(store) < 1 << 20

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +32,8 @@ class TestDisk(TierSuite):
         tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
         tier.open()
         yield tier
-        assert list((tmp_path / "aside").iterdir()) == []
+        tier.check()
+        assert list(tmp_path.glob("*.part")) == []
 
 
 class TestStackOfOne(TierSuite):
@@ -45,7 +45,8 @@ class TestStackOfOne(TierSuite):
 
 
 def test_least_recently_used_object_goes_first(clock: ManualClock) -> None:
-    tier = MemoryTier(3000, clock, nothing_pinned)
+    tier = MemoryTier(3 * 4096, clock, nothing_pinned)
+    tier.open()
     for number in range(3):
         tier.put_from(object_id(number), object_bytes(number))
     read_all(tier, 0)
@@ -56,18 +57,21 @@ def test_least_recently_used_object_goes_first(clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_pinned_object_is_never_evicted(kind: str, tmp_path: Path, clock: ManualClock) -> None:
+    # Room for two objects and half of a third; on the disk each has a segment of its own.
+    size = 40_000
     tier = open_tier(
         "memory://" if kind == "memory" else str(tmp_path),
-        Limits(memory_bytes_max=2500, disk_bytes_max=2500),
+        Limits(memory_bytes_max=100_000, disk_bytes_max=140_000),
         clock,
         lambda key: key == object_id(0).key,
     )
     tier.open()
     for number in range(4):
-        tier.put_from(object_id(number), object_bytes(number))
-    assert read_all(tier, 0) == object_bytes(0)
+        tier.put_from(object_id(number), object_bytes(number, size))
+    assert [n for n in range(4) if tier.contains(object_id(n))] == [0, 3]
+    assert read_all(tier, 0) == object_bytes(0, size)
     with pytest.raises(TierFull, match="in use"):
-        tier.put_from(object_id(9), object_bytes(9, 2000))
+        tier.put_from(object_id(9), object_bytes(9, 2 * size))
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -89,33 +93,13 @@ def test_disk_store_is_warm_after_reopen(tmp_path: Path, clock: ManualClock) -> 
     assert read_all(second, 1) == object_bytes(1)
 
 
-def test_files_that_are_not_objects_are_passed_over(tmp_path: Path, clock: ManualClock) -> None:
+def test_files_that_are_not_segments_are_passed_over(tmp_path: Path, clock: ManualClock) -> None:
     tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
     tier.open()
     tier.put_from(object_id(1), object_bytes(1))
-    folder = next((tmp_path / "objects").glob("*/*"))
-    (folder / "readme.kvt").write_text("hello")
-    (folder / "abcd.kvt").write_text("hello")
-    (folder / "notes.txt").write_text("hello")
+    for name in ("readme.seg", "000000000002.txt", "00000000000x.seg", "000000000009.seg"):
+        (tmp_path / "segments" / name).write_text("hello")
     assert [info.id for info in tier.objects()] == [object_id(1)]
-
-
-def test_abandoned_file_is_cleared_and_one_in_use_is_left(tmp_path: Path, clock: ManualClock) -> None:
-    import fcntl
-
-    (tmp_path / "aside").mkdir()
-    (tmp_path / "aside" / "1-0.part").write_bytes(b"left by a killed writer")
-    with (tmp_path / "aside" / "2-0.part").open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned).open()
-        assert [path.name for path in (tmp_path / "aside").iterdir()] == ["2-0.part"]
-
-
-def test_name_taken_by_another_container_is_passed_over(tmp_path: Path, clock: ManualClock) -> None:
-    tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-    tier.open()
-    (tmp_path / "aside" / f"{os.getpid()}-0.part").write_bytes(b"")
-    assert tier.put_from(object_id(1), object_bytes(1))
 
 
 def test_stack_writes_to_all_and_copies_up_on_second_read(tmp_path: Path, clock: ManualClock) -> None:
@@ -168,7 +152,7 @@ def test_url_and_bare_path_name_the_same_store(tmp_path: Path, clock: ManualCloc
         tier = open_tier(url, Limits(), clock, nothing_pinned)
         tier.open()
         tier.put_from(object_id(1), object_bytes(1))
-    assert (tmp_path / "a b" / "objects").is_dir()
+    assert (tmp_path / "a b" / "segments").is_dir()
     assert not (tmp_path / "a%20b").exists()
 
 
@@ -184,9 +168,9 @@ def test_bounds_must_be_positive(value: int, tmp_path: Path, clock: ManualClock)
 
 def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
     journal = RemovalJournal(tmp_path / "removed.log")
-    journal.append(object_id(0), "evicted", 1.0)
+    journal.append([object_id(0)], "evicted", 1.0)
     for number in range(1, 8000):
-        journal.append(object_id(number), "corrupt", 1.0)
+        journal.append([object_id(number)], "corrupt", 1.0)
     assert (tmp_path / "removed.log").stat().st_size <= JOURNAL_BYTES_MAX
     assert journal.reason(object_id(7999)) == "corrupt"
     assert journal.reason(object_id(0)) is None

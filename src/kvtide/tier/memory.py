@@ -1,114 +1,199 @@
-"""Objects in this process's memory, least recently used out first, under a hard byte cap."""
+"""Objects in frames of one page-aligned arena, lowest rank out first, under a hard byte cap.
+
+Invariant: frames that somebody reads or writes are never given to another object before they are done.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-
-import numpy as np
-from numpy.typing import NDArray
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
+from kvtide.tier.arena import Arena, Run
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
+from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
 __all__ = ["MemoryTier"]
 
 REMEMBERED_MAX = 4096
 
-_Copy = NDArray[np.uint8]
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    runs: list[Run]
+    size: int
+    last_use_s: float
+    leases: int = 0
+    is_dropped: bool = False
 
 
 class MemoryTier:
-    """Keeps copies of objects; `bytes_max` is never exceeded."""
+    """Keeps copies of objects in at most `bytes_max`. Without a ranking the least recently used goes first.
+
+    A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads.
+    """
 
     name = "memory"
 
-    def __init__(self, bytes_max: int, clock: Clock, is_pinned: IsPinned) -> None:
+    def __init__(self, bytes_max: int, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> None:
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the memory tier must be positive, got {bytes_max}")
         self._bytes_max = bytes_max
         self._clock = clock
         self._is_pinned = is_pinned
+        self._ranking = ranking or RecencyRanking()
+        self._is_ranking_mine = ranking is None
         self._lock = threading.Lock()
-        self._objects: OrderedDict[ObjectId, _Copy] = OrderedDict()
-        self._last_use_s: dict[ObjectId, float] = {}
+        self._arena: Arena | None = None
+        self._residents: dict[ObjectId, _Resident] = {}
+        self._heap = RankHeap(self._ranking)
+        # Dropped, but somebody reads them; and being written, so not yet to be found.
+        self._unlisted: list[_Resident] = []
         self._removed: OrderedDict[ObjectId, str] = OrderedDict()
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
 
     def open(self) -> None:
-        """Do nothing: memory is taken object by object."""
+        """Reserve the memory; the system gives it as it is first used."""
+        with self._lock:
+            if self._arena is None:
+                self._arena = Arena(self._bytes_max)
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop everything; then nothing is found and nothing stored. Memory that is lent stays until it is back."""
         with self._lock:
-            self._objects.clear()
-            self._last_use_s.clear()
+            self._arena = None
+            self._residents.clear()
+            self._unlisted.clear()
+            self._heap = RankHeap(self._ranking)
             self._used_bytes = 0
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is here now."""
         with self._lock:
-            return object_id in self._objects
+            return object_id in self._residents
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Copy the object's bytes from `offset` on into `buffer`."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        with self._lock:
-            data = self._objects.get(object_id)
-            if data is None:
-                self._misses += 1
+        with self.lease(object_id) as views:
+            if views is None:
                 return None
-            self._hits += 1
-            self._objects.move_to_end(object_id)
-            self._last_use_s[object_id] = self._clock.wall_s()
-        # Held here, so that eviction can't pull it away during the copy; never written once it is in the dictionary.
-        part = data[offset : offset + len(buffer)]
-        np.copyto(np.frombuffer(buffer, np.uint8, len(part)), part)
-        return len(part)
+            done = 0
+            for view in views:
+                part = view[offset : offset + len(buffer) - done]
+                offset = max(0, offset - len(view))
+                copy_bytes(buffer[done : done + len(part)], part)
+                done += len(part)
+            return done
+
+    @contextmanager
+    def lease(self, object_id: ObjectId) -> Iterator[list[memoryview] | None]:
+        """Lend the object's memory, piece by piece, for the time of the `with`; None if it is not here.
+
+        It is not reused meanwhile, even if the object is removed or evicted. Read it only.
+        """
+        with self._lock:
+            resident, arena = self._residents.get(object_id), self._arena
+            if resident is None or arena is None:
+                self._misses += 1
+                views = None
+            else:
+                self._hits += 1
+                resident.leases += 1
+                resident.last_use_s = self._clock.wall_s()
+                views = [view.toreadonly() for view in arena.views(resident.runs, resident.size)]
+                if self._is_ranking_mine:
+                    self._ranking.note_use(object_id)
+        try:
+            yield views
+        finally:
+            if resident is not None and arena is not None:
+                self._end_lease(resident, arena)
+
+    def _end_lease(self, resident: _Resident, arena: Arena) -> None:
+        with self._lock:
+            resident.leases -= 1
+            if resident.is_dropped and resident.leases == 0 and arena is self._arena:
+                self._unlisted.remove(resident)
+                arena.give_back(resident.runs)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Copy an object in, evicting others if it must."""
+        """Copy an object in, evicting those of lower rank first. False after `close`."""
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the memory tier may hold {self._bytes_max}")
         with self._lock:
-            if object_id in self._objects:
-                return True
-        # numpy copies without the GIL, which the other loading threads want, and into huge pages.
-        copy = np.frombuffer(buffer, np.uint8).copy()
+            arena = self._arena
+            if object_id in self._residents or arena is None:
+                return arena is not None
+            resident = _Resident(self._make_room(arena, size), size, self._clock.wall_s())
+            self._unlisted.append(resident)
+        rest = memoryview(buffer)
+        for view in arena.views(resident.runs, size):
+            copy_bytes(view, rest[: len(view)])
+            rest = rest[len(view) :]
         with self._lock:
-            if object_id in self._objects:
+            if arena is not self._arena:
+                return False
+            self._unlisted.remove(resident)
+            if object_id in self._residents:
+                arena.give_back(resident.runs)
                 return True
-            self._evict_for(size)
-            self._objects[object_id] = copy
-            self._last_use_s[object_id] = self._clock.wall_s()
+            if self._is_ranking_mine:
+                self._ranking.note_use(object_id)
+            self._residents[object_id] = resident
+            self._heap.add(object_id)
             self._used_bytes += size
             assert self._used_bytes <= self._bytes_max
         return True
 
-    def _evict_for(self, size: int) -> None:
-        excess = self._used_bytes + size - self._bytes_max
+    def _make_room(self, arena: Arena, size: int) -> list[Run]:
+        excess = arena.frames_of(size) - arena.free_frames
         victims: list[ObjectId] = []
-        for object_id, data in self._objects.items():
+        for object_id in self._heap.ascending() if excess > 0 else ():
+            resident = self._residents[object_id]
+            if not resident.leases and not self._is_pinned(object_id.key):
+                victims.append(object_id)
+                excess -= arena.frames_of(resident.size)
             if excess <= 0:
                 break
-            if not self._is_pinned(object_id.key):
-                victims.append(object_id)
-                excess -= len(data)
         if excess > 0:
             raise TierFull(f"no room for {size} bytes in the memory tier: what it holds is in use")
         for object_id in victims:
-            self._drop(object_id, "evicted")
+            self._drop(arena, object_id, "evicted")
             self._evictions += 1
+        runs = arena.take(size)
+        assert runs is not None
+        return runs
 
-    def _drop(self, object_id: ObjectId, reason: str) -> None:
-        self._used_bytes -= len(self._objects.pop(object_id))
-        del self._last_use_s[object_id]
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place: there is room, or a resident that may go has a lower rank."""
+        with self._lock:
+            arena = self._arena
+            if arena is None or arena.frames_of(size) > arena.frames:
+                return False
+            if arena.frames_of(size) <= arena.free_frames:
+                return True
+            lowest = next((each for each in self._heap.ascending() if not self._is_pinned(each.key)), None)
+            return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
+
+    def _drop(self, arena: Arena, object_id: ObjectId, reason: str) -> None:
+        resident = self._residents.pop(object_id)
+        self._heap.discard(object_id)
+        self._used_bytes -= resident.size
+        if resident.leases:
+            resident.is_dropped = True
+            self._unlisted.append(resident)
+        else:
+            arena.give_back(resident.runs)
         self._removed[object_id] = reason
         self._removed.move_to_end(object_id)
         while len(self._removed) > REMEMBERED_MAX:
@@ -117,9 +202,9 @@ class MemoryTier:
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove an object."""
         with self._lock:
-            if object_id not in self._objects:
+            if object_id not in self._residents or self._arena is None:
                 return False
-            self._drop(object_id, reason)
+            self._drop(self._arena, object_id, reason)
             return True
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
@@ -130,18 +215,20 @@ class MemoryTier:
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what is here."""
         with self._lock:
-            infos = [ObjectInfo(oid, len(data), self._last_use_s[oid]) for oid, data in self._objects.items()]
+            infos = [ObjectInfo(oid, each.size, each.last_use_s) for oid, each in self._residents.items()]
         yield from infos
 
     def stats(self) -> TierStats:
         """Return the counters."""
         with self._lock:
             counts = (self._hits, self._misses, self._evictions, 0)
-            return TierStats(self.name, len(self._objects), self._used_bytes, self._bytes_max, *counts)
+            return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
 
     def check(self) -> None:
-        """AssertionError if the accounting is off."""
+        """AssertionError if the accounting is off. Call it while nobody writes."""
         with self._lock:
-            assert self._used_bytes == sum(map(len, self._objects.values()))
-            assert self._used_bytes <= self._bytes_max
-            assert self._objects.keys() == self._last_use_s.keys()
+            assert self._used_bytes == sum(each.size for each in self._residents.values())
+            assert len(self._heap) == len(self._residents)
+            if self._arena is not None:
+                held = [*self._residents.values(), *self._unlisted]
+                self._arena.check([run for each in held for run in each.runs])

@@ -20,6 +20,7 @@ __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
     "OBJECT_BYTES_MAX",
     "StoredObject",
+    "codec_field",
     "object_bytes_max",
     "pack_object",
     "parse_header",
@@ -37,6 +38,7 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
+_CODEC_OFFSET = 112
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
@@ -160,6 +162,12 @@ def _header_checksum(data: memoryview, section_count: int) -> bytes:
     digest = xxhash.xxh3_128(data[:_CHECKSUM_OFFSET])
     digest.update(data[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count])
     return digest.digest()
+
+
+def codec_field(data: bytes | bytearray | memoryview) -> bytes:
+    """Return the codec id as an object's header has it, unchecked, for labels; zeros if these bytes are no object."""
+    is_object = len(data) >= HEADER_BYTES and data[: len(_MAGIC)] == _MAGIC
+    return bytes(data[_CODEC_OFFSET : _CODEC_OFFSET + _CODEC_BYTES]) if is_object else bytes(_CODEC_BYTES)
 
 
 def _order(section_id: SectionId) -> tuple[int, int, int]:

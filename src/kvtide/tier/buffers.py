@@ -1,0 +1,100 @@
+"""Page-aligned memory that is taken once and lent out, so that nothing is allocated for each object.
+
+Invariant: a buffer is lent to one holder at a time; free + lent == total.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+
+from kvtide.errors import TierUnavailable
+from kvtide.tier.base import Buffer
+
+__all__ = ["BufferPool", "aligned_buffer", "copy_bytes", "is_aligned"]
+
+# Whoever holds a buffer does one transfer; one that takes longer than this hangs.
+LEASE_WAIT_S_MAX = 30.0
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Return zeroed memory that begins at a page; its pages are taken at first touch.
+
+    Memory of several huge pages asks the kernel for them. It lives as long as the view or a part of it.
+    """
+    memory = mmap.mmap(-1, max(size, 1))
+    if size >= 2 * _HUGE_PAGE_BYTES:
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            # A kernel without huge pages: small ones do.
+            return memoryview(memory)[:size]
+    return memoryview(memory)[:size]
+
+
+def is_aligned(buffer: Buffer) -> bool:
+    """Tell whether a buffer begins at a page, as direct I/O wants it."""
+    return len(buffer) == 0 or int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) % mmap.PAGESIZE == 0
+
+
+def copy_bytes(target: memoryview, source: Buffer) -> None:
+    """Copy between buffers of one size without the GIL."""
+    if len(target):
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Lease:
+    """A buffer of a pool for the time of a `with`."""
+
+    __slots__ = ("_buffer", "_pool")
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> memoryview:
+        self._buffer = self._pool._take()
+        return self._buffer
+
+    def __exit__(self, *error: object) -> None:
+        self._pool._give_back(self._buffer)
+
+
+class BufferPool:
+    """`count` page-aligned buffers of one size."""
+
+    def __init__(self, count: int, size: int) -> None:
+        if count <= 0 or size <= 0:
+            raise ValueError(f"a pool needs buffers and bytes, got {count} of {size}")
+        self._changed = threading.Condition()
+        self._count = count
+        self._free = [aligned_buffer(size) for _ in range(count)]
+        self._lent = 0
+
+    def lease(self) -> Lease:
+        """Lend a buffer for the time of a `with`; its content is whatever was left in it.
+
+        Waits for one to come back; TierUnavailable after LEASE_WAIT_S_MAX.
+        """
+        return Lease(self)
+
+    def _take(self) -> memoryview:
+        with self._changed:
+            if not self._free and not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
+                raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
+            self._lent += 1
+            return self._free.pop()
+
+    def _give_back(self, buffer: memoryview) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._lent -= 1
+            self._changed.notify()
+
+    def check(self) -> None:
+        """AssertionError if a buffer is lost or lent twice."""
+        with self._changed:
+            assert len(self._free) + self._lent == self._count
+            assert len({id(buffer) for buffer in self._free}) == len(self._free)

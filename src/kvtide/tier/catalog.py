@@ -1,0 +1,132 @@
+"""Which objects the segment log holds and where: the in-memory index. It does no I/O.
+
+Invariant: an object's bytes are counted once, however many copies of it the log has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtide.tier.record import RecordHeader
+from kvtide.types import ObjectId
+
+__all__ = ["Catalog", "Entry"]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction."""
+
+    header: RecordHeader
+    last_use_ms: int
+    uses: int = 0
+
+
+class Catalog:
+    """Entries by object and by segment. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[ObjectId, list[Entry]] = {}
+        self._by_segment: dict[int, dict[int, Entry]] = {}
+        self._used_bytes = 0
+        # Whether a checkpoint would say something new; whoever loads or saves one clears it.
+        self.is_changed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of all objects."""
+        return self._used_bytes
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, object_id: ObjectId) -> bool:
+        return object_id in self._by_id
+
+    def add(self, entry: Entry) -> None:
+        """Note a copy. What was known at its place is forgotten; the newest copy is found first."""
+        header = entry.header
+        with self._lock:
+            places = self._by_segment.setdefault(header.segment, {})
+            if header.offset in places:
+                self._remove(places[header.offset])
+            self._by_segment.setdefault(header.segment, {})[header.offset] = entry
+            copies = self._by_id.setdefault(header.id, [])
+            if not copies:
+                self._used_bytes += header.size
+            copies.append(entry)
+            self.is_changed = True
+
+    def find(self, object_id: ObjectId) -> Entry | None:
+        """Return a copy of the object, or None."""
+        with self._lock:
+            copies = self._by_id.get(object_id)
+            return copies[-1] if copies else None
+
+    def copies(self, object_id: ObjectId) -> list[Entry]:
+        """Return every copy of the object."""
+        with self._lock:
+            return list(self._by_id.get(object_id, ()))
+
+    def note_use(self, entry: Entry, now_ms: int) -> None:
+        """Note that a copy was read."""
+        with self._lock:
+            entry.uses += 1
+            entry.last_use_ms = now_ms
+            self.is_changed = True
+
+    def remove(self, entry: Entry) -> None:
+        """Forget a copy; one that is not known any more is ignored."""
+        with self._lock:
+            if self._by_segment.get(entry.header.segment, {}).get(entry.header.offset) is entry:
+                self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self.is_changed = True
+        header = entry.header
+        places = self._by_segment[header.segment]
+        del places[header.offset]
+        if not places:
+            del self._by_segment[header.segment]
+        copies = self._by_id[header.id]
+        copies.remove(entry)
+        if not copies:
+            del self._by_id[header.id]
+            self._used_bytes -= header.size
+
+    def in_segment(self, number: int) -> list[Entry]:
+        """Return a segment's entries in the order of their offsets."""
+        with self._lock:
+            places = self._by_segment.get(number, {})
+            return [places[offset] for offset in sorted(places)]
+
+    def drop_segment(self, number: int) -> list[ObjectId]:
+        """Forget a segment's entries and return the objects that have no copy left."""
+        with self._lock:
+            entries = list(self._by_segment.get(number, {}).values())
+            for entry in entries:
+                self._remove(entry)
+            return [entry.header.id for entry in entries if entry.header.id not in self._by_id]
+
+    def newest(self) -> list[Entry]:
+        """Return one entry for each object."""
+        with self._lock:
+            return [copies[-1] for copies in self._by_id.values()]
+
+    def add_all(self, entries: Iterable[Entry]) -> None:
+        """Note several copies."""
+        for entry in entries:
+            self.add(entry)
+
+    def check(self) -> None:
+        """AssertionError if the two views or the sum disagree."""
+        with self._lock:
+            by_id = [entry for copies in self._by_id.values() for entry in copies]
+            by_segment = [entry for places in self._by_segment.values() for entry in places.values()]
+            assert {id(entry) for entry in by_id} == {id(entry) for entry in by_segment}
+            assert len(by_id) == len(by_segment)
+            assert self._used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
+            assert all(self._by_segment.values()) and all(self._by_id.values())

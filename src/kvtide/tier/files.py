@@ -1,0 +1,163 @@
+"""The system calls of the segment log in one place, so that tests can make each one fail.
+
+Invariant: a transfer is whole or says how far it came; short reads and writes are continued here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtide.tier.base import Buffer
+from kvtide.tier.record import PAGE_BYTES
+
+__all__ = ["FileInfo", "Files"]
+
+_MODE = 0o644
+
+
+class FileInfo(NamedTuple):
+    """A file as a directory listing shows it; `size` is what it takes on the disk, `length` what it says."""
+
+    name: str
+    length: int
+    size: int
+
+
+class Files:
+    """The operating system's files. Everything raises OSError as the system does."""
+
+    def open(self, path: Path | str, flags: int) -> int:
+        """Open a file and return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, _MODE)
+
+    def open_direct(self, path: Path | str, flags: int) -> int:
+        """Open a file around the page cache, through it where the file system refuses that."""
+        try:
+            return self.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return self.open(path, flags)
+
+    def use_page_cache(self, descriptor: int) -> bool:
+        """Send further transfers through the page cache. False if they went there before."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if not flags & os.O_DIRECT:
+            return False
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return True
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor; locks on it go with it."""
+        os.close(descriptor)
+
+    def preadv(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+        """Read once, as the system call does: possibly less than asked for."""
+        return os.preadv(descriptor, parts, offset)
+
+    def pwritev(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
+        """Write once, as the system call does: possibly less than asked for."""
+        return os.pwritev(descriptor, parts, offset)
+
+    def allocate(self, descriptor: int, size: int) -> None:
+        """Reserve disk space for the first `size` bytes."""
+        os.posix_fallocate(descriptor, 0, size)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        """Set a file's length and give back what lies behind."""
+        os.ftruncate(descriptor, size)
+
+    def unlink(self, path: Path | str) -> None:
+        """Remove a file's name."""
+        os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Give a file the name of another, in one step."""
+        path.rename(target)
+
+    def is_unlinked(self, descriptor: int) -> bool:
+        """Tell whether an open file has lost its name."""
+        return os.fstat(descriptor).st_nlink == 0
+
+    def next_data(self, descriptor: int, offset: int) -> int | None:
+        """Return where the next written bytes at or behind `offset` begin, None if there are none."""
+        try:
+            return os.lseek(descriptor, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            raise
+
+    def try_lock(self, descriptor: int) -> bool:
+        """Take the kernel's lock on an open file. False if somebody else has it."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self, descriptor: int) -> None:
+        """Give the kernel's lock back."""
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def listing(self, folder: Path) -> list[FileInfo]:
+        """Return the plain files of a directory; one that goes away meanwhile is left out."""
+        infos = []
+        with os.scandir(folder) as found:
+            for item in found:
+                try:
+                    stat = item.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                infos.append(FileInfo(item.name, stat.st_size, max(stat.st_size, stat.st_blocks * 512)))
+        return infos
+
+    def read_full(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+        """Read until the parts are full or the file ends; return how many bytes came."""
+        rest, done = list(parts), 0
+        while rest:
+            try:
+                count = self.preadv(descriptor, rest, offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.use_page_cache(descriptor):
+                    continue
+                raise
+            if count == 0:
+                break
+            done += count
+            rest = [memoryview(part) for part in self._rest(descriptor, rest, count)]
+        return done
+
+    def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
+        """Write all of the parts."""
+        rest, done = list(parts), 0
+        while rest:
+            try:
+                count = self.pwritev(descriptor, rest, offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.use_page_cache(descriptor):
+                    continue
+                raise
+            if count == 0:
+                raise OSError(errno.EIO, "a write made no progress")
+            done += count
+            rest = self._rest(descriptor, rest, count)
+
+    def _rest(self, descriptor: int, parts: Sequence[Buffer], count: int) -> list[Buffer]:
+        """Return what a transfer of `count` bytes left over."""
+        rest: list[Buffer] = []
+        if count % PAGE_BYTES:
+            # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
+            self.use_page_cache(descriptor)
+        for part in parts:
+            if count >= len(part):
+                count -= len(part)
+            else:
+                rest.append(memoryview(part)[count:] if count else part)
+                count = 0
+        return rest

@@ -1,0 +1,313 @@
+"""The segment log: records appended to one's own segment, found and read in everybody's, evicted a segment at a time.
+
+Invariants: a process appends only to its own segment, which the kernel locks for it; segments and the files beside
+them never take more than `bytes_max` on the disk, because space is reserved before anything is written to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull
+from kvtide.tier.base import Buffer, IsPinned
+from kvtide.tier.buffers import BufferPool, aligned_buffer
+from kvtide.tier.catalog import Catalog, Entry
+from kvtide.tier.directory import SegmentDirectory, side_file_bytes_max
+from kvtide.tier.files import Files
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    RecordState,
+    SegmentHeader,
+    align_up,
+    pack_record_header,
+    pack_segment_header,
+    parse_record_header,
+    parse_segment_header,
+    record_bytes,
+)
+from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter
+from kvtide.types import ObjectId
+from kvtide.wire import codec_field
+
+__all__ = ["SegmentLog"]
+
+_log = logging.getLogger(__name__)
+
+IO_THREADS = 4
+# Callers that transfer at once; more wait for a staging buffer.
+TRANSFERS_MAX = 8
+SEGMENT_BYTES_MAX = 1 << 30
+# One segment is this part of the cap, so that evicting one costs little of the cache.
+SEGMENTS_MIN = 64
+_SIDE_FILES = 4
+
+
+class SegmentLog:
+    """Objects in segments. Safe to use from several threads; one of them writes at a time. Faults are OSError."""
+
+    def __init__(
+        self,
+        root: Path,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        on_evicted: Callable[[list[ObjectId]], None],
+        files: Files,
+    ) -> None:
+        self.catalog = Catalog()
+        self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
+        self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
+        self._segment_bytes = max(4 * PAGE_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
+        self._clock = clock
+        self._is_pinned = is_pinned
+        self._on_evicted = on_evicted
+        self._files = files
+        self._write_lock = threading.Lock()
+        self._writer: SegmentWriter | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._reader: RecordReader | None = None
+        self._pool: BufferPool | None = None
+
+    def open(self) -> None:
+        """Learn what the directory holds. OSError if it can't be used; one that can only be read opens."""
+        self._pool = BufferPool(TRANSFERS_MAX, STAGING_BYTES)
+        self._workers = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtide-disk")
+        self._reader = RecordReader(self._files, self._pool, self._workers)
+        try:
+            self._directory.open(self._workers)
+            with self._write_lock, self._directory.locked():
+                self._directory.seal_abandoned()
+        except BaseException:
+            self._stop()
+            raise
+
+    def close(self) -> None:
+        """Give back reserved space, save the checkpoint, forget everything. Idempotent. OSError after all is closed."""
+        with self._write_lock:
+            if self._workers is None:
+                return
+            try:
+                with self._directory.locked():
+                    self._retire_writer()
+                    if self.catalog.is_changed:
+                        self._directory.save_checkpoint()
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        assert self._workers is not None
+        self._workers.shutdown()
+        self._directory.close()
+        self._workers = self._reader = self._pool = None
+
+    def find(self, object_id: ObjectId) -> Entry | None:
+        """Return where the object is, looking at what other processes did if we don't know it."""
+        entry = self.catalog.find(object_id)
+        if entry is None:
+            self._directory.refresh()
+            entry = self.catalog.find(object_id)
+        return entry
+
+    def refresh(self) -> None:
+        """Learn what other processes did."""
+        self._directory.refresh()
+
+    def read(self, entry: Entry, buffer: memoryview, offset: int) -> RecordState | None:
+        """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that was read.
+
+        None if another record, or none, is there: the copy was evicted or its header is damaged.
+        """
+        assert self._reader is not None, "read before open"
+        try:
+            return self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
+        except (FileNotFoundError, EOFError):
+            return None
+
+    def append(self, object_id: ObjectId, body: Buffer) -> None:
+        """Store an object. TierFull if there is no room."""
+        with self._write_lock:
+            writer = self._writer_for(record_bytes(len(body)))
+            self._append_to(writer, object_id, body, codec_field(body))
+
+    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, codec: bytes) -> Entry:
+        assert self._pool is not None
+        now_ms = self._now_ms()
+        number = writer.header.number
+        header = RecordHeader(object_id, codec, number, writer.sequence, writer.tail, len(body), now_ms)
+        try:
+            writer.append(header, body, self._pool)
+        except OSError:
+            # What stands behind the tail now is unknown: nothing may follow it.
+            self._retire_writer()
+            raise
+        entry = Entry(header, now_ms)
+        self.catalog.add(entry)
+        return entry
+
+    def _writer_for(self, need: int) -> SegmentWriter:
+        writer = self._writer
+        if writer is not None and not writer.is_lost() and writer.free_bytes >= need:
+            return writer
+        with self._directory.locked():
+            if writer is not None:
+                self._retire_writer()
+            self._directory.refresh()
+            self._directory.seal_abandoned()
+            writer = self._writer = self._new_writer(PAGE_BYTES + need)
+            if self._excess(self._segment_bytes) > 0:
+                # The next segment will need room: make it now, while hot records can move to the new one.
+                self._evict_one(writer, writer.free_bytes - need, is_forced=False)
+            return writer
+
+    def _retire_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        finally:
+            self._directory.release_mine(writer.header.number, writer.tail if writer.sequence else 0)
+
+    def _new_writer(self, need: int) -> SegmentWriter:
+        size = max(self._segment_bytes, need)
+        if need > self._segments_bytes_max:
+            raise TierFull(f"a record of {need} bytes does not fit into {self._segments_bytes_max} bytes of segments")
+        size = min(size, self._segments_bytes_max)
+        is_forced = False
+        while self._excess(size) > 0:
+            if not self._evict_one(None, 0, is_forced):
+                if is_forced:
+                    raise TierFull(f"no room for {need} bytes in {self._directory.folder}: what it holds is in use")
+                is_forced = True
+        number = self._directory.next_number()
+        header = SegmentHeader(number, self._now_ms(), 0)
+        writer = self._create(header, size, need)
+        self._directory.add_mine(header, writer.size)
+        return writer
+
+    def _create(self, header: SegmentHeader, size: int, need: int) -> SegmentWriter:
+        """Make a segment, a smaller one where the disk has no more room."""
+        while True:
+            try:
+                return SegmentWriter.create(self._files, self._directory.path(header.number), header, size)
+            except OSError as error:
+                if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                    raise
+                if size <= need:
+                    raise TierFull(f"can't reserve {need} bytes: {error}") from error
+                size = max(align_up(size // 2), need)
+
+    def _excess(self, size: int) -> int:
+        return self._directory.used_bytes() + size - self._segments_bytes_max
+
+    def _evict_one(self, writer: SegmentWriter | None, room: int, is_forced: bool) -> bool:
+        """Remove the oldest segment that may go; what is pinned or hot in it moves to `writer` if there is room.
+
+        A segment that is mostly hot is passed over once and counts as cold from then on, unless `is_forced`. One with
+        pinned records that can't move stays. False if none could go.
+        """
+        for number in sorted(self._directory.segments):
+            segment = self._directory.segments.get(number)
+            if segment is None or segment.is_mine:
+                continue
+            entries = self.catalog.in_segment(number)
+            pinned = [entry for entry in entries if self._is_pinned(entry.header.id.key)]
+            hot = [entry for entry in entries if entry.uses and entry not in pinned]
+            if _record_bytes(pinned) > room:
+                continue
+            if not is_forced and 2 * _record_bytes(hot) > segment.size:
+                for entry in hot:
+                    entry.uses = 0
+                continue
+            keep = _fitting(pinned + sorted(hot, key=lambda entry: -entry.uses), room)
+            if self._remove_segment(number, writer, keep):
+                return True
+        return False
+
+    def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[Entry]) -> bool:
+        try:
+            with self._directory.unused_segment(number) as descriptor:
+                if descriptor is None:
+                    return False
+                if writer is not None:
+                    for entry in keep:
+                        self._move(entry, writer)
+                # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
+                self._files.truncate(descriptor, 0)
+                self._on_evicted(self.catalog.drop_segment(number))
+                self._directory.remove_empty(number)
+        except FileNotFoundError:
+            self._directory.refresh()
+        return True
+
+    def _move(self, entry: Entry, writer: SegmentWriter) -> None:
+        body = aligned_buffer(entry.header.size)
+        if self.read(entry, body, 0) is RecordState.LIVE:
+            moved = self._append_to(writer, entry.header.id, body, entry.header.codec)
+            moved.last_use_ms = entry.last_use_ms
+
+    def mark_removed(self, object_id: ObjectId) -> bool:
+        """Remove every copy of an object, for all processes. False if there was none."""
+        with self._write_lock, self._directory.locked():
+            self._directory.refresh()
+            copies = self.catalog.copies(object_id)
+            for entry in copies:
+                self._mark_removed(entry)
+                self.catalog.remove(entry)
+            for number in {entry.header.segment for entry in copies}:
+                segment = self._directory.segments.get(number)
+                if segment and not segment.is_mine and not self.catalog.in_segment(number):
+                    self._remove_segment(number, None, [])
+            return bool(copies)
+
+    def _mark_removed(self, entry: Entry) -> None:
+        number, offset = entry.header.segment, entry.header.offset
+        try:
+            descriptor = self._files.open(self._directory.path(number), os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            page = memoryview(bytearray(PAGE_BYTES))
+            # First: a checkpoint with another count is older than this removal, whatever becomes of it.
+            self._count_removal(descriptor, page)
+            self._files.read_full(descriptor, [page], offset)
+            if parse_record_header(page, number, offset) == entry.header:
+                removed = replace(entry.header, state=RecordState.REMOVED)
+                self._files.write_full(descriptor, [pack_record_header(removed)], offset)
+        finally:
+            self._files.close(descriptor)
+
+    def _count_removal(self, descriptor: int, page: memoryview) -> None:
+        self._files.read_full(descriptor, [page], 0)
+        header = parse_segment_header(page)
+        if header is not None:
+            header = replace(header, removals=header.removals + 1)
+            self._files.write_full(descriptor, [pack_segment_header(header)], 0)
+            self._directory.note_header(header)
+
+    def _now_ms(self) -> int:
+        return int(self._clock.wall_s() * 1000)
+
+
+def _record_bytes(entries: list[Entry]) -> int:
+    return sum(record_bytes(entry.header.size) for entry in entries)
+
+
+def _fitting(entries: list[Entry], room: int) -> list[Entry]:
+    """Return the leading entries whose records fit into `room` bytes."""
+    kept = []
+    for entry in entries:
+        room -= record_bytes(entry.header.size)
+        if room < 0:
+            break
+        kept.append(entry)
+    return kept

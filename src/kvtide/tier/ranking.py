@@ -1,0 +1,142 @@
+"""Which objects deserve the fast tiers: by last use, by number of uses, or by uses times important tokens.
+
+Invariant: a rank falls only when an object is forgotten or its importance found anew, so a heap of old ranks finds the
+lowest by looking again at its top.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from kvtide.types import ObjectId
+
+__all__ = ["FrequencyRanking", "Importance", "Rank", "RankHeap", "Ranking", "RecencyRanking", "ScoreRanking"]
+
+# Objects whose uses are remembered, whether they are in a fast tier or not.
+REMEMBERED_MAX = 1 << 18
+
+# The number of important tokens in a block, as a probe found them; 1.0 for each token of a block that nobody looked at
+# is as good as any other constant, since only the order counts.
+Importance = Callable[[ObjectId], float]
+
+
+class Rank(NamedTuple):
+    """Compared in this order: equal scores go by last use."""
+
+    score: float
+    tick: int
+
+
+_NEVER_USED = Rank(0.0, 0)
+
+
+class Ranking(Protocol):
+    """Remembers uses and ranks objects by them. Safe to use from several threads."""
+
+    def note_use(self, object_id: ObjectId) -> int:
+        """Note that somebody asked for the object; return how often that is known to have happened."""
+
+    def rank(self, object_id: ObjectId) -> Rank:
+        """Return the object's rank now; the lowest one for an object that is not remembered."""
+
+
+class _Uses(NamedTuple):
+    times: int
+    tick: int
+
+
+class FrequencyRanking:
+    """Most used first (LFU)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uses: OrderedDict[ObjectId, _Uses] = OrderedDict()
+        self._tick = 0
+
+    def note_use(self, object_id: ObjectId) -> int:
+        """Note a use."""
+        with self._lock:
+            self._tick += 1
+            count = self._uses.get(object_id, _Uses(0, 0)).times + 1
+            self._uses[object_id] = _Uses(count, self._tick)
+            self._uses.move_to_end(object_id)
+            if len(self._uses) > REMEMBERED_MAX:
+                self._uses.popitem(last=False)
+            return count
+
+    def rank(self, object_id: ObjectId) -> Rank:
+        """Return the rank now."""
+        with self._lock:
+            uses = self._uses.get(object_id)
+        return _NEVER_USED if uses is None else Rank(self._score(object_id, uses), uses.tick)
+
+    def _score(self, object_id: ObjectId, uses: _Uses) -> float:
+        return float(uses.times)
+
+
+class RecencyRanking(FrequencyRanking):
+    """Last used first (LRU)."""
+
+    def _score(self, object_id: ObjectId, uses: _Uses) -> float:
+        return float(uses.tick)
+
+
+class ScoreRanking(FrequencyRanking):
+    """Uses times important tokens, highest first (IMPRESS, FAST '25)."""
+
+    def __init__(self, importance: Importance) -> None:
+        super().__init__()
+        self._importance = importance
+
+    def _score(self, object_id: ObjectId, uses: _Uses) -> float:
+        return uses.times * self._importance(object_id)
+
+
+class RankHeap:
+    """The members of a tier, lowest rank first. Not thread-safe: its owner locks."""
+
+    def __init__(self, ranking: Ranking) -> None:
+        self._ranking = ranking
+        self._members: set[ObjectId] = set()
+        # One item for each member, and some of members that left.
+        self._heap: list[tuple[Rank, ObjectId]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, object_id: ObjectId) -> None:
+        """Add a member."""
+        assert object_id not in self._members
+        self._members.add(object_id)
+        heapq.heappush(self._heap, (self._ranking.rank(object_id), object_id))
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [(self._ranking.rank(member), member) for member in self._members]
+            heapq.heapify(self._heap)
+
+    def discard(self, object_id: ObjectId) -> None:
+        """Remove a member if it is one."""
+        self._members.discard(object_id)
+
+    def ascending(self) -> Iterator[ObjectId]:
+        """Yield the members, lowest rank first; those yielded stay members. Don't change it meanwhile."""
+        seen: list[tuple[Rank, ObjectId]] = []
+        yielded: set[ObjectId] = set()
+        try:
+            while self._heap:
+                rank, member = heapq.heappop(self._heap)
+                if member not in self._members or member in yielded:
+                    continue
+                now = self._ranking.rank(member)
+                if now > rank:
+                    heapq.heappush(self._heap, (now, member))
+                    continue
+                seen.append((rank, member))
+                yielded.add(member)
+                yield member
+        finally:
+            for item in seen:
+                heapq.heappush(self._heap, item)

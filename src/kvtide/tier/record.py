@@ -1,0 +1,149 @@
+"""The segment log's headers as bytes (docs/format.md, "Segment log"). Pure: packs and checks, reads nothing.
+
+Invariant: a header that parses has passed its checksum and stands where it was written: segment and offset are in it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import xxhash
+
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = [
+    "PAGE_BYTES",
+    "RecordHeader",
+    "RecordState",
+    "SegmentHeader",
+    "align_up",
+    "is_record_header",
+    "pack_record_header",
+    "pack_segment_header",
+    "parse_record_header",
+    "parse_segment_header",
+    "record_bytes",
+]
+
+# Records, headers and direct reads are aligned to this; every disk that we know takes it.
+PAGE_BYTES = 4096
+
+_RECORD_MAGIC = b"\x89KVREC\r\n"
+_SEGMENT_MAGIC = b"\x89KVSEG\r\n"
+_VERSION = 1
+_RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ104s")
+_SEGMENT = struct.Struct("<8sHHIQQQ200s")
+_CHECKED_BYTES = 240
+_HEADER_BYTES = 256
+
+assert _RECORD.size == _CHECKED_BYTES
+assert _SEGMENT.size == _CHECKED_BYTES
+
+
+class RecordState(IntEnum):
+    """Whether a record's object may be served. The numbers are stored."""
+
+    LIVE = 1
+    REMOVED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """One record: whose object it holds, where it stands and how long the object is."""
+
+    id: ObjectId
+    codec: bytes
+    segment: int
+    sequence: int
+    offset: int
+    size: int
+    stored_ms: int
+    state: RecordState = RecordState.LIVE
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """One segment file. `removals` counts records marked removed, so that a checkpoint shows its age."""
+
+    number: int
+    created_ms: int
+    removals: int
+
+
+def align_up(size: int) -> int:
+    """Return the next multiple of a page."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def record_bytes(size: int) -> int:
+    """Return the bytes that a record of an object of this size takes: a header page and whole pages of body."""
+    return PAGE_BYTES + align_up(size)
+
+
+def pack_record_header(header: RecordHeader) -> bytes:
+    """Return the record's header page."""
+    return _packed(header).ljust(PAGE_BYTES, b"\0")
+
+
+def _packed(header: RecordHeader) -> bytes:
+    fields = _RECORD.pack(
+        _RECORD_MAGIC,
+        _VERSION,
+        _HEADER_BYTES,
+        header.state,
+        header.id.key,
+        header.id.namespace,
+        header.codec,
+        header.segment,
+        header.sequence,
+        header.offset,
+        header.size,
+        header.stored_ms,
+        b"",
+    )
+    return fields + xxhash.xxh3_128_digest(fields)
+
+
+def is_record_header(page: memoryview, header: RecordHeader) -> bool:
+    """Tell whether exactly this header stands here: as `parse_record_header`, without making a value of it."""
+    return page[:_HEADER_BYTES] == _packed(header)
+
+
+def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offset: int) -> RecordHeader | None:
+    """Return the record header at this place; None if there is none or anything is off."""
+    fields = _checked_fields(page, _RECORD, _RECORD_MAGIC)
+    if fields is None:
+        return None
+    state, key, namespace, codec, number, sequence, at, size, stored_ms = fields[3:12]
+    if (number, at) != (segment, offset) or state not in RecordState.__members__.values():
+        return None
+    object_id = ObjectId(Namespace(namespace), BlockKey(key))
+    return RecordHeader(object_id, codec, number, sequence, at, size, stored_ms, RecordState(state))
+
+
+def pack_segment_header(header: SegmentHeader) -> bytes:
+    """Return the segment's first page."""
+    fields = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0, header.number, header.created_ms, header.removals, b"")
+    packed = _SEGMENT.pack(*fields)
+    return (packed + xxhash.xxh3_128_digest(packed)).ljust(PAGE_BYTES, b"\0")
+
+
+def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:
+    """Return the segment header; None if anything is off."""
+    fields = _checked_fields(page, _SEGMENT, _SEGMENT_MAGIC)
+    return None if fields is None else SegmentHeader(*fields[4:7])
+
+
+def _checked_fields(
+    page: bytes | bytearray | memoryview, layout: struct.Struct, magic: bytes
+) -> tuple[Any, ...] | None:
+    view = memoryview(page)
+    if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
+        return None
+    if xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) != view[_CHECKED_BYTES:_HEADER_BYTES]:
+        return None
+    fields = layout.unpack(view[:_CHECKED_BYTES])
+    return fields if fields[1:3] == (_VERSION, _HEADER_BYTES) else None

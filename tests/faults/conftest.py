@@ -1,0 +1,43 @@
+"""Counts what the fault suite did and prints it as one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+
+@dataclass
+class Tally:
+    """Faults injected, and what became of them. Whatever is wrong or lost fails its test too."""
+
+    faults: int = 0
+    wrong_bytes: int = 0
+    lost_committed: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: str, wrong_bytes: int, lost_committed: int) -> None:
+        self.faults += 1
+        self.wrong_bytes += wrong_bytes
+        self.lost_committed += lost_committed
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+
+
+_TALLY = pytest.StashKey[Tally]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLY] = Tally()
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Tally:
+    return request.config.stash[_TALLY]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    tally = config.stash[_TALLY]
+    if tally.faults:
+        counts = {"faults": tally.faults, "wrong_bytes": tally.wrong_bytes, "lost_committed": tally.lost_committed}
+        terminalreporter.write_line(json.dumps({**counts, **tally.by_kind}))

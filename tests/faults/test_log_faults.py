@@ -1,0 +1,331 @@
+"""The segment log under faults: never a wrong byte, never a lost record that was committed and not damaged itself."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults.conftest import Tally
+from tests.stores import disk_bytes, stored_records
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.clock import ManualClock
+from kvtide.codec import RawCodec
+from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
+from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import DiskTier
+from kvtide.tier.files import Files
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    SegmentHeader,
+    pack_record_header,
+    pack_segment_header,
+    record_bytes,
+)
+from kvtide.tier.segment import segment_name
+from kvtide.types import ObjectId
+from kvtide.wire import pack_object, parse_object
+
+pytestmark = pytest.mark.timeout(3600)
+
+ROOT = Path(__file__).parent.parent.parent
+SEED = 20250611
+KILLS = 60
+FLIPS = 2000
+LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32)
+
+# Appends objects until it is killed, and says which ones were committed.
+WRITER = """
+import random, sys
+from pathlib import Path
+from kvtide.clock import SystemClock
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import DiskTier
+store, bytes_max, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+rng = random.Random(seed)
+tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
+tier.open()
+print("ready", flush=True)
+for number in range(first, first + 10_000):
+    size = rng.randrange(1, 200_000)
+    if tier.put_from(object_id(number), object_bytes(number, size)):
+        print(number, size, flush=True)
+"""
+
+
+def open_tier(store: Path, bytes_max: int = 1 << 30, files: Files | None = None) -> DiskTier:
+    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files)
+    tier.open()
+    return tier
+
+
+def kill_a_writer(store: Path, bytes_max: int, first: int, rng: random.Random) -> dict[int, int]:
+    """Let a writer run for a random time, kill it, and return size by number of what it had committed."""
+    arguments = [str(store), str(bytes_max), str(first), str(rng.randrange(1 << 30))]
+    command = [sys.executable, "-c", WRITER, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.0, 0.1))
+        writer.kill()
+        # A line that the kill cut off is of an object that nobody was told about.
+        lines = [line for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+    return {int(number): int(size) for number, size in (line.split() for line in lines)}
+
+
+@pytest.mark.parametrize("bytes_max", [1 << 34, 16 << 20], ids=["roomy", "evicting"])
+def test_killed_writer_loses_nothing_that_it_committed(
+    bytes_max: int, tmp_path: Path, tally: Tally, fault_factor: int
+) -> None:
+    rng, committed = random.Random(SEED), dict[int, int]()
+    for kill in range(KILLS // 2 * fault_factor):
+        if kill % 10 == 0:
+            shutil.rmtree(tmp_path / "store", ignore_errors=True)
+            committed = {}
+        committed |= kill_a_writer(tmp_path / "store", bytes_max, kill * 10_000, rng)
+        started_s = time.monotonic()
+        tier = open_tier(tmp_path / "store", bytes_max)
+        assert time.monotonic() - started_s < 1
+        found = {number: read_all(tier, number, 200_001) for number in committed}
+        tier.close()
+        wrong = sum(data not in (None, object_bytes(number, committed[number])) for number, data in found.items())
+        is_evicting = bytes_max < 1 << 30
+        lost = 0 if is_evicting else sum(data is None for data in found.values())
+        tally.count("kill", wrong, lost)
+        assert (wrong, lost) == (0, 0), f"seed {SEED}, kill {kill}"
+        assert disk_bytes(tmp_path / "store") <= bytes_max + (1 << 20)
+
+
+@pytest.fixture
+def real_store(tmp_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
+    """A closed store with three objects that carry their checksums."""
+    contents = {}
+    for position in range(3):
+        meta = block_meta(LAYOUT, seed=position)
+        packed = pack_object(meta, "raw-1", RawCodec().encode(meta, smooth_bits(LAYOUT, position)))
+        contents[meta.id] = bytes(packed)
+    tier = open_tier(tmp_path / "store", 1 << 24)
+    for each, data in contents.items():
+        tier.put_from(each, data)
+    tier.close()
+    return tmp_path / "store", contents
+
+
+def served(tier: DiskTier, each: ObjectId, size: int) -> bytes | None:
+    """Return what a consumer would use of an object: all of it, after its checks, or nothing."""
+    buffer = memoryview(bytearray(size + 1))
+    try:
+        count = tier.get_into(each, buffer)
+        if count is None:
+            return None
+        parse_object(buffer[:count], each).sections()
+    except CorruptPayload:
+        return None
+    return bytes(buffer[:count])
+
+
+def test_write_torn_at_any_page_is_a_miss(real_store: tuple[Path, dict[ObjectId, bytes]], tally: Tally) -> None:
+    """Both ways: body without header, as a kill leaves it; header with part of the body, as a power failure may."""
+    store, contents = real_store
+    (store / "checkpoint").unlink()
+    victim = next(record for record in stored_records(store) if record.header.sequence == 1)
+    image, start = victim.path.read_bytes(), victim.header.offset
+    stop = start + record_bytes(victim.header.size)
+    for cut in range(start + PAGE_BYTES, stop + 1, PAGE_BYTES):
+        for has_header in (False, True):
+            torn = bytearray(image)
+            torn[cut:stop] = bytes(stop - cut)
+            if not has_header:
+                torn[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
+            victim.path.write_bytes(torn)
+            (store / "checkpoint").unlink(missing_ok=True)
+            tier = open_tier(store, 1 << 24)
+            found = {each: served(tier, each, len(data)) for each, data in contents.items()}
+            tier.close()
+            wrong = sum(data not in (None, contents[each]) for each, data in found.items())
+            lost = sum(found[each] is None for each in contents if each != victim.header.id)
+            tally.count("torn", wrong, lost)
+            assert (wrong, lost) == (0, 0), f"cut at {cut}, header {has_header}"
+            assert (found[victim.header.id] is not None) == (has_header and cut == stop)
+
+
+def test_flipped_bit_is_never_served(
+    real_store: tuple[Path, dict[ObjectId, bytes]], tally: Tally, fault_factor: int
+) -> None:
+    store, contents = real_store
+    records, rng = stored_records(store), random.Random(SEED)
+    segment, checkpoint = records[0].path, store / "checkpoint"
+    images = {path: path.read_bytes() for path in (segment, checkpoint)}
+    headers = [record.header.offset for record in records]
+    for flip in range(FLIPS * fault_factor):
+        # A third each: the checkpoint, a checked header, anywhere in the segment.
+        path = checkpoint if flip % 3 == 0 else segment
+        start, stop = (rng.choice([0, *headers]), 256) if flip % 3 == 1 else (0, len(images[path]))
+        position = start + rng.randrange(stop)
+        damaged = bytearray(images[path])
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        if flip % 2 and path == segment:
+            checkpoint.unlink()
+        tier = open_tier(store, 1 << 24)
+        found = {each: served(tier, each, len(data)) for each, data in contents.items()}
+        tier.close()
+        is_hit = {
+            record.header.id: path == segment
+            and 0 <= position - record.header.offset < record_bytes(record.header.size)
+            for record in records
+        }
+        wrong = sum(data not in (None, contents[each]) for each, data in found.items())
+        lost = sum(found[each] is None for each in contents if not is_hit[each])
+        tally.count("flip", wrong, lost)
+        assert (wrong, lost) == (0, 0), f"seed {SEED}, flip {flip}: {path.name} at {position}"
+        for each, image in images.items():
+            each.write_bytes(image)
+
+
+def scenario(tier: DiskTier) -> set[int]:
+    """Do a bit of everything and return the numbers of the objects that were stored."""
+    stored = set()
+    for number in range(14):
+        try:
+            if tier.put_from(object_id(number), object_bytes(number, 30_000)):
+                stored.add(number)
+            read_all(tier, number // 2, 30_001)
+            if number in {3, 9}:
+                tier.delete(object_id(number), "removed")
+        except TierUnavailable:
+            continue
+    return stored
+
+
+@pytest.mark.parametrize("kind", FAULT_KINDS)
+def test_every_failing_system_call_is_a_miss(kind: str, tmp_path: Path, tally: Tally) -> None:
+    """The n-th call fails, for every n that there is; then the store still works."""
+    for nth in range(10_000):
+        store, files = tmp_path / str(nth), FaultyFiles(kind, nth)
+        tier, stored = DiskTier(store, 320_000, ManualClock(1000.0), lambda key: False, files), set()
+        try:
+            tier.open()
+            stored = scenario(tier)
+        except TierUnavailable:
+            assert not stored
+        tier.close()
+        after = open_tier(store, 320_000)
+        found = {number: read_all(after, number, 30_001) for number in range(14)}
+        wrong = sum(data not in (None, object_bytes(number, 30_000)) for number, data in found.items())
+        lost = sum(found[n] is None and after.removed_reason(object_id(n)) is None for n in stored)
+        assert after.put_from(object_id(99), object_bytes(99)) and read_all(after, 99) == object_bytes(99)
+        after.check()
+        after.close()
+        assert disk_bytes(store) <= 320_000 + 16_384
+        shutil.rmtree(store)
+        if not files.failed:
+            assert nth > 15, "the scenario makes more calls than that"
+            return
+        tally.count(kind, wrong, lost)
+        assert (wrong, lost) == (0, 0), f"{kind} at call {nth}, {files.failed}"
+    pytest.fail("the scenario has no end")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "kvtide-test", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_reads_go_on_while_the_disk_is_full(small_disk: Path, tally: Tally) -> None:
+    tier, stored = open_tier(small_disk / "store"), []
+    (small_disk / "ballast").write_bytes(bytes(2 << 20))
+    with pytest.raises(TierFull, match="No space"):
+        for number in range(1000):
+            tier.put_from(object_id(number), object_bytes(number, 100_000))
+            stored.append(number)
+    assert len(stored) > 30
+    for reader in (tier, open_tier(small_disk / "store")):
+        found = [read_all(reader, number, 100_001) for number in stored]
+        wrong = sum(data not in (None, object_bytes(n, 100_000)) for n, data in zip(stored, found, strict=True))
+        tally.count("full", wrong, found.count(None))
+        assert (wrong, found.count(None)) == (0, 0)
+    (small_disk / "ballast").unlink()
+    assert tier.put_from(object_id(1000), object_bytes(1000, 100_000))
+    assert read_all(tier, 1000) == object_bytes(1000, 100_000)
+
+
+def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
+    """By headers alone, without a checkpoint: bodies are holes."""
+    segments, records, size = 40, 64, (4 << 20) - PAGE_BYTES
+    folder = tmp_path / "segments"
+    folder.mkdir()
+    for number in range(1, segments + 1):
+        with (folder / segment_name(number)).open("wb") as file:
+            file.write(pack_segment_header(SegmentHeader(number, 0, 0)))
+            for sequence in range(records):
+                offset = PAGE_BYTES + sequence * record_bytes(size)
+                file.seek(offset)
+                each = object_id(number * 1000 + sequence)
+                file.write(pack_record_header(RecordHeader(each, bytes(16), number, sequence, offset, size, 0)))
+            file.truncate(offset + record_bytes(size))
+    started_s = time.monotonic()
+    tier = open_tier(tmp_path, 64 << 30)
+    open_s = time.monotonic() - started_s
+    assert tier.stats().objects == segments * records
+    assert tier.stats().used_bytes > 10e9
+    print(f"opened {segments * records} records in {open_s:.3f} s")
+    assert open_s < 1
+
+
+def test_cap_holds_at_every_moment(tmp_path: Path) -> None:
+    """Five times the cap by four threads while two read: the disk never takes more than the cap."""
+    import threading
+
+    bytes_max, threads, wrong, is_done = 32 << 20, 4, [], threading.Event()
+    tier = open_tier(tmp_path / "store", bytes_max)
+
+    def write(thread: int) -> None:
+        rng = random.Random(SEED + thread)
+        written = number = 0
+        while written < 5 * bytes_max // threads:
+            size = rng.randrange(50_000, 1_500_000)
+            tier.put_from(object_id(thread * 1000 + number), object_bytes(thread * 1000 + number, size))
+            written += size
+            number += 1
+
+    def read(reader: int) -> None:
+        rng = random.Random(SEED - reader)
+        while not is_done.is_set():
+            number = rng.randrange(threads) * 1000 + rng.randrange(60)
+            data = read_all(tier, number, 1_500_000)
+            if data is not None and data != object_bytes(number, len(data)):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=write, args=(thread,)) for thread in range(threads)]
+    readers = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
+    for thread in [*workers, *readers]:
+        thread.start()
+    used_max = 0
+    while any(worker.is_alive() for worker in workers):
+        used_max = max(used_max, disk_bytes(tmp_path / "store"))
+        time.sleep(0.002)
+    is_done.set()
+    for thread in [*workers, *readers]:
+        thread.join()
+    assert wrong == []
+    assert tier.stats().evictions > 0
+    tier.check()
+    print(f"at most {used_max} bytes of {bytes_max} on the disk")
+    # The directories themselves are pages too.
+    assert bytes_max // 2 < used_max <= bytes_max + 3 * PAGE_BYTES

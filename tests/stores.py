@@ -1,0 +1,52 @@
+"""Looks into a store directory behind the tier's back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtide.tier.files import Files
+from kvtide.tier.record import PAGE_BYTES, RecordHeader, RecordState
+from kvtide.tier.segment import scan_segment, segment_number
+
+
+class StoredRecord(NamedTuple):
+    """A live record and the file that it is in."""
+
+    path: Path
+    header: RecordHeader
+
+    def body(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.header.offset + PAGE_BYTES)
+            return file.read(self.header.size)
+
+    def write_body(self, data: bytes) -> None:
+        """Put other bytes in the body's place, zeros behind them."""
+        descriptor = os.open(self.path, os.O_WRONLY)
+        padded = data[: self.header.size].ljust(self.header.size, b"\0")
+        os.pwrite(descriptor, padded, self.header.offset + PAGE_BYTES)
+        os.close(descriptor)
+
+
+def stored_records(store: Path) -> list[StoredRecord]:
+    """Return every live record, ordered by key."""
+    found = []
+    for path in sorted((store / "segments").glob("*.seg")):
+        number = segment_number(path.name)
+        assert number is not None
+        scan = scan_segment(Files(), path, number)
+        found += [StoredRecord(path, header) for header in scan.records if header.state is RecordState.LIVE]
+    return sorted(found, key=lambda record: record.header.id.key)
+
+
+def disk_bytes(store: Path) -> int:
+    """Return what a directory takes on the disk, as du counts it."""
+    total = 0
+    for path in [store, *store.rglob("*")]:
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.clock import ManualClock
+from kvtide.errors import TierFull
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import MemoryTier
+from kvtide.tier.arena import Arena, frame_bytes_for
+from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
+from kvtide.tier.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
+
+PAGE = 4096
+
+
+def open_memory(pages: int) -> MemoryTier:
+    tier = MemoryTier(pages * PAGE, ManualClock(0.0), lambda key: False)
+    tier.open()
+    return tier
+
+
+def test_memory_that_is_read_is_not_given_to_another_object() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1, 2 * PAGE))
+    with tier.lease(object_id(1)) as views:
+        assert views is not None
+        tier.delete(object_id(1), "removed")
+        with pytest.raises(TierFull, match="in use"):
+            tier.put_from(object_id(2), object_bytes(2))
+        assert b"".join(views) == object_bytes(1, 2 * PAGE)
+        tier.check()
+    assert tier.put_from(object_id(2), object_bytes(2))
+    tier.check()
+
+
+def test_object_in_a_lease_is_not_evicted() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1))
+    tier.put_from(object_id(2), object_bytes(2))
+    with tier.lease(object_id(1)):
+        tier.put_from(object_id(3), object_bytes(3))
+    assert [n for n in (1, 2, 3) if tier.contains(object_id(n))] == [1, 3]
+
+
+def test_lent_memory_can_not_be_written() -> None:
+    tier = open_memory(1)
+    tier.put_from(object_id(1), object_bytes(1))
+    with tier.lease(object_id(1)) as views, pytest.raises(TypeError, match="read-only"):
+        assert views is not None
+        views[0][0] = 0
+
+
+def test_object_laid_into_scattered_frames_is_read_from_any_offset() -> None:
+    tier = open_memory(7)
+    for number in range(7):
+        tier.put_from(object_id(number), object_bytes(number))
+    for number in (1, 3, 5):
+        tier.delete(object_id(number), "removed")
+    content = object_bytes(9, 2 * PAGE + 100)
+    tier.put_from(object_id(9), content)
+    for offset in (0, 1, PAGE - 1, PAGE, 2 * PAGE + 50, 2 * PAGE + 100, 5 * PAGE):
+        buffer = memoryview(bytearray(PAGE + 7))
+        size = tier.get_into(object_id(9), buffer, offset)
+        assert bytes(buffer[:size]) == content[offset : offset + PAGE + 7]
+
+
+def test_closed_tier_finds_and_stores_nothing() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1))
+    tier.close()
+    assert read_all(tier, 1) is None
+    assert not tier.put_from(object_id(1), object_bytes(1))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_frame_is_lost_or_taken_twice(steps: list[tuple[bool, int]]) -> None:
+    arena, taken = Arena(32 * PAGE), []
+    for is_take, size in steps:
+        if is_take or not taken:
+            runs = arena.take(size)
+            assert (runs is None) == (arena.frames_of(size) > arena.free_frames) or runs is not None
+            taken += [runs] if runs else []
+        else:
+            arena.give_back(taken.pop(size % len(taken)))
+        arena.check([run for runs in taken for run in runs])
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "frame_bytes"), [(1, PAGE), (1 << 20, PAGE), (1 << 30, 64 << 10), (1 << 40, 64 << 10)]
+)
+def test_frames_are_pages_in_small_tiers_and_larger_in_large_ones(bytes_max: int, frame_bytes: int) -> None:
+    assert frame_bytes_for(bytes_max) == frame_bytes
+
+
+@pytest.mark.parametrize("size", [1, 100, PAGE, 5 << 20])
+def test_buffers_begin_at_a_page(size: int) -> None:
+    assert is_aligned(aligned_buffer(size)) and len(aligned_buffer(size)) == size
+    assert not is_aligned(aligned_buffer(PAGE)[1:])
+
+
+def test_pool_lends_each_buffer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtide.errors import TierUnavailable
+
+    pool = BufferPool(2, PAGE)
+    monkeypatch.setattr("kvtide.tier.buffers.LEASE_WAIT_S_MAX", 0.01)
+    with pool.lease() as one, pool.lease() as other:
+        one[0], other[0] = 1, 2
+        assert one[0] == 1
+        with pytest.raises(TierUnavailable, match="in use"), pool.lease():
+            pass
+        pool.check()
+    pool.check()
+
+
+def test_rankings_order_as_their_names_say() -> None:
+    recency, frequency = RecencyRanking(), FrequencyRanking()
+    score = ScoreRanking(lambda each: 10.0 if each == object_id(2) else 1.0)
+    for number in (1, 1, 1, 2, 2, 3):
+        for ranking in (recency, frequency, score):
+            ranking.note_use(object_id(number))
+    orders = []
+    for ranking in (recency, frequency, score):
+        heap = RankHeap(ranking)
+        for number in (3, 1, 2):
+            heap.add(object_id(number))
+        orders.append([next(n for n in (1, 2, 3) if object_id(n) == each) for each in heap.ascending()])
+    assert orders == [[1, 2, 3], [3, 2, 1], [3, 1, 2]]
+
+
+def test_heap_sees_uses_since_a_member_joined_and_forgets_who_left() -> None:
+    ranking = FrequencyRanking()
+    heap = RankHeap(ranking)
+    for number in range(200):
+        heap.add(object_id(number))
+        ranking.note_use(object_id(number))
+    ranking.note_use(object_id(0))
+    for number in range(1, 199):
+        heap.discard(object_id(number))
+    assert list(heap.ascending()) == list(heap.ascending()) == [object_id(199), object_id(0)]
+    assert len(heap) == 2
