@@ -251,9 +251,9 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
     for name, bound, stored in (("lossy", 1 << 20, "cachegen-1"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
         cache = open_cache(tmp_path / name, "cachegen", encode_scratch_bytes_max=bound)
         fill(cache, metas_of(layout, 1))
-        assert stored.encode() in object_files(tmp_path / name)[0].read_bytes()[:256]
+        assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]
     cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
     cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: smooth_bits(layout, 1))])
     assert cache.flush(10)
-    assert object_files(tmp_path / "none") == []
+    assert stored_records(tmp_path / "none") == []
     assert cache.stats().blocks_dropped == 1
