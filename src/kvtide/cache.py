@@ -25,6 +25,7 @@ from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import FlatIndex, Index
 from kvtide.tier import TierStack, TierStats, stack_of
+from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
@@ -230,8 +231,8 @@ class Cache:
             scratch = self._scratch.pop()
             if scratch.layout == layout:
                 return scratch
-        # One byte more than an object may have, so that one that is too long shows.
-        stored = np.empty(object_bytes_max(layout) + 1, np.uint8).data
+        # One byte more than an object may have, so that one that is too long shows; aligned for direct reads.
+        stored = aligned_buffer(object_bytes_max(layout) + 1)
         return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:

@@ -7,21 +7,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.faults.conftest import Tally
 from tests.stores import disk_bytes, stored_records
+from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.cache import MissReason, cache_for
 from kvtide.clock import ManualClock
 from kvtide.codec import RawCodec
 from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import DiskTier
+from kvtide.tier import DiskTier, TierStack
 from kvtide.tier.files import Files
 from kvtide.tier.record import (
     PAGE_BYTES,
@@ -49,7 +52,7 @@ import random, sys
 from pathlib import Path
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import DiskTier
+from kvtide.tier import DiskTier, TierStack
 store, bytes_max, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 rng = random.Random(seed)
 tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
@@ -329,3 +332,25 @@ def test_cap_holds_at_every_moment(tmp_path: Path) -> None:
     print(f"at most {used_max} bytes of {bytes_max} on the disk")
     # The directories themselves are pages too.
     assert bytes_max // 2 < used_max <= bytes_max + 3 * PAGE_BYTES
+
+
+def test_slow_disk_keeps_the_deadline(tmp_path: Path) -> None:
+    """Reads that take 50 ms each: the load ends at its deadline with what came, all of it right."""
+
+    class SlowFiles(Files):
+        def preadv(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+            time.sleep(0.05)
+            return super().preadv(descriptor, parts, offset)
+
+    metas = metas_of(LAYOUT, 20)
+    with cache_for(str(tmp_path), RawCodec()) as writer:
+        contents = fill(writer, metas)
+    cache = cache_for(str(tmp_path), RawCodec())
+    cache.tiers = TierStack([DiskTier(tmp_path, 1 << 30, ManualClock(0.0), lambda key: False, SlowFiles())])
+    with cache:
+        started_s, sink = time.monotonic(), Collector()
+        report = cache.load(metas, sink, deadline_s=0.3)
+        assert time.monotonic() - started_s < 0.6
+        assert report.reason is MissReason.DEADLINE
+        assert 0 < report.blocks < 20
+        assert all(np.array_equal(sink.blocks[position], contents[position]) for position in range(report.blocks))

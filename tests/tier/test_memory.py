@@ -77,7 +77,7 @@ def test_closed_tier_finds_and_stores_nothing() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_no_frame_is_lost_or_taken_twice(steps: list[tuple[bool, int]]) -> None:
-    arena, taken = Arena(32 * PAGE), []
+    arena, taken = Arena(32 * PAGE, PAGE), []
     for is_take, size in steps:
         if is_take or not taken:
             runs = arena.take(size)
@@ -141,3 +141,9 @@ def test_heap_sees_uses_since_a_member_joined_and_forgets_who_left() -> None:
         heap.discard(object_id(number))
     assert list(heap.ascending()) == list(heap.ascending()) == [object_id(199), object_id(0)]
     assert len(heap) == 2
+
+
+@pytest.mark.parametrize("frame_bytes", [0, 100, -PAGE])
+def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        MemoryTier(PAGE, ManualClock(0.0), lambda key: False, frame_bytes=frame_bytes)

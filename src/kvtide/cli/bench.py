@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed
+from kvtide.bench import codec_speed, disk, stack
 from kvtide.cli.report import CONSOLE, emit_json, envelope, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
@@ -52,6 +52,33 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Entropy coders on one pinned core, beside memcpy."""
     _finish(codec_speed.run(quick), codec_speed.render, as_json)
+
+
+@app.command("disk")
+def bench_disk(
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where to write; default: a temporary one.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The disk tier beside fio with the same pattern; it says so if fio is not installed."""
+    _finish(disk.run(quick, folder), disk.table, as_json)
+
+
+@app.command("stack")
+def bench_stack(
+    trace: Annotated[Path | None, typer.Option("--trace", help="JSON lines with hash_ids; default: made up.")] = None,
+    importance: Annotated[Path | None, typer.Option("--importance", help="JSON: important tokens by block id.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Hit ratio of each tier and bytes moved under each promotion policy, on a replayed trace."""
+    for path in (trace, importance):
+        if path is not None and not path.is_file():
+            raise ValueError(f"no file at {path}")
+    requests = stack.read_trace(trace) if trace else None
+    weights = stack.read_importance(importance) if importance else None
+    result = stack.run(quick, requests, weights, trace.name if trace else "made-up")
+    _finish(result, stack.table, as_json)
 
 
 @app.command("codec-quality")

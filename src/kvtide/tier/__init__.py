@@ -3,7 +3,28 @@
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
-from kvtide.tier.stack import TierStack
+from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
+from kvtide.tier.stack import SelectiveTier, TierStack
 from kvtide.tier.url import open_tier, stack_of
+from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
 
-__all__ = ["DiskTier", "MemoryTier", "ObjectInfo", "Tier", "TierStack", "TierStats", "open_tier", "stack_of"]
+__all__ = [
+    "Counting",
+    "DiskTier",
+    "Faulty",
+    "FrequencyRanking",
+    "Importance",
+    "MemoryTier",
+    "ObjectInfo",
+    "Ranking",
+    "RecencyRanking",
+    "ScoreRanking",
+    "SelectiveTier",
+    "Slow",
+    "Tier",
+    "TierStack",
+    "TierStats",
+    "WrappedTier",
+    "open_tier",
+    "stack_of",
+]

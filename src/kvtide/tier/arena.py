@@ -36,8 +36,8 @@ def frame_bytes_for(bytes_max: int) -> int:
 class Arena:
     """Memory of at most `bytes_max`, taken from the system as it is first used. Not thread-safe: its owner locks."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self.frame_bytes = frame_bytes_for(bytes_max)
+    def __init__(self, bytes_max: int, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
         self.frames = bytes_max // self.frame_bytes
         self._memory = aligned_buffer(self.frames * self.frame_bytes)
         # Ordered, with a gap between any two: neighbours are one run.

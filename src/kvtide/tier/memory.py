@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
-from kvtide.tier.arena import Arena, Run
+from kvtide.tier.arena import Arena, Run, frame_bytes_for
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
+from kvtide.tier.record import PAGE_BYTES
 from kvtide.types import ObjectId
 
 __all__ = ["MemoryTier"]
@@ -36,14 +37,25 @@ class _Resident:
 class MemoryTier:
     """Keeps copies of objects in at most `bytes_max`. Without a ranking the least recently used goes first.
 
-    A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads.
+    A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads. Objects
+    take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
     """
 
     name = "memory"
 
-    def __init__(self, bytes_max: int, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> None:
+    def __init__(
+        self,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        ranking: Ranking | None = None,
+        frame_bytes: int | None = None,
+    ) -> None:
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the memory tier must be positive, got {bytes_max}")
+        if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % PAGE_BYTES):
+            raise ValueError(f"frame_bytes must be a multiple of {PAGE_BYTES}, got {frame_bytes}")
+        self._frame_bytes = frame_bytes or frame_bytes_for(bytes_max)
         self._bytes_max = bytes_max
         self._clock = clock
         self._is_pinned = is_pinned
@@ -63,7 +75,7 @@ class MemoryTier:
         """Reserve the memory; the system gives it as it is first used."""
         with self._lock:
             if self._arena is None:
-                self._arena = Arena(self._bytes_max)
+                self._arena = Arena(self._bytes_max, self._frame_bytes)
 
     def close(self) -> None:
         """Drop everything; then nothing is found and nothing stored. Memory that is lent stays until it is back."""

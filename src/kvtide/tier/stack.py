@@ -1,7 +1,7 @@
-"""Several tiers as one, fastest first: reads take the first that has the object, writes go to all.
+"""Several tiers as one, fastest first (device, memory, disk, remote): reads take the first that has the object.
 
-What is read a second time from a slower tier is copied up: the first reading of an object is on somebody's critical
-path, and most objects are never read again.
+The slowest tier that writes go to at once has everything, so that evicting from a faster one writes nothing. Faster
+tiers take what their ranking lets in: an object that is worth more than the least of what they have.
 
 Invariant: a fault of one tier never hides what another one holds; it is counted and logged once per tier and kind.
 """
@@ -10,41 +10,74 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, Tier, TierStats
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.flight import SingleFlight
+from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
-__all__ = ["TierStack"]
+__all__ = ["SelectiveTier", "TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-# Objects whose first reading is remembered.
-READ_ONCE_MAX = 65536
+# The first reading of an object is on somebody's critical path, and most objects are never read again.
+USES_BEFORE_PROMOTION = 2
+PREFETCH_THREADS = 2
+PREFETCH_MAX = 64
+# What waits to be written to tiers that are written in the background, counted once for each of them.
+WRITE_BACK_BYTES_MAX = 256 << 20
+CLOSE_S_MAX = 30.0
+
+
+@runtime_checkable
+class SelectiveTier(Protocol):
+    """A tier that takes only what deserves a place."""
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place now."""
 
 
 class TierStack:
-    """A tier made of tiers. One that fails to open is left out, the others serve."""
+    """A tier made of tiers. One that fails to open is left out, the others serve.
+
+    `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Tiers named in
+    `write_back` are written by a background thread after `put_from` has returned.
+    """
 
     name = "stack"
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], ranking: Ranking | None = None, write_back: Collection[str] = ()) -> None:
         if not tiers:
             raise ValueError("a stack needs at least one tier, got none")
+        unknown = set(write_back) - {tier.name for tier in tiers}
+        if unknown or len(write_back) >= len(tiers):
+            raise ValueError(f"write_back names some of the tiers, never all, got {sorted(write_back)}")
         self._tiers = list(tiers)
+        self._ranking = ranking or RecencyRanking()
+        self._write_back = frozenset(write_back)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
         self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._logged: set[tuple[str, str]] = set()
-        self._read_once: OrderedDict[ObjectId, bool] = OrderedDict()
+        self._flight = SingleFlight()
+        self._prefetcher: ThreadPoolExecutor | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._prefetching: set[ObjectId] = set()
+        self._scratch: list[memoryview] = []
+        self._written: set[Future[None]] = set()
+        self._unwritten_bytes = 0
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
+        self._prefetcher = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kvtide-prefetch")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvtide-write-back")
         for tier in self._tiers:
             try:
                 tier.open()
@@ -53,41 +86,154 @@ class TierStack:
                 self._note_fault(tier, "open", error)
 
     def close(self) -> None:
-        """Close every tier."""
+        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent."""
+        self.flush(CLOSE_S_MAX)
+        for workers in (self._prefetcher, self._writer):
+            if workers is not None:
+                workers.shutdown(wait=True, cancel_futures=True)
+        self._prefetcher = self._writer = None
         for tier in self._tiers:
             tier.close()
         self._open = []
+        self._scratch.clear()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the tiers that are written in the background have everything. False if that took too long."""
+        with self._lock:
+            pending = set(self._written)
+        return not wait(pending, timeout_s).not_done
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
         return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in self._open)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read from the first tier that has the object; one read whole for the second time is copied up."""
-        for position, tier in enumerate(self._open):
+        """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
+        uses = self._ranking.note_use(object_id) if offset == 0 else 0
+        tiers = self._open
+        for tier in tiers[:1]:
+            size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
+            if size is not None or len(tiers) == 1:
+                return size
+        read = partial(self._read_slow, object_id, buffer, offset, uses >= USES_BEFORE_PROMOTION)
+        return self._flight.read(object_id, buffer, offset, read) if tiers else None
+
+    def _read_slow(self, object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool) -> int | None:
+        """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
+        for position, tier in enumerate(self._open[1:], 1):
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
             if size is not None:
-                if position and offset == 0 and size < len(buffer) and self._is_second_read(object_id):
-                    self._put_all(self._open[:position], object_id, buffer[:size])
+                if is_promoted and offset == 0 and size < len(buffer):
+                    self._put_all(self._admitting(self._open[:position], object_id, size), object_id, buffer[:size])
                 return size
         return None
 
-    def _is_second_read(self, object_id: ObjectId) -> bool:
-        with self._lock:
-            if self._read_once.pop(object_id, False):
-                return True
-            self._read_once[object_id] = True
-            if len(self._read_once) > READ_ONCE_MAX:
-                self._read_once.popitem(last=False)
-            return False
+    def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
+        return [tier for tier in tiers if not isinstance(tier, SelectiveTier) or tier.would_admit(object_id, size)]
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Store in every tier. True if at least one has it now."""
-        return self._put_all(self._open, object_id, buffer)
+        """Store in the slowest tier that is written at once, and in faster ones that admit it. True if one has it.
+
+        Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
+        """
+        self._ranking.note_use(object_id)
+        at_once = [tier for tier in self._open if tier.name not in self._write_back]
+        faster = self._admitting(at_once[:-1], object_id, len(buffer))
+        is_stored = self._put_all([*faster, *at_once[-1:]], object_id, buffer)
+        for tier in self._open:
+            if tier.name in self._write_back:
+                is_stored = self._put_later(tier, object_id, buffer) or is_stored
+        return is_stored
 
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
         stored = [self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False) for tier in tiers]
         return any(stored)
+
+    def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
+        with self._lock:
+            has_room = self._writer is not None and self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
+            self._unwritten_bytes += len(buffer) if has_room else 0
+        if not has_room or self._writer is None:
+            return self._put_all([tier], object_id, buffer)
+        future = self._writer.submit(self._write_later, tier, object_id, bytes(buffer))
+        with self._lock:
+            self._written.add(future)
+        future.add_done_callback(self._forget_write)
+        return False
+
+    def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
+        try:
+            self._put_all([tier], object_id, data)
+        finally:
+            with self._lock:
+                self._unwritten_bytes -= len(data)
+
+    def _forget_write(self, future: Future[None]) -> None:
+        with self._lock:
+            self._written.discard(future)
+
+    def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
+        """Bring the next objects of a matched run into the faster tiers in the background, in order.
+
+        Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
+        are those that no faster tier would admit.
+        """
+        queued = 0
+        for object_id in object_ids:
+            with self._lock:
+                if self._prefetcher is None or len(self._prefetching) >= PREFETCH_MAX:
+                    return queued
+                if object_id in self._prefetching:
+                    continue
+                self._prefetching.add(object_id)
+                self._prefetcher.submit(self._prefetch, object_id, size_max)
+                queued += 1
+        return queued
+
+    def _prefetch(self, object_id: ObjectId, size_max: int) -> None:
+        try:
+            self.promote(object_id, size_max)
+        finally:
+            with self._lock:
+                self._prefetching.discard(object_id)
+
+    def promote(self, object_id: ObjectId, size_max: int) -> bool:
+        """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
+        first = self._open[0] if self._open else None
+        if first is None or self._ask(first, "contains", partial(first.contains, object_id), False):
+            return first is not None
+        scratch = self._take_scratch(size_max + 1)
+        try:
+            view = scratch[: size_max + 1]
+            self._flight.read(object_id, view, 0, partial(self._read_slow, object_id, view, 0, True))
+        finally:
+            self._scratch.append(scratch)
+        return self._ask(first, "contains", partial(first.contains, object_id), False)
+
+    def demote(self, object_id: ObjectId, size_max: int) -> bool:
+        """Move an object from the fastest tier that has it to the next one. False if it is in the slowest or absent.
+
+        Nothing is written if the next tier has it; an object larger than `size_max` that it lacks stays.
+        """
+        for tier, slower in zip(self._open, self._open[1:], strict=False):
+            if not self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                continue
+            has_copy = self._ask(slower, "contains", partial(slower.contains, object_id), False)
+            if not has_copy:
+                buffer = aligned_buffer(size_max + 1)
+                size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, 0), None)
+                if size is None or size > size_max or not self._put_all([slower], object_id, buffer[:size]):
+                    return False
+            return self._ask(tier, "delete", partial(tier.delete, object_id, "demoted"), False)
+        return False
+
+    def _take_scratch(self, size: int) -> memoryview:
+        # At most one for each thread that promotes; list operations are atomic.
+        while self._scratch:
+            scratch = self._scratch.pop()
+            if len(scratch) >= size:
+                return scratch
+        return aligned_buffer(size)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove from every tier."""

@@ -10,6 +10,7 @@ from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
+from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
 __all__ = ["open_tier", "stack_of"]
@@ -31,9 +32,12 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
     raise ValueError(f"unknown store scheme {parts.scheme!r} in {url!r}, expected memory:// or disk:///path")
 
 
-def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it."""
+def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
+    """Return memory in front of what the URL names, as an engine wants it.
+
+    What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`.
+    """
+    ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tier = open_tier(url, limits, clock, is_pinned)
-    if isinstance(tier, MemoryTier):
-        return TierStack([tier])
-    return TierStack([MemoryTier(limits.memory_bytes_max, clock, is_pinned), tier])
+    memory = MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking)
+    return TierStack([memory] if isinstance(tier, MemoryTier) else [memory, tier], ranking)

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.stores import disk_bytes, stored_records
+
+from kvtide.clock import ManualClock
+from kvtide.errors import TierUnavailable
+from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from kvtide.tier import DiskTier, Tier
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.checkpoint import parse_checkpoint
+from kvtide.tier.files import Files
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    RecordState,
+    SegmentHeader,
+    pack_record_header,
+    pack_segment_header,
+    parse_record_header,
+    parse_segment_header,
+)
+from kvtide.tier.segment import PIECE_BYTES, STAGING_BYTES
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "segment-1.seg"
+
+
+class CachedFiles(Files):
+    """A file system that refuses to go around its page cache, at opening or at the first transfer."""
+
+    def __init__(self, refuses_at_open: bool) -> None:
+        self._refuses_at_open = refuses_at_open
+        self.refused = 0
+
+    def open(self, path: Path | str, flags: int) -> int:
+        if flags & os.O_DIRECT and self._refuses_at_open:
+            self.refused += 1
+            raise OSError(22, "Invalid argument")
+        return super().open(path, flags)
+
+    def _check(self, descriptor: int) -> None:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            self.refused += 1
+            raise OSError(22, "Invalid argument")
+
+    def preadv(self, descriptor: int, parts: object, offset: int) -> int:
+        self._check(descriptor)
+        return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
+
+    def pwritev(self, descriptor: int, parts: object, offset: int) -> int:
+        self._check(descriptor)
+        return super().pwritev(descriptor, parts, offset)  # type: ignore[arg-type]
+
+
+def open_tier(store: Path, bytes_max: int = TIER_BYTES, files: Files | None = None) -> DiskTier:
+    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files)
+    tier.open()
+    return tier
+
+
+@pytest.mark.parametrize("refuses_at_open", [True, False])
+class TestThroughThePageCache(TierSuite):
+    @pytest.fixture
+    def tier(self, tmp_path: Path, refuses_at_open: bool) -> Tier:
+        return open_tier(tmp_path, files=CachedFiles(refuses_at_open))
+
+
+SIZES = [1, PAGE_BYTES - 1, PAGE_BYTES, STAGING_BYTES, STAGING_BYTES + 5, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 7]
+
+
+@pytest.mark.parametrize("refuses_at_open", [True, False])
+def test_file_system_that_refuses_direct_transfers_is_used_all_the_same(refuses_at_open: bool, tmp_path: Path) -> None:
+    files = CachedFiles(refuses_at_open)
+    tier = open_tier(tmp_path, files=files)
+    tier.put_from(object_id(1), object_bytes(1))
+    assert read_all(tier, 1) == object_bytes(1)
+    assert files.refused > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path) -> None:
+    tier, content = open_tier(tmp_path, 64 << 20), object_bytes(1, size)
+    source = aligned_buffer(size)
+    source[:] = content
+    tier.put_from(object_id(1), source)
+    tier.put_from(object_id(2), content)
+    for number in (1, 2):
+        for offset in {0, 1, PAGE_BYTES, size // 2, max(0, size - 1)}:
+            for shift in (0, 1):
+                buffer = aligned_buffer(size + 2)[shift : shift + size + 1]
+                count = tier.get_into(object_id(number), buffer, offset)
+                assert bytes(buffer[:count]) == content[offset:]
+                assert not any(buffer[count:])
+
+
+def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -> None:
+    class Counted(Files):
+        reads = 0
+
+        def preadv(self, descriptor: int, parts: object, offset: int) -> int:
+            self.reads += 1
+            return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
+
+    writer = open_tier(tmp_path, 64 << 20)
+    for number in range(50):
+        writer.put_from(object_id(number), object_bytes(number))
+    writer.close()
+    for has_checkpoint, reads_max in ((True, 10), (False, 100)):
+        files = Counted()
+        if not has_checkpoint:
+            (tmp_path / "checkpoint").unlink()
+        reader = open_tier(tmp_path, 64 << 20, files)
+        assert files.reads < reads_max
+        assert reader.stats().objects == 50
+        assert read_all(reader, 49) == object_bytes(49)
+
+
+def test_removal_outlives_an_older_checkpoint(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in (1, 2):
+        tier.put_from(object_id(number), object_bytes(number))
+    tier.close()
+    checkpoint = (tmp_path / "checkpoint").read_bytes()
+    remover = open_tier(tmp_path)
+    assert remover.delete(object_id(1), "removed")
+    remover.close()
+    (tmp_path / "checkpoint").write_bytes(checkpoint)
+    assert sum(len(summary.entries) for summary in parse_checkpoint(checkpoint)) == 2
+    assert [info.id for info in open_tier(tmp_path).objects()] == [object_id(2)]
+
+
+def test_removal_is_seen_by_a_tier_that_knows_the_object(tmp_path: Path) -> None:
+    early, late = open_tier(tmp_path), open_tier(tmp_path)
+    early.put_from(object_id(1), object_bytes(1))
+    assert read_all(late, 1) == object_bytes(1)
+    assert late.delete(object_id(1), "corrupt")
+    assert read_all(early, 1) is None
+    assert early.removed_reason(object_id(1)) == "corrupt"
+    assert early.put_from(object_id(1), object_bytes(1)) and read_all(late, 1) == object_bytes(1)
+
+
+def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
+    one, other = open_tier(tmp_path), open_tier(tmp_path)
+    for tier in (one, other):
+        tier.put_from(object_id(1), object_bytes(1))
+    assert len(stored_records(tmp_path)) == 2
+    assert one.delete(object_id(1), "removed")
+    assert stored_records(tmp_path) == []
+
+
+def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 64 << 20)
+    for number in range(8):
+        tier.put_from(object_id(number), object_bytes(number, 900_000))
+    tier.close()
+    tier = open_tier(tmp_path, 64 << 20)
+    for number in range(8):
+        tier.delete(object_id(number), "removed")
+    assert disk_bytes(tmp_path) < 100_000
+
+
+def test_segment_that_somebody_appends_to_is_not_evicted(tmp_path: Path) -> None:
+    other, tier = open_tier(tmp_path), open_tier(tmp_path)
+    other.put_from(object_id(1000), object_bytes(1000))
+    for number in range(60):
+        tier.put_from(object_id(number), object_bytes(number, 50_000))
+    assert tier.stats().evictions > 0
+    assert read_all(other, 1000) == object_bytes(1000)
+    other.close()
+
+
+def test_hot_object_moves_when_its_segment_is_evicted(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 16 << 20)
+    for number in range(400):
+        tier.put_from(object_id(number), object_bytes(number, 50_000))
+        assert read_all(tier, 0) == object_bytes(0, 50_000)
+    assert tier.removed_reason(object_id(1)) == "evicted"
+    assert tier.removed_reason(object_id(0)) is None
+    tier.check()
+
+
+def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
+    early, late = open_tier(tmp_path), open_tier(tmp_path)
+    early.put_from(object_id(0), object_bytes(0, 50_000))
+    early.put_from(object_id(1), object_bytes(1, 50_000))
+    for number in range(2, 60):
+        late.put_from(object_id(number), object_bytes(number, 50_000))
+    assert read_all(early, 0) is None
+    assert read_all(early, 59) == object_bytes(59, 50_000)
+
+
+def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "closed", 1 << 30)
+    tier.put_from(object_id(1), object_bytes(1))
+    assert disk_bytes(tmp_path / "closed") > 8 << 20
+    tier.close()
+    assert disk_bytes(tmp_path / "closed") < 100_000
+    code = "import sys; from pathlib import Path; from tests.tier.test_log import *; "
+    code += "open_tier(Path(sys.argv[1]), 1 << 30).put_from(object_id(1), object_bytes(1)); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False, cwd=GOLDEN.parent.parent.parent)
+    assert disk_bytes(tmp_path / "killed") > 8 << 20
+    assert read_all(open_tier(tmp_path / "killed"), 1) == object_bytes(1)
+    assert disk_bytes(tmp_path / "killed") < 100_000
+
+
+def test_store_removed_under_a_writer_is_made_anew(tmp_path: Path) -> None:
+    import shutil
+
+    tier = open_tier(tmp_path / "store")
+    tier.put_from(object_id(1), object_bytes(1))
+    shutil.rmtree(tmp_path / "store")
+    assert read_all(tier, 1) is None
+    assert tier.put_from(object_id(2), object_bytes(2))
+    assert read_all(open_tier(tmp_path / "store"), 2) == object_bytes(2)
+
+
+def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    tier = open_tier(tmp_path)
+    monkeypatch.setattr("kvtide.tier.directory.LOCK_TRIES_MAX", 3)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(TierUnavailable, match="locked"):
+        tier.put_from(object_id(1), object_bytes(1))
+    os.close(held)
+    assert tier.put_from(object_id(1), object_bytes(1))
+
+
+def golden_pages() -> list[bytes]:
+    record = RecordHeader(object_id(1), b"lossless-1".ljust(16, b"\0"), 7, 3, 8192, 123_456, 1_700_000_000_123)
+    removed = RecordHeader(object_id(2), bytes(16), 7, 4, 139_264, 1, 0, RecordState.REMOVED)
+    segment = SegmentHeader(7, 1_700_000_000_000, 1)
+    return [pack_segment_header(segment), pack_record_header(record), pack_record_header(removed)]
+
+
+def test_headers_are_those_of_the_golden_file() -> None:
+    golden = GOLDEN.read_bytes()
+    assert b"".join(page[:256] for page in golden_pages()) == golden
+    segment = parse_segment_header(golden[:256])
+    assert segment is not None and (segment.number, segment.removals) == (7, 1)
+    record = parse_record_header(golden[256:512], 7, 8192)
+    assert record is not None and (record.id, record.size, record.sequence) == (object_id(1), 123_456, 3)
+
+
+@pytest.mark.parametrize("place", [(8, 8192), (7, 4096)])
+def test_record_header_at_another_place_is_none(place: tuple[int, int]) -> None:
+    assert parse_record_header(golden_pages()[1], *place) is None
+
+
+@pytest.mark.parametrize("parse", [parse_segment_header, lambda page: parse_record_header(page, 7, 8192)])
+def test_header_with_any_flipped_bit_or_cut_is_none(parse: Callable[[bytes], object]) -> None:
+    page = next(page for page in golden_pages() if parse(page))
+    for bit in range(256 * 8):
+        damaged = bytearray(page)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert parse(bytes(damaged)) is None
+    assert parse(page[:255]) is None

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.clock import ManualClock
+from kvtide.errors import TierUnavailable
+from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from kvtide.tier import (
+    Counting,
+    DiskTier,
+    FrequencyRanking,
+    MemoryTier,
+    Ranking,
+    RecencyRanking,
+    ScoreRanking,
+    Slow,
+    Tier,
+    TierStack,
+)
+
+PAGE = 4096
+
+
+def nothing_pinned(key: bytes) -> bool:
+    return False
+
+
+class NamedMemory(MemoryTier):
+    """Memory that stands for another place in a stack."""
+
+    def __init__(self, name: str, bytes_max: int, ranking: Ranking | None = None) -> None:
+        super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, ranking)
+        self.name = name
+
+
+class TestStackOfMemoryAndDisk(TierSuite):
+    @pytest.fixture
+    def tier(self, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
+        ranking = ScoreRanking(lambda each: 1.0)
+        memory = MemoryTier(200_000, clock, nothing_pinned, ranking)
+        stack = TierStack([memory, DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)], ranking)
+        stack.open()
+        yield stack
+        memory.check()
+        stack.close()
+
+    # Two tiers hold an object each: what they count together is theirs to say.
+    test_second_put_keeps_first_object = None  # type: ignore[assignment]
+    test_bytes_stay_under_the_cap = None  # type: ignore[assignment]
+
+
+class TestStackWithWriteBack(TierSuite):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        stack = TierStack([NamedMemory("memory", TIER_BYTES), NamedMemory("remote", TIER_BYTES)], write_back=["remote"])
+        stack.open()
+        yield stack
+        stack.close()
+
+    test_second_put_keeps_first_object = None  # type: ignore[assignment]
+    test_bytes_stay_under_the_cap = None  # type: ignore[assignment]
+
+
+def stack_of_two(ranking: Ranking, pages: int = 2) -> tuple[TierStack, MemoryTier, Counting]:
+    """Memory for `pages` objects of a page before a large tier that counts."""
+    memory, slow = NamedMemory("memory", pages * PAGE, ranking), Counting(NamedMemory("disk", 1000 * PAGE))
+    stack = TierStack([memory, slow], ranking)
+    stack.open()
+    return stack, memory, slow
+
+
+def in_memory(memory: MemoryTier) -> list[int]:
+    return [number for number in range(10) if memory.contains(object_id(number))]
+
+
+def test_eviction_from_memory_writes_nothing() -> None:
+    stack, memory, slow = stack_of_two(RecencyRanking())
+    for number in range(10):
+        stack.put_from(object_id(number), object_bytes(number))
+    assert slow.bytes["put"] == 10 * 1000
+    for number in range(10):
+        for _ in range(3):
+            assert read_all(stack, number) == object_bytes(number)
+    assert memory.stats().evictions > 0
+    assert slow.bytes["put"] == 10 * 1000
+
+
+def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() -> None:
+    stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in (object_id(0), object_id(1)) else 1.0))
+    for number in range(3):
+        stack.put_from(object_id(number), object_bytes(number))
+    for _ in range(5):
+        assert read_all(stack, 2) == object_bytes(2)
+    assert in_memory(memory) == [0, 1]
+    for _ in range(4):
+        read_all(stack, 2)
+    assert in_memory(memory) == [1, 2]
+
+
+@pytest.mark.parametrize(("ranking", "kept"), [(RecencyRanking, [2, 3]), (FrequencyRanking, [0, 1])])
+def test_policies_keep_what_their_names_say(ranking: Callable[[], Ranking], kept: list[int]) -> None:
+    stack, memory, _ = stack_of_two(ranking())
+    for number in range(4):
+        stack.put_from(object_id(number), object_bytes(number))
+        for _ in range(5 if number < 2 else 2):
+            read_all(stack, number)
+    assert in_memory(memory) == kept
+
+
+def test_first_reading_is_not_copied_up() -> None:
+    stack, memory, _ = stack_of_two(RecencyRanking())
+    stack._tiers[1].put_from(object_id(1), object_bytes(1))
+    read_all(stack, 1)
+    assert in_memory(memory) == []
+    read_all(stack, 1)
+    assert in_memory(memory) == [1]
+
+
+def test_part_of_an_object_is_never_copied_up() -> None:
+    stack, memory, _ = stack_of_two(RecencyRanking())
+    stack._tiers[1].put_from(object_id(1), object_bytes(1))
+    for _ in range(3):
+        assert stack.get_into(object_id(1), memoryview(bytearray(500))) == 500
+        assert stack.get_into(object_id(1), memoryview(bytearray(5000)), 10) == 990
+    assert in_memory(memory) == []
+
+
+def test_ten_requests_for_one_block_cause_one_read() -> None:
+    slow = Counting(Slow(NamedMemory("disk", TIER_BYTES), time.sleep, latency_s=0.3))
+    stack, results = TierStack([NamedMemory("memory", TIER_BYTES), slow]), []
+    stack.open()
+    slow.put_from(object_id(1), object_bytes(1))
+
+    def request(size: int) -> None:
+        results.append(read_all(stack, 1, size))
+
+    threads = [threading.Thread(target=request, args=(5000 - index,)) for index in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [object_bytes(1)] * 10
+    assert slow.calls["get"] == 1
+
+
+def test_request_for_more_than_the_one_under_way_reads_for_itself() -> None:
+    slow = Slow(NamedMemory("disk", TIER_BYTES), time.sleep, latency_s=0.2)
+    stack, results = TierStack([NamedMemory("memory", TIER_BYTES), slow]), {}
+    stack.open()
+    slow.put_from(object_id(1), object_bytes(1))
+    threads = [
+        threading.Thread(target=lambda size=size: results.update({size: read_all(stack, 1, size)}))
+        for size in (100, 2000)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert results == {100: object_bytes(1)[:100], 2000: object_bytes(1)}
+
+
+def test_read_that_fails_fails_alone() -> None:
+    class FailsFirst(NamedMemory):
+        calls = 0
+
+        def get_into(self, *arguments: object) -> int | None:  # type: ignore[override]
+            self.calls += 1
+            is_first = self.calls == 1
+            time.sleep(0.2)
+            if is_first:
+                raise RuntimeError("a bug")
+            return super().get_into(*arguments)  # type: ignore[arg-type]
+
+    disk, results = FailsFirst("disk", TIER_BYTES), []
+    stack = TierStack([NamedMemory("memory", TIER_BYTES), disk])
+    stack.open()
+    disk.put_from(object_id(1), object_bytes(1))
+
+    def request() -> None:
+        try:
+            results.append(read_all(stack, 1))
+        except RuntimeError:
+            results.append(b"failed")
+
+    threads = [threading.Thread(target=request) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert sorted(results, key=str) == sorted([b"failed", *[object_bytes(1)] * 3], key=str)
+
+
+def test_prefetched_run_is_read_from_memory() -> None:
+    stack, memory, slow = stack_of_two(RecencyRanking(), pages=8)
+    for number in range(5):
+        slow.put_from(object_id(number), object_bytes(number))
+    assert stack.prefetch([object_id(number) for number in range(5)], 2000) == 5
+    for _ in range(500):
+        if in_memory(memory) == [0, 1, 2, 3, 4]:
+            break
+        time.sleep(0.01)
+    before = slow.calls["get"]
+    assert [read_all(stack, number) for number in range(5)] == [object_bytes(number) for number in range(5)]
+    assert slow.calls["get"] == before == 5
+    stack.close()
+
+
+def test_write_back_tier_follows_and_is_whole_after_flush() -> None:
+    remote = Counting(Slow(NamedMemory("remote", TIER_BYTES), time.sleep, latency_s=0.05))
+    stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=["remote"])
+    stack.open()
+    started_s = time.monotonic()
+    for number in range(4):
+        assert stack.put_from(object_id(number), object_bytes(number))
+    assert time.monotonic() - started_s < 0.15
+    assert stack.flush(10)
+    assert [read_all(remote, number) for number in range(4)] == [object_bytes(number) for number in range(4)]
+    stack.close()
+
+
+def test_too_much_waiting_for_write_back_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.stack.WRITE_BACK_BYTES_MAX", 10)
+    remote = NamedMemory("remote", TIER_BYTES)
+    stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=["remote"])
+    stack.open()
+    stack.put_from(object_id(1), object_bytes(1))
+    assert remote.contains(object_id(1))
+
+
+def test_demoted_object_is_in_the_next_tier_and_written_only_if_it_lacks_it() -> None:
+    stack, memory, slow = stack_of_two(RecencyRanking())
+    stack.put_from(object_id(1), object_bytes(1))
+    memory.put_from(object_id(2), object_bytes(2))
+    assert stack.demote(object_id(1), 2000) and stack.demote(object_id(2), 2000)
+    assert slow.bytes["put"] == 2 * 1000
+    assert in_memory(memory) == []
+    assert [read_all(slow, number) for number in (1, 2)] == [object_bytes(1), object_bytes(2)]
+    assert not stack.demote(object_id(1), 2000)
+
+
+def test_device_memory_and_disk_each_admit_by_rank() -> None:
+    ranking = ScoreRanking(lambda each: 1.0)
+    device, memory = NamedMemory("device", PAGE, ranking), NamedMemory("memory", 2 * PAGE, ranking)
+    stack = TierStack([device, memory, NamedMemory("disk", 100 * PAGE)], ranking)
+    stack.open()
+    for number, uses in ((0, 2), (1, 4), (2, 9)):
+        stack.put_from(object_id(number), object_bytes(number))
+        for _ in range(uses):
+            assert read_all(stack, number) == object_bytes(number)
+    assert (in_memory(device), in_memory(memory)) == ([2], [1, 2])
+
+
+def test_tier_that_fails_never_hides_the_next_one() -> None:
+    class Broken(NamedMemory):
+        def get_into(self, *arguments: object) -> int | None:  # type: ignore[override]
+            raise TierUnavailable("cable cut")
+
+    last = NamedMemory("disk", TIER_BYTES)
+    stack = TierStack([NamedMemory("memory", TIER_BYTES), Broken("middle", TIER_BYTES), last])
+    stack.open()
+    last.put_from(object_id(1), object_bytes(1))
+    assert read_all(stack, 1) == object_bytes(1)
+    assert [stats.faults for stats in stack.tier_stats()] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("names", [["tape"], ["memory"]])
+def test_bad_write_back_is_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="write_back"):
+        TierStack([NamedMemory("memory", PAGE)], write_back=names)
