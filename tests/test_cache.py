@@ -257,3 +257,31 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
     assert cache.flush(10)
     assert stored_records(tmp_path / "none") == []
     assert cache.stats().blocks_dropped == 1
+
+
+def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    metas = metas_of(layout, 5)
+    fill(open_cache(tmp_path), metas)
+    with caplog.at_level("INFO", logger="kvtide.cache"):
+        cache = open_cache(tmp_path)
+    assert len(cache.index.match([meta.id.key for meta in metas]).blocks) == 5
+    assert any("index rebuilt from 5 stored blocks in" in message for message in caplog.messages)
+    cache.index.check()
+
+
+def test_restart_passes_over_blocks_whose_parent_is_gone(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    metas = metas_of(layout, 4)
+    cache = open_cache(tmp_path)
+    fill(cache, metas)
+    cache.tiers.delete(metas[1].id, "test")
+    restarted = open_cache(tmp_path)
+    assert len(restarted.index.match(ids_keys(metas)).blocks) == 1
+    assert restarted.index.check() is None
+
+
+def ids_keys(metas: list[BlockMeta]) -> list[BlockKey]:
+    return [meta.id.key for meta in metas]

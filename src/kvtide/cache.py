@@ -23,7 +23,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
-from kvtide.index import FlatIndex, Index
+from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
@@ -114,7 +114,10 @@ class Cache:
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
         self.tiers.open()
-        self.guarded("list", lambda: self.index.insert([info.id.key for info in self.tiers.objects()]), None)
+        started_s = self._clock.monotonic_s()
+        report = self.guarded("list", lambda: self.index.restore(self.tiers.records()), RestoreReport(0, 0))
+        took_s = self._clock.monotonic_s() - started_s
+        _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
         self._storer = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
         self._storer.start()
@@ -151,7 +154,7 @@ class Cache:
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
         while known < len(ids) and self.guarded("look up", partial(self.tiers.contains, ids[known]), False):
-            self.index.insert(keys[known : known + 1])
+            self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None)
             known += 1
         return known
 
@@ -281,7 +284,7 @@ class Cache:
                 self._counts["stored"] += 1
                 self._counts["raw_bytes"] += meta.layout.raw_bytes
                 self._counts["bytes"] += len(packed)
-        self.index.insert([meta.id.key])
+        self.index.insert(meta.id.namespace, [meta.id.key], meta.parent)
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
@@ -334,5 +337,7 @@ def cache_for(
     Objects of any codec that ships are read, those that need a profile if it is among `profiles`. ValueError for a
     bad URL.
     """
-    limits, clock, index = limits or Limits(), clock or SystemClock(), FlatIndex()
+    limits, clock = limits or Limits(), clock or SystemClock()
+    # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
+    index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
     return Cache(stack_of(store, limits, clock, index.is_pinned), index, codec, CodecRegistry(profiles), clock, limits)

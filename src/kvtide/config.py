@@ -19,6 +19,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     store_queue_bytes_max: int = 1 << 30
     # Memory that encoding one block may take besides the block; a codec that needs more gives way to `lossless`.
     encode_scratch_bytes_max: int = 256 << 20
+    # Blocks that the index knows at most, at a few hundred bytes each.
+    index_blocks_max: int = 1 << 20
     load_threads: int = 2
     # A load that has no deadline of its own is given up after this long.
     load_s_max: float = 30.0

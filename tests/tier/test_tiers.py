@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
+from kvtide.index import Record
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, open_tier
 from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire import pack_object
 
 
 def nothing_pinned(key: bytes) -> bool:
@@ -172,3 +176,16 @@ def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
     assert (tmp_path / "removed.log").stat().st_size <= JOURNAL_BYTES_MAX
     assert journal.reason(object_id(7999)) == "corrupt"
     assert journal.reason(object_id(0)) is None
+
+
+def test_records_come_with_parents_and_are_no_use(tmp_path: Path, clock: ManualClock, layout: BlockLayout) -> None:
+    tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
+    tier.open()
+    meta = BlockMeta(object_id(1), object_id(0).key, 16, layout, "test")
+    sections = [Section(SectionId(SectionKind.DATA, step, 0, 1), b"x") for step in range(200)]
+    tier.put_from(meta.id, pack_object(meta, "raw-1", sections))
+    tier.put_from(object_id(2), b"not an object")
+    before = {info.id: info.last_use_s for info in tier.objects()}
+    assert list(tier.records()) == [Record(*meta.id, object_id(0).key)]
+    assert {info.id: info.last_use_s for info in tier.objects()} == before
+    assert tier.stats().hits == 0

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvtide.types import BlockKey
+from kvtide.types import BlockKey, Namespace
 
-__all__ = ["Index", "Match"]
+__all__ = ["Index", "IndexStats", "Match", "Record", "RestoreReport"]
 
 
 class Match(NamedTuple):
-    """The longest leading run of known blocks."""
+    """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first."""
 
     blocks: tuple[BlockKey, ...]
+    tier_blocks: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """One block as a tier lists it: enough to hang it into the tree."""
+
+    namespace: Namespace
+    key: BlockKey
+    parent: BlockKey
+
+
+class RestoreReport(NamedTuple):
+    """What a rebuild found: blocks that hang together from their namespace on, and those that don't."""
+
+    blocks: int
+    orphans: int
+
+
+class IndexStats(NamedTuple):
+    """What an index holds, remembers and protects now."""
+
+    held_blocks: int
+    known_blocks: int
+    pinned_blocks: int
 
 
 class Index(Protocol):
-    """Knows which blocks exist and protects those in use. Safe to use from several threads."""
+    """Knows which blocks exist and protects those in use. Safe to use from several threads.
+
+    `keys` are always chained: each names the prefix that ends with the one before.
+    """
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Find the longest leading run of known blocks.
+        """Find the longest leading run of held blocks.
 
         Does not modify the index. The result may be evicted at any time unless pinned. No keys gives an empty match.
         """
 
-    def insert(self, keys: Sequence[BlockKey]) -> None:
-        """Make blocks known. Known ones stay as they are."""
+    def insert(
+        self, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None = None, tier: int = 0
+    ) -> list[BlockKey]:
+        """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
-    def remove(self, key: BlockKey) -> None:
-        """Forget a block; unknown ones are ignored. A pin outlives it."""
+        `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A
+        chain whose parent is not held is not inserted: nothing could match it. ValueError if the keys are no chain.
+        """
+
+    def restore(self, records: Iterable[Record]) -> RestoreReport:
+        """Make known what a tier lists, in any order."""
+
+    def remove(self, key: BlockKey) -> list[BlockKey]:
+        """Drop a block and all that hang below it; return them. Unknown ones are ignored. A pin outlives it."""
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
-        """Protect blocks from eviction, once more for each call."""
+        """Protect blocks from eviction, once more for each call; they need not be known yet."""
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """Take one pin of each block back. AssertionError if one has none."""

@@ -6,11 +6,12 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "Tier", "TierStats"]
+__all__ = ["Buffer", "IsPinned", "ObjectInfo", "Recorded", "Tier", "TierStats"]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -78,3 +79,11 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """Return the counters."""
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """A tier whose objects outlive the process and are cheap to list with their parents."""
+
+    def records(self) -> Iterator[Record]:
+        """Yield every object with its parent, in no particular order. Not a use of the objects."""

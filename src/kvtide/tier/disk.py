@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
+from kvtide.index import Record
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
 from kvtide.tier.catalog import Entry
 from kvtide.tier.directory import side_file_bytes_max
@@ -22,6 +23,7 @@ from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.log import SegmentLog
 from kvtide.tier.record import RecordState
 from kvtide.types import ObjectId
+from kvtide.wire import header_and_table_bytes, parse_header
 
 __all__ = ["DiskTier"]
 
@@ -30,6 +32,8 @@ _Result = TypeVar("_Result")
 
 # A copy may be evicted or moved between look-up and read; after so many times the object counts as absent.
 READ_TRIES_MAX = 3
+# One read that holds most objects' header and section table.
+_RECORD_BYTES = 4096
 
 
 class DiskTier:
@@ -134,6 +138,24 @@ class DiskTier:
         self._guarded("list", self._log.refresh)
         for entry in self._log.catalog.newest():
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
+
+    def records(self) -> Iterator[Record]:
+        """Yield every object with its parent, from the objects' own headers; those that are off are passed over."""
+        self._guarded("list", self._log.refresh)
+        for entry in self._log.catalog.newest():
+            try:
+                head = self._head(entry, _RECORD_BYTES)
+                needed = header_and_table_bytes(head)
+                head = head if needed <= len(head) else self._head(entry, needed)
+                yield Record(*entry.header.id, parse_header(head, entry.header.id).meta.parent)
+            except (OSError, CorruptPayload) as error:
+                _log.debug("no record of %s: %s", entry.header.id, error)
+
+    def _head(self, entry: Entry, size: int) -> memoryview:
+        head = memoryview(bytearray(min(size, entry.header.size)))
+        if self._log.read(entry, head, 0) is not RecordState.LIVE:
+            raise CorruptPayload("it is no longer at its place")
+        return head
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Tier, TierStats
+from kvtide.index import Record
+from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.ranking import Ranking, RecencyRanking
@@ -256,6 +257,12 @@ class TierStack:
                 if info.id not in seen:
                     seen.add(info.id)
                     yield info
+
+    def records(self) -> Iterator[Record]:
+        """Yield what the tiers that keep objects over a restart have, each with its parent; twice if two have it."""
+        for tier in self._open:
+            if isinstance(tier, Recorded):
+                yield from tier.records()
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""

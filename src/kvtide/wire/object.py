@@ -21,6 +21,7 @@ __all__ = [
     "OBJECT_BYTES_MAX",
     "StoredObject",
     "codec_field",
+    "header_and_table_bytes",
     "object_bytes_max",
     "pack_object",
     "parse_header",
@@ -180,6 +181,14 @@ def parse_object(data: bytes | bytearray | memoryview, expected: ObjectId | None
     if stored.object_bytes != len(data):
         raise CorruptPayload(f"{stored.meta.id}: object has {stored.object_bytes} bytes, {len(data)} came")
     return stored
+
+
+def header_and_table_bytes(data: bytes | bytearray | memoryview) -> int:
+    """Return how long header and section table are, by what may be an object's begin; at most the format's bound."""
+    if len(data) < HEADER_BYTES:
+        return HEADER_BYTES
+    section_count: int = _HEADER.unpack_from(data)[3]
+    return HEADER_BYTES + ENTRY_BYTES * min(section_count, SECTIONS_MAX)
 
 
 def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:

@@ -1,0 +1,44 @@
+"""Eviction policies: one interface, a module each. `testing.policy_suite` checks what all of them promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from kvtide.index.policies.arc import ArcPolicy
+from kvtide.index.policies.base import Policy, Use
+from kvtide.index.policies.gdsf import GdsfPolicy
+from kvtide.index.policies.lfu import LfuPolicy
+from kvtide.index.policies.lru import LruPolicy
+from kvtide.index.policies.reuse import ReusePolicy
+from kvtide.index.policies.s3fifo import S3FifoPolicy
+from kvtide.index.policies.score import ScorePolicy
+from kvtide.index.policies.sieve import SievePolicy
+from kvtide.index.policies.slru import SlruPolicy
+
+__all__ = ["POLICIES", "Policy", "PolicyOf", "Use", "policy_named"]
+
+# Makes a policy for an account that may hold so many blocks.
+PolicyOf = Callable[[int], Policy]
+
+POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
+    {
+        "lru": lambda blocks_max: LruPolicy(),
+        "lfu": lambda blocks_max: LfuPolicy(),
+        "slru": SlruPolicy,
+        "arc": ArcPolicy,
+        "s3fifo": S3FifoPolicy,
+        "sieve": lambda blocks_max: SievePolicy(),
+        "gdsf": lambda blocks_max: GdsfPolicy(),
+        "score": lambda blocks_max: ScorePolicy(),
+        "reuse": ReusePolicy,
+    }
+)
+
+
+def policy_named(name: str) -> PolicyOf:
+    """Return the maker of a policy. ValueError for an unknown name; the message lists the known ones."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ValueError(f"unknown policy {name!r}, expected one of {', '.join(POLICIES)}") from None

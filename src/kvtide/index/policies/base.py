@@ -1,0 +1,122 @@
+"""What the index asks of an eviction policy, and the base of those that rank runs by one number.
+
+A policy sees runs, never keys. The index guarantees: a victim is only ever shrunk from its end, and a run becomes a
+candidate when no held run hangs below it and its last held block is not pinned; so no policy can break the prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvtide.index.run import Run
+
+__all__ = ["HeapPolicy", "Policy", "Use"]
+
+# Entries of candidates that left stay in the heap until they are a majority.
+_HEAP_SLACK = 64
+
+
+class Use(NamedTuple):
+    """One request's pass over its runs: when, how many blocks it has, how many of them were known and were held."""
+
+    now_s: float
+    blocks: int
+    known_blocks: int
+    held_blocks: int
+
+
+class Policy(Protocol):
+    """Chooses what to evict. Called under the index's lock; needs none of its own."""
+
+    # Evicted blocks that the index shall remember for this policy; 0 for none.
+    ghost_blocks_max: int
+    # Whether the last block of a request shall be a run of its own.
+    splits_tail: bool
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Note that `count` blocks of a run, none of them held, come under this policy; it may be a run with others."""
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Note a use of a request's runs, first blocks first; new ones have `uses` 1. None is a candidate now.
+
+        Never empty; all runs of the request, save for leading ones that are under another account's policy.
+        """
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Note that `run.held` has changed by `delta`: blocks came (positive) or were evicted."""
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Note that the new run `upper` took the leading blocks of `lower`, which keeps its identity."""
+
+    def enter(self, run: Run) -> None:
+        """Note that a run may be evicted from now on."""
+
+    def leave(self, run: Run) -> None:
+        """Note that a run may not be evicted any more."""
+
+    def victim(self) -> Run | None:
+        """Return the candidate to shrink next; None if there is none. Changes nothing that a caller can see."""
+
+    def forget(self, run: Run, count: int) -> None:
+        """Note that `count` blocks of a run, none of them held, leave this policy; with no `keys` left, so does it."""
+
+
+class HeapPolicy:
+    """Evicts the candidate of lowest priority; equal ones in the order in which they became candidates.
+
+    A priority holds from `enter` to `leave`: every use takes the run out and puts it back.
+    """
+
+    ghost_blocks_max = 0
+    splits_tail = False
+
+    def __init__(self) -> None:
+        # (priority, number of the entry, run, the run's `order` then): another `order` now means that it left since.
+        self._heap: list[tuple[float, int, Run, int]] = []
+        self._entries = 0
+        self._candidates = 0
+
+    def priority(self, run: Run) -> float:
+        """Return what the run is worth; lower goes first."""
+        raise NotImplementedError
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Nothing to note."""
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Nothing to note: the priority is computed when a run becomes a candidate."""
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Nothing to note."""
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Nothing to note."""
+
+    def enter(self, run: Run) -> None:
+        """Rank the run."""
+        self._entries += 1
+        self._candidates += 1
+        run.order += 1
+        heapq.heappush(self._heap, (self.priority(run), self._entries, run, run.order))
+
+    def leave(self, run: Run) -> None:
+        """Take the run out of the ranking."""
+        run.order += 1
+        self._candidates -= 1
+        if len(self._heap) > 2 * self._candidates + _HEAP_SLACK:
+            self._heap = [entry for entry in self._heap if entry[2].order == entry[3]]
+            heapq.heapify(self._heap)
+
+    def victim(self) -> Run | None:
+        """Return the candidate of lowest priority."""
+        while self._heap:
+            _, _, run, order = self._heap[0]
+            if run.order == order:
+                return run
+            heapq.heappop(self._heap)
+        return None
+
+    def forget(self, run: Run, count: int) -> None:
+        """Nothing to note."""

@@ -1,0 +1,231 @@
+"""Holds what is likely to be used soonest, for its age and its place in a session; learned online, from the past alone.
+
+A session is seen in the tree: a request that goes on behind most of an earlier one is that one's next turn. Runs of a
+session share its fate, so that they share its kind: the turn, and how much that turn brought. Runs used more often than
+their session's turns explain are shared by sessions. The last block of a request is a run of its own: where prompts
+end inside a block it is never used again, which is learned like everything else.
+Invariant: each run that is counted or a candidate is in the queue of its kind and age bin, longest unused first, and
+among that queue's candidates exactly if it is a candidate.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtide.index.policies.base import Use
+from kvtide.index.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
+from kvtide.index.run import Run
+
+__all__ = ["GHOST_BLOCKS_MAX", "ReusePolicy"]
+
+# Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
+# ones half as much again and this many.
+GHOST_BLOCKS_MAX = 1 << 18
+_GHOSTS_PER_BLOCK = 16
+# Sessions change over hours: counts fade to a half over this many runs.
+_HALF_LIFE_RUNS = 100_000.0
+# Learn again after so many uses, and later when there are so many times more.
+_LEARN_USES_MIN = 128
+_LEARN_SHARE = 100
+# An age is exact to one part in this many.
+_AGE_STEPS = 16
+# A clock that has stood still for this many requests tells no ages: from then on each request is a second.
+_STILL_USES_MAX = 64
+_TURN_MAX = 6
+# A request that keeps less than this of an earlier one is not its next turn but another branch.
+_NEXT_TURN_SHARE = 0.5
+# Turns that a session's runs may miss (a repeated question, a split) before they count as shared.
+_UNEXPLAINED_USES = 1
+
+
+class _Queue:
+    __slots__ = ("age_bin", "candidates", "row", "runs")
+
+    def __init__(self, row: int, age_bin: int) -> None:
+        self.row = row
+        self.age_bin = age_bin
+        self.runs: OrderedDict[Run, None] = OrderedDict()
+        self.candidates: OrderedDict[Run, None] = OrderedDict()
+
+
+class _Trace:
+    """What the policy knows of a run: `reach` blocks had the latest request that used it, its session's turn `turn`.
+
+    A run that is counted (`weight` 1) stands for its request; other runs of the same request would count it twice.
+    """
+
+    __slots__ = ("at_s", "queue", "reach", "turn", "weight")
+
+    def __init__(self, queue: _Queue) -> None:
+        self.queue = queue
+        self.at_s = 0.0
+        self.weight = 0.0
+        self.turn = 0
+        self.reach = 0
+
+
+class ReusePolicy:
+    """Ranks kinds and ages by the worth of holding on; evicts the longest unused run of the least worth."""
+
+    splits_tail = True
+
+    def __init__(self, blocks_max: int) -> None:
+        self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
+        self._model = HazardModel(_HALF_LIFE_RUNS)
+        self._queues: list[list[_Queue]] = []
+        # (worth, row, age bin) of every queue that has candidates; empty ones are passed over.
+        self._ranking: list[tuple[float, int, int]] = []
+        self._uses = 0
+        self._learn_next = 1
+        self._still_uses = 0
+        self._clock_s = self._now_s = 0.0
+        # When to look again for runs that leave an age bin.
+        self._age_next_s = [0.0] * AGE_BINS
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Queue a new run as one of no session until its first use says more."""
+        if len(run.keys) == count:
+            trace = run.state = _Trace(self._queue(Kind("new", 0)))
+            trace.queue.runs[run] = None
+
+    def _queue(self, kind: Kind) -> _Queue:
+        row = self._model.row(kind)
+        while len(self._queues) <= row:
+            self._queues.append([_Queue(len(self._queues), age_bin) for age_bin in range(AGE_BINS)])
+        return self._queues[row][0]
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Count the uses at the ages they came, and file the runs under what they are now."""
+        self._tick(use.now_s)
+        known = [run for run in path if run.uses > 1]
+        turn = 0
+        if known:
+            latest: _Trace = known[-1].state
+            if 1 < use.known_blocks >= _NEXT_TURN_SHARE * latest.reach:
+                turn = latest.turn + 1
+        session = Kind("session", min(turn, _TURN_MAX), size_bucket(use.blocks - use.known_blocks), True)
+        has_tail = 0 < len(path) - 1 >= len(known) and len(path[-1].keys) == 1 and path[-1].stop == use.blocks
+        body = path[-2] if has_tail else path[-1]
+        for run in path:
+            trace: _Trace = run.state
+            if trace.weight:
+                self._model.used[trace.queue.row][trace.queue.age_bin] += trace.weight
+            trace.queue.runs.pop(run, None)
+            trace.turn, trace.reach, trace.at_s = turn, use.blocks, self._now_s
+            if has_tail and run is path[-1]:
+                self._file(run, Kind("tail", min(turn, 1)), 1.0)
+            elif run.uses > turn + 1 + _UNEXPLAINED_USES:
+                self._file(run, Kind("shared", min(_TURN_MAX, run.uses.bit_length() - 1)), 1.0)
+            else:
+                self._file(run, session, 1.0 if run is body else 0.0)
+        self._uses += 1
+        if self._uses >= self._learn_next:
+            self._learn_next = self._uses + max(_LEARN_USES_MIN, self._uses // _LEARN_SHARE)
+            self._learn()
+
+    def _file(self, run: Run, kind: Kind, weight: float) -> None:
+        queue = self._queue(kind)
+        trace: _Trace = run.state
+        trace.queue, trace.weight = queue, weight
+        if weight:
+            queue.runs[run] = None
+            self._model.reached[queue.row][0] += weight
+
+    def _tick(self, clock_s: float) -> None:
+        """Move the time by which ages are counted, and whoever grew older."""
+        if clock_s > self._clock_s:
+            self._now_s += clock_s - self._clock_s
+            self._clock_s = clock_s
+            self._still_uses = 0
+        else:
+            self._still_uses += 1
+            self._now_s += self._still_uses > _STILL_USES_MAX
+        self._age(self._now_s)
+
+    def _age(self, now_s: float) -> None:
+        for age_bin in range(AGE_BINS - 1):
+            if now_s < self._age_next_s[age_bin]:
+                continue
+            self._age_next_s[age_bin] = now_s + AGE_EDGES_S[age_bin + 1] / _AGE_STEPS
+            due_s = now_s - AGE_EDGES_S[age_bin + 1]
+            for queues in self._queues:
+                runs = queues[age_bin].runs
+                if runs and next(iter(runs)).state.at_s <= due_s:
+                    self._grow_older(queues[age_bin], queues[age_bin + 1], due_s)
+
+    def _grow_older(self, young: _Queue, old: _Queue, due_s: float) -> None:
+        """Move the runs last used at `due_s` or before. Most of the policy's time is spent here: kept flat."""
+        runs, candidates = young.runs, young.candidates
+        reached = 0.0
+        aged: list[Run] = []
+        while runs:
+            run = next(iter(runs))
+            trace: _Trace = run.state
+            if trace.at_s > due_s:
+                break
+            del runs[run]
+            old.runs[run] = None
+            trace.queue = old
+            reached += trace.weight
+            if run.is_candidate:
+                del candidates[run]
+                aged.append(run)
+        self._model.reached[old.row][old.age_bin] += reached
+        if aged and not old.candidates:
+            heapq.heappush(self._ranking, self._rank(old))
+        old.candidates.update(dict.fromkeys(aged))
+
+    def _learn(self) -> None:
+        self._model.learn()
+        busy = [queue for queues in self._queues for queue in queues if queue.candidates]
+        self._ranking = [self._rank(queue) for queue in busy]
+        heapq.heapify(self._ranking)
+
+    def _rank(self, queue: _Queue) -> tuple[float, int, int]:
+        return self._model.worth[queue.row][queue.age_bin], queue.row, queue.age_bin
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Nothing to note."""
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Let the upper part stand for the request: what is used again is a prefix."""
+        old: _Trace = lower.state
+        trace = upper.state = _Trace(old.queue)
+        trace.turn, trace.reach, trace.weight, trace.at_s = old.turn, old.reach, old.weight, old.at_s
+        old.weight = 0.0
+        if lower in old.queue.runs:
+            trace.queue.runs[upper] = None
+
+    def enter(self, run: Run) -> None:
+        """Rank the run with its queue; one that was not counted has stayed where it was filed meanwhile."""
+        trace: _Trace = run.state
+        queue = trace.queue
+        if run not in queue.runs:
+            age_bin = bisect_right(AGE_EDGES_S, self._now_s - trace.at_s) - 1
+            queue = trace.queue = self._queues[queue.row][age_bin]
+            queue.runs[run] = None
+        if not queue.candidates:
+            heapq.heappush(self._ranking, self._rank(queue))
+        queue.candidates[run] = None
+
+    def leave(self, run: Run) -> None:
+        """Take the run out of its queue's candidates."""
+        del run.state.queue.candidates[run]
+
+    def victim(self) -> Run | None:
+        """Return the first candidate of the queue of least worth."""
+        while self._ranking:
+            _, row, age_bin = self._ranking[0]
+            candidates = self._queues[row][age_bin].candidates
+            if candidates:
+                return next(iter(candidates))
+            heapq.heappop(self._ranking)
+        return None
+
+    def forget(self, run: Run, count: int) -> None:
+        """Drop a run that is gone, or goes to another account."""
+        if len(run.keys) in (0, count):
+            run.state.queue.runs.pop(run, None)

@@ -1,0 +1,195 @@
+"""The shape of the index: which runs there are and how they hang together. No accounting, no policy.
+
+Invariant: each known key is in exactly one run, `where` names it, and a run's parent ends right before it starts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvtide.index.run import Run
+from kvtide.types import BlockKey, Namespace
+
+__all__ = ["TIERS_MAX", "Anchor", "Tree", "tier_blocks"]
+
+# A block's tiers are the bits of one byte.
+TIERS_MAX = 8
+
+
+class Anchor(NamedTuple):
+    """Where a chain of keys hangs: behind `key`, the last of `depth` blocks; None and 0 right under the root."""
+
+    root: Run
+    key: BlockKey | None
+    depth: int
+
+
+class Tree:
+    """Runs of blocks under one root for each namespace. The callers hold the index's lock."""
+
+    def __init__(self) -> None:
+        self._where: dict[BlockKey, Run] = {}
+        self._roots: dict[Namespace, Run] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def run_of(self, key: BlockKey) -> Run | None:
+        """Return the run that has a key."""
+        return self._where.get(key)
+
+    def known_count(self, keys: Sequence[BlockKey]) -> int:
+        """Return the length of the longest leading run of known keys; right for chained keys only."""
+        where = self._where
+        if not keys or keys[0] not in where:
+            return 0
+        return bisect_left(range(len(keys)), True, lo=1, key=lambda position: keys[position] not in where)
+
+    def anchor(self, namespace: Namespace, parent: BlockKey | None) -> Anchor | None:
+        """Return where the children of `parent` hang; None if that block is not held."""
+        if parent is None or bytes(parent) == namespace:
+            return Anchor(self._roots.get(namespace) or Run([], None, 0), None, 0)
+        run = self._where.get(parent)
+        root = self._roots.get(namespace)
+        if run is None or root is None:
+            return None
+        position = run.keys.index(parent)
+        return Anchor(root, parent, run.start + position + 1) if position < run.held else None
+
+    def keep_root(self, namespace: Namespace, root: Run) -> None:
+        """Make an anchor's root the namespace's; it goes with its last block."""
+        self._roots[namespace] = root
+        root.state = namespace
+
+    def checked_known_count(self, anchor: Anchor, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading keys are known. ValueError if known and new keys do not form one chain there."""
+        known = self.known_count(keys)
+        depth = anchor.depth + known
+        if known and not self.is_at(keys[known - 1], depth, anchor.root):
+            raise ValueError(f"block {keys[known - 1].hex()[:16]} is known, but not as block {depth} of this chain")
+        fresh = keys[known:]
+        if len(set(fresh)) != len(fresh) or not self._where.keys().isdisjoint(fresh):
+            raise ValueError(f"the keys are no chain: some occur twice, or out of order, from block {depth} on")
+        return known
+
+    def is_at(self, key: BlockKey, depth: int, root: Run | None = None) -> bool:
+        """Tell whether a known key is the last of `depth` blocks, and of that root if one is given."""
+        run = self._where[key]
+        if not run.start < depth <= run.stop or run.keys[depth - 1 - run.start] != key:
+            return False
+        top = run
+        while top.parent is not None:
+            top = top.parent
+        return root is None or top is root
+
+    def path_of(self, key: BlockKey) -> list[Run]:
+        """Return the runs from the root's child to the one that has the key."""
+        run: Run | None = self._where[key]
+        path = []
+        while run is not None and run.parent is not None:
+            path.append(run)
+            run = run.parent
+        path.reverse()
+        return path
+
+    def cut_behind(self, key: BlockKey, depth: int) -> Run | None:
+        """Make the key, the last of `depth` blocks, end its run. Return the lower part if there was something to cut.
+
+        The lower part keeps its identity, children included; the upper one is a new run with the same history.
+        """
+        lower = self._where[key]
+        count = depth - lower.start
+        if count == len(lower.keys):
+            return None
+        parent = lower.parent
+        assert parent is not None
+        upper = Run(lower.keys[:count], parent, lower.start)
+        upper.held = min(lower.held, count)
+        upper.tiers = lower.tiers[:count]
+        upper.account, upper.value = lower.account, lower.value
+        upper.uses, upper.last_s, upper.last_use = lower.uses, lower.last_s, lower.last_use
+        lower.keys = lower.keys[count:]
+        lower.tiers = lower.tiers[count:]
+        lower.held -= upper.held
+        lower.start += count
+        lower.parent = upper
+        upper.children.add(lower)
+        upper.held_children = 1 if lower.held else 0
+        parent.children.discard(lower)
+        parent.children.add(upper)
+        self._where.update(dict.fromkeys(upper.keys, upper))
+        return lower
+
+    def grow(self, parent: Run, keys: list[BlockKey]) -> Run:
+        """Hang a new run below another one; none of its blocks is held yet."""
+        run = Run(keys, parent, parent.stop)
+        parent.children.add(run)
+        self._where.update(dict.fromkeys(keys, run))
+        return run
+
+    def extend(self, run: Run, keys: Sequence[BlockKey], tier_bit: int) -> None:
+        """Append blocks to a run that has no children."""
+        assert not run.children
+        run.keys.extend(keys)
+        run.tiers.extend(bytes((tier_bit,)) * len(keys))
+        self._where.update(dict.fromkeys(keys, run))
+
+    def below(self, run: Run) -> list[Run]:
+        """Return the run and all below it, children before their parents."""
+        order = [run]
+        for parent in order:
+            order.extend(parent.children)
+        order.reverse()
+        return order
+
+    def forget_tail(self, run: Run) -> int:
+        """Forget the blocks of a childless run that are not held; return how many. An empty run leaves the tree."""
+        assert not run.children
+        gone = run.keys[run.held :]
+        for key in gone:
+            del self._where[key]
+        del run.keys[run.held :], run.tiers[run.held :]
+        if not run.keys:
+            parent = run.parent
+            assert parent is not None
+            parent.children.discard(run)
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.state]
+        return len(gone)
+
+    def runs(self) -> Iterator[Run]:
+        """Yield every run, parents before their children."""
+        order = [child for root in self._roots.values() for child in root.children]
+        for run in order:
+            order.extend(run.children)
+        yield from order
+
+    def check(self) -> None:
+        """AssertionError if the tree contradicts itself."""
+        count = 0
+        for run in self.runs():
+            count += len(run.keys)
+            parent = run.parent
+            assert run.keys
+            assert parent is not None
+            assert run in parent.children
+            assert run.start == parent.stop
+            assert len(run.tiers) == len(run.keys)
+            assert 0 <= run.held <= len(run.keys)
+            assert run.held_children == sum(1 for child in run.children if child.held)
+            if run.held_children:
+                assert run.held == len(run.keys)
+            assert all(self._where[key] is run for key in run.keys)
+        assert count == len(self._where)
+
+
+def tier_blocks(masks: bytearray) -> tuple[int, ...]:
+    """Return, for each tier, how many leading blocks have its bit."""
+    if masks.count(masks[:1] or b"\0") == len(masks):
+        mask = masks[0] if masks else 0
+        return tuple(len(masks) if mask >> tier & 1 else 0 for tier in range(TIERS_MAX))
+    return tuple(
+        next((i for i, mask in enumerate(masks) if not mask >> tier & 1), len(masks)) for tier in range(TIERS_MAX)
+    )

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvtide.clock import ManualClock
+from kvtide.index import POLICIES, PolicyOf, RadixIndex, policy_named
+from kvtide.testing.policy_suite import PolicySuite, chain
+from kvtide.testing.strategies import namespace
+
+
+@pytest.fixture(params=POLICIES)
+def policy_of(request: pytest.FixtureRequest) -> PolicyOf:
+    return policy_named(request.param)
+
+
+class TestEveryPolicy(PolicySuite):
+    pass
+
+
+def test_unknown_policy_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match="expected one of lru, lfu"):
+        policy_named("clock")
+
+
+def indexed(policy: str, blocks_max: int, prompts: Iterable[tuple[int, ...]]) -> tuple[RadixIndex, ManualClock]:
+    clock = ManualClock()
+    index = RadixIndex(clock, policy_named(policy), blocks_max)
+    for prompt in prompts:
+        clock.advance(1.0)
+        index.insert(namespace(), chain(*prompt))
+    return index, clock
+
+
+def held(index: RadixIndex, *prompts: int) -> list[bool]:
+    return [bool(index.match(chain(prompt)).blocks) for prompt in prompts]
+
+
+def test_lru_evicts_the_least_recently_used() -> None:
+    index, _ = indexed("lru", 3, [(1,), (2,), (3,), (1,), (4,)])
+    assert held(index, 1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_lfu_keeps_the_frequent_over_the_recent() -> None:
+    index, _ = indexed("lfu", 2, [(1,), (1,), (2,), (3,)])
+    assert held(index, 1, 2, 3) == [True, False, True]
+
+
+def test_slru_keeps_what_was_used_twice_through_a_scan() -> None:
+    index, _ = indexed("slru", 10, [(1,), (1,), *((n,) for n in range(10, 40))])
+    assert held(index, 1, 10, 39) == [True, False, True]
+
+
+def test_slru_bounds_what_it_protects() -> None:
+    index, _ = indexed("slru", 10, [(n,) for n in range(10) for _ in range(2)])
+    index.insert(namespace(), chain(99))
+    assert held(index, 0, 1, 9, 99) == [False, True, True, True]
+
+
+def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
+    index, _ = indexed("arc", 4, [(1,), (1,), (2,), (2,), *((n,) for n in range(10, 30))])
+    assert held(index, 1, 2) == [True, True]
+
+
+def test_arc_gives_room_to_recency_after_early_evictions() -> None:
+    frequent = [(n,) for n in (1, 2, 3, 4) for _ in range(2)]
+    index, _ = indexed("arc", 4, [*frequent, *((n,) for n in (10, 11, 10, 11, 12, 13, 12, 13))])
+    assert sum(held(index, 1, 2, 3, 4)) < 3
+
+
+def test_s3fifo_drops_what_is_used_once_before_the_rest() -> None:
+    index, _ = indexed("s3fifo", 10, [(1,), (1,), *((n,) for n in range(10, 40))])
+    assert held(index, 1, 10) == [True, False]
+
+
+def test_s3fifo_takes_what_comes_back_into_the_main_queue() -> None:
+    index, _ = indexed("s3fifo", 10, [*((n,) for n in range(11)), (0,), *((n,) for n in range(20, 40))])
+    assert held(index, 0, 1) == [True, False]
+
+
+def test_sieve_spares_what_was_used_since_the_hand_passed() -> None:
+    index, _ = indexed("sieve", 3, [(1,), (2,), (3,), (1,), (4,)])
+    assert held(index, 1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_gdsf_keeps_what_costs_more_to_recompute() -> None:
+    index, _ = indexed("gdsf", 201, [tuple(range(200)), (500,), (501,)])
+    assert held(index, 500, 501) == [False, True]
+    assert len(index.match(chain(*range(200))).blocks) == 200
+
+
+def test_score_evicts_few_important_tokens_first() -> None:
+    clock = ManualClock()
+    index = RadixIndex(clock, policy_named("score"), 2)
+    index.insert(namespace(), chain(1), value=50.0)
+    index.insert(namespace(), chain(2), value=3.0)
+    index.insert(namespace(), chain(3), value=10.0)
+    assert held(index, 1, 2, 3) == [True, False, True]
+
+
+def test_reuse_learns_that_one_kind_of_prompt_never_returns() -> None:
+    # Sessions of four blocks return every 100 s for eight turns; single prompts of 40 blocks never do.
+    clock = ManualClock()
+    hits = {}
+    for policy in ("lru", "reuse"):
+        index = RadixIndex(clock, policy_named(policy), 200)
+        hits[policy] = 0
+        for step in range(3000):
+            clock.advance(2.0)
+            slot, turn = step % 50, step // 50 % 8
+            prompt = chain(slot + 1000 * (step // 400), *range(4 + turn))
+            hits[policy] += len(index.match(prompt).blocks)
+            index.insert(namespace(), prompt)
+            index.insert(namespace(), chain(10**6 + step, *range(39)))
+    assert hits["reuse"] > 2 * hits["lru"] + 1000
