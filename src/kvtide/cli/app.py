@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from kvtide.cli import bench, demo, doctor, store
+from kvtide.cli import bench, demo, doctor, sim, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -27,6 +27,7 @@ app.command("rm")(store.rm)
 app.command("explain")(store.explain)
 app.command("calibrate")(bench.calibrate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(sim.app, name="sim")
 
 
 def main() -> None:

@@ -1,0 +1,93 @@
+"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvtide.cli.report import CONSOLE, emit_json
+from kvtide.index import POLICIES
+from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
+from kvtide.sim.report import (
+    plot_prompts,
+    plot_trace,
+    prompt_report,
+    render_prompts,
+    render_trace,
+    trace_report,
+)
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Replay traces and generated prompts through the real index.", no_args_is_help=True)
+
+SHARES = [0.01, 0.03, 0.1, 0.3]
+SHARES_QUICK = [0.03, 0.1]
+POLICIES_QUICK = ["lru", "arc", "reuse"]
+DEFAULT_POLICY = "reuse"
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
+
+
+@app.command("trace")
+def trace(
+    file: Annotated[Path, typer.Argument(help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not.")],
+    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    capacity: Annotated[
+        list[float] | None, typer.Option("--capacity", help="Blocks, or below 1 a share of the unique blocks; repeats.")
+    ] = None,
+    compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
+    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a trace; show hit rates between those of LRU and of Belady's bound."""
+    if not file.is_file():
+        raise ValueError(f"no trace at {file}")
+    if sessions < 0:
+        raise ValueError(f"--sessions must not be negative, got {sessions}")
+    loaded = read_trace(file, WekaReplay(sessions_max=sessions or None))
+    shares = _shares(capacity or (SHARES_QUICK if quick else SHARES), loaded.unique_blocks)
+    policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
+    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares))
+    if plot is not None:
+        plot_trace(report, plot)
+    _emit(report, render_trace(report), as_json)
+
+
+def _shares(capacities: list[float], unique_blocks: int) -> list[float]:
+    for capacity in capacities:
+        if not capacity > 0:
+            raise ValueError(f"--capacity must be positive, got {capacity}")
+    return [min(1.0, capacity if capacity < 1 else capacity / unique_blocks) for capacity in capacities]
+
+
+@app.command("prompts")
+def prompts(
+    seed: Annotated[int, typer.Option("--seed", help="Of the generator.")] = 0,
+    pool: Annotated[int, typer.Option("--pool", help="Freed blocks that the pool keeps (K).")] = 4096,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the random prompt generator: hit rate and items per second against p, with and without the cache."""
+    setup = PromptSetup(seed=seed, pool_blocks=pool)
+    single = msgspec.structs.replace(setup, frequent_sequences=1)
+    points = run_prompts(setup, PROBABILITIES[::3] if quick else PROBABILITIES)
+    report = prompt_report(setup, points, run_prompts(single, [1.0])[0])
+    if plot is not None:
+        plot_prompts(report, plot)
+    _emit(report, render_prompts(report), as_json)
+
+
+def _emit(report: msgspec.Struct, table: Table, as_json: bool) -> None:
+    if as_json:
+        emit_json(report)
+    else:
+        CONSOLE.print(table)

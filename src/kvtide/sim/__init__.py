@@ -1,0 +1,36 @@
+"""Replays of public traces and of the report's experiments through the real index, on a clock of their own."""
+
+from kvtide.sim.belady import belady_hits
+from kvtide.sim.prompts import PROBABILITIES, PromptPoint, PromptSetup, run_prompts
+from kvtide.sim.replay import BELADY, Comparison, ReplayResult, TenantResult, capacity_blocks, compare, replay
+from kvtide.sim.workload import (
+    Trace,
+    TraceRequest,
+    TraceSource,
+    WekaReplay,
+    build_trace,
+    read_trace,
+    tenant_namespace,
+)
+
+__all__ = [
+    "BELADY",
+    "PROBABILITIES",
+    "Comparison",
+    "PromptPoint",
+    "PromptSetup",
+    "ReplayResult",
+    "TenantResult",
+    "Trace",
+    "TraceRequest",
+    "TraceSource",
+    "WekaReplay",
+    "belady_hits",
+    "build_trace",
+    "capacity_blocks",
+    "compare",
+    "read_trace",
+    "replay",
+    "run_prompts",
+    "tenant_namespace",
+]

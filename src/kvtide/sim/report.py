@@ -1,0 +1,153 @@
+"""What simulations show: tables for the terminal, PNG files where matplotlib is installed, structs for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from kvtide.sim.prompts import PromptPoint, PromptSetup
+from kvtide.sim.replay import BELADY, Comparison
+from kvtide.sim.workload import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "PromptReport",
+    "TraceReport",
+    "plot_prompts",
+    "plot_trace",
+    "prompt_report",
+    "render_prompts",
+    "render_trace",
+    "trace_report",
+]
+
+_BAR_CELLS = 30
+
+
+class TenantRow(msgspec.Struct, frozen=True):
+    """One tenant of one replay."""
+
+    tenant: str
+    requests: int
+    blocks: int
+    hit_rate: float
+
+
+class TraceRow(msgspec.Struct, frozen=True):
+    """One policy at one capacity."""
+
+    policy: str
+    capacity_share: float
+    capacity_blocks: int
+    hit_rate: float
+    lru_hit_rate: float
+    belady_hit_rate: float
+    gap_closed: float | None
+    tenants: list[TenantRow]
+
+
+class TraceReport(msgspec.Struct, frozen=True):
+    """All replays of one trace. Hit rates are by blocks, prefix-closed."""
+
+    trace: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    unique_blocks: int
+    rows: list[TraceRow]
+
+
+class PromptReport(msgspec.Struct, frozen=True):
+    """Both figures of the report's experiment; `identical` is its case of one single prompt."""
+
+    prompt_tokens: int
+    block_tokens: int
+    requests: int
+    rows: list[dict[str, float]]
+    identical: dict[str, float]
+
+
+def trace_report(trace: Trace, comparisons: Sequence[Comparison]) -> TraceReport:
+    """Return what `kvtide sim trace --json` prints."""
+    rows = []
+    for comparison in comparisons:
+        result = comparison.result
+        tenants = [TenantRow(each.tenant, each.requests, each.blocks, each.hit_rate) for each in result.tenants]
+        rates = (result.hit_rate, comparison.lru_hit_rate, comparison.belady_hit_rate, comparison.gap_closed)
+        rows.append(TraceRow(result.policy, comparison.capacity_share, result.capacity_blocks, *rates, tenants))
+    blocks = sum(len(request.keys) for request in trace.requests)
+    return TraceReport(trace.name, trace.block_tokens, len(trace.requests), blocks, trace.unique_blocks, rows)
+
+
+def render_trace(report: TraceReport) -> Table:
+    """Return the replays as a table with bars."""
+    title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks, {report.unique_blocks:,} unique"
+    table = Table(title=title)
+    for column in ("capacity", "policy", "hit rate", "gap closed", ""):
+        table.add_column(column, justify="right" if "g" in column or "h" in column else "left")
+    best = max((row.hit_rate for row in report.rows), default=1.0) or 1.0
+    for row in report.rows:
+        gap = "" if row.gap_closed is None else f"{row.gap_closed:+.3f}"
+        bar = "█" * round(_BAR_CELLS * row.hit_rate / best)
+        capacity = f"{100 * row.capacity_share:g} % = {row.capacity_blocks:,}"
+        table.add_row(capacity, row.policy, f"{row.hit_rate:.4f}", gap, bar, end_section=row.policy == BELADY)
+    return table
+
+
+def prompt_report(setup: PromptSetup, points: Sequence[PromptPoint], identical: PromptPoint) -> PromptReport:
+    """Return what `kvtide sim prompts --json` prints."""
+    rows = [point._asdict() for point in points]
+    return PromptReport(setup.prompt_tokens, setup.block_tokens, setup.requests, rows, identical._asdict())
+
+
+def render_prompts(report: PromptReport) -> Table:
+    """Return both figures as one table."""
+    table = Table(title=f"{report.requests} requests of {report.prompt_tokens} tokens, blocks of {report.block_tokens}")
+    for column in ("p", "hit rate", "of all blocks", "items/s", "without cache", ""):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in [(f"{row['p']:.1f}", row) for row in report.rows] + [("one prompt", report.identical)]:
+        speed = (f"{row['items_per_s']:.1f}", f"{row['items_per_s_uncached']:.1f}")
+        rates = (f"{row['hit_rate']:.3f}", f"{row['hit_rate_all']:.3f}")
+        table.add_row(name, *rates, *speed, "█" * round(_BAR_CELLS * row["hit_rate"]))
+    return table
+
+
+def plot_trace(report: TraceReport, path: Path) -> None:
+    """Draw hit rate against capacity for every policy. ValueError if matplotlib is not installed."""
+    figure = _figure()
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(row.policy for row in report.rows):
+        rows = sorted((row for row in report.rows if row.policy == policy), key=lambda row: row.capacity_share)
+        style = "k--" if policy == BELADY else ".-"
+        axes.plot([row.capacity_share for row in rows], [row.hit_rate for row in rows], style, label=policy)
+    axes.set(xscale="log", xlabel="capacity, share of unique blocks", ylabel="hit rate by blocks", title=report.trace)
+    axes.legend()
+    figure.savefig(path)
+
+
+def plot_prompts(report: PromptReport, path: Path) -> None:
+    """Draw hit rate, and items per second with and without the cache, against p. ValueError without matplotlib."""
+    figure = _figure()
+    left, right = figure.subplots(1, 2)
+    p = [row["p"] for row in report.rows]
+    left.plot(p, [row["hit_rate"] for row in report.rows], marker=".")
+    left.set(xlabel="p", ylabel="hit rate")
+    right.plot(p, [row["items_per_s"] for row in report.rows], marker=".", label="with cache")
+    right.plot(p, [row["items_per_s_uncached"] for row in report.rows], linestyle="--", label="without")
+    right.set(xlabel="p", ylabel="items per second")
+    right.legend()
+    figure.savefig(path)
+
+
+def _figure() -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: install kvtide[plot]") from error
+    return Figure(figsize=(9, 5), layout="constrained")
