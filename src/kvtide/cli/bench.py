@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, stack
+from kvtide.bench import codec_speed, disk, index, stack
 from kvtide.cli.report import CONSOLE, emit_json, envelope, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
@@ -79,6 +79,12 @@ def bench_stack(
     weights = stack.read_importance(importance) if importance else None
     result = stack.run(quick, requests, weights, trace.name if trace else "made-up")
     _finish(result, stack.table, as_json)
+
+
+@app.command("index")
+def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
+    _finish(index.run(quick), index.render, as_json)
 
 
 @app.command("codec-quality")
