@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtide.bench import codec_speed, disk, index, stack
-from kvtide.cli.report import CONSOLE, emit_json, envelope, format_bytes
+from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
 
@@ -22,15 +22,6 @@ app = typer.Typer(help="Measure; every figure comes with machine, commit and com
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
-
-
-def _finish(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
-    if as_json:
-        emit_json(result)
-        return
-    CONSOLE.print(render(result))
-    where = envelope()
-    CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
 
 
 @contextmanager
@@ -51,7 +42,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Entropy coders on one pinned core, beside memcpy."""
-    _finish(codec_speed.run(quick), codec_speed.render, as_json)
+    emit(codec_speed.run(quick), codec_speed.render, as_json)
 
 
 @app.command("disk")
@@ -61,7 +52,7 @@ def bench_disk(
     as_json: JsonOption = False,
 ) -> None:
     """The disk tier beside fio with the same pattern; it says so if fio is not installed."""
-    _finish(disk.run(quick, folder), disk.table, as_json)
+    emit(disk.run(quick, folder), disk.table, as_json)
 
 
 @app.command("stack")
@@ -78,13 +69,13 @@ def bench_stack(
     requests = stack.read_trace(trace) if trace else None
     weights = stack.read_importance(importance) if importance else None
     result = stack.run(quick, requests, weights, trace.name if trace else "made-up")
-    _finish(result, stack.table, as_json)
+    emit(result, stack.table, as_json)
 
 
 @app.command("index")
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
-    _finish(index.run(quick), index.render, as_json)
+    emit(index.run(quick), index.render, as_json)
 
 
 @app.command("codec-quality")
@@ -113,7 +104,7 @@ def bench_codec_quality(
             loaded, Path(folder).name, lambda content: tokenizer(content).input_ids, layout, chosen, known, size, show
         )
     codec_quality.plot(result, plot)
-    _finish(result, codec_quality.render, as_json)
+    emit(result, codec_quality.render, as_json)
 
 
 def calibrate(

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 import kvtide
 
-__all__ = ["CONSOLE", "cpu_name", "emit_json", "envelope", "fail", "format_bytes"]
+__all__ = ["CONSOLE", "cpu_name", "emit", "emit_json", "envelope", "fail", "format_bytes"]
 
 # Tables and progress are for people and go to stderr when stdout carries JSON.
 CONSOLE = Console()
@@ -56,6 +57,16 @@ def _commit() -> str:
 def emit_json(result: Any) -> None:
     """Print one JSON object on stdout: the envelope, then the result's own fields."""
     print(json.dumps({**envelope(), **msgspec.to_builtins(result)}))
+
+
+def emit(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
+    """Print a measurement: as JSON, or as a table with the command, commit and machine that it comes from."""
+    if as_json:
+        emit_json(result)
+        return
+    CONSOLE.print(render(result))
+    where = envelope()
+    CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
 
 
 def fail(message: str) -> NoReturn:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
 
-from kvtide.cli.report import CONSOLE, emit_json
+from kvtide.cli.report import emit
+from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
 from kvtide.sim.report import (
@@ -29,7 +29,6 @@ SHARES = [0.01, 0.03, 0.1, 0.3]
 SHARES_QUICK = [0.03, 0.1]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
@@ -58,7 +57,7 @@ def trace(
     report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares))
     if plot is not None:
         plot_trace(report, plot)
-    _emit(report, render_trace(report), as_json)
+    emit(report, render_trace, as_json)
 
 
 def _shares(capacities: list[float], unique_blocks: int) -> list[float]:
@@ -83,11 +82,4 @@ def prompts(
     report = prompt_report(setup, points, run_prompts(single, [1.0])[0])
     if plot is not None:
         plot_prompts(report, plot)
-    _emit(report, render_prompts(report), as_json)
-
-
-def _emit(report: msgspec.Struct, table: Table, as_json: bool) -> None:
-    if as_json:
-        emit_json(report)
-    else:
-        CONSOLE.print(table)
+    emit(report, render_prompts, as_json)
