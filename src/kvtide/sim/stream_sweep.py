@@ -135,21 +135,24 @@ def build_request(setup: StreamSetup, case: StreamCase, context_tokens: int, dea
 def oracle(
     setup: StreamSetup, curve: Curve, context_tokens: int, deadline_s: float, link: Link, at_s: float
 ) -> Outcome:
-    """Return the best that a layered codec allows who knows the link's future, at any token and any byte.
+    """Return the best that blocks of a layered codec allow who knows the link's future.
 
-    Fewest misses first: as many tokens as can be are computed by the deadline, the bases of the rest sent. Then the
-    least loss: what the link still carries goes into refinements. Both ends meet as early as they can if it is a miss.
+    Fewest misses first: as many whole blocks as can be are computed by the deadline, the bases of the rest sent. Then
+    the least loss: what the link still carries goes into refinements, cut at any byte. If it is a miss, both ends meet
+    as early as they can.
     """
     prefill = setup.prefill
+    all_s = prefill.seconds(0, context_tokens)
     base_bytes = curve.bits[0] * setup.kv_elements / 8
 
     def carried(ready_s: float) -> float:
         return link.carried(at_s + ready_s) - link.carried(at_s + min(ready_s, setup.latency_s))
 
-    def missing_tokens(ready_s: float) -> float:
-        return max(0.0, context_tokens - prefill.reach(0, ready_s))
+    def missing_tokens(ready_s: float) -> int:
+        if ready_s >= all_s:
+            return 0
+        return context_tokens - int(prefill.reach(0, ready_s)) // setup.block_tokens * setup.block_tokens
 
-    all_s = prefill.seconds(0, context_tokens)
     if all_s <= deadline_s:
         return Outcome(all_s, 0.0, context_tokens, 0)
     early_s, late_s = deadline_s, all_s
@@ -168,7 +171,7 @@ def oracle(
         share = 0.0 if is_miss else min(1.0, max(0.0, left_bytes) / step_bytes)
         loss -= share * (curve.kl[step - 1] - curve.kl[step])
         left_bytes -= share * step_bytes
-    return Outcome(ready_s, loss * loaded / context_tokens, round(context_tokens - loaded), 0)
+    return Outcome(ready_s, loss * loaded / context_tokens, context_tokens - loaded, 0)
 
 
 def sweep(
