@@ -16,6 +16,7 @@ from tests.codec.rope_models import Keys, cached_keys, config_of, random_model, 
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvtide.block import KVDtype
 from kvtide.codec.rope_families import FAMILIES, UNROTATED_FAMILIES
 from kvtide.codec.rope_scaling import ROPE_TYPES, Frequencies
 from kvtide.codec.rotary import Pairs, Rotary, RotaryTables
@@ -190,6 +191,81 @@ def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
         rotary.tables(-1, 4)
     with pytest.raises(ValueError, match="layer must be"):
         rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
+
+
+BITS = {KVDtype.FLOAT32: np.uint32, KVDtype.FLOAT16: np.uint16, KVDtype.BFLOAT16: np.uint16}
+
+
+def as_floats(bits: Any, dtype: KVDtype) -> Keys:
+    if dtype is KVDtype.BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32) if dtype is KVDtype.FLOAT16 else bits.view(np.float32)
+
+
+def as_bits(values: Keys, dtype: KVDtype) -> Any:
+    """Round to nearest even, as torch does."""
+    names = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
+    tensor = torch.from_numpy(values).to(names[dtype])
+    return tensor.view(torch.int32 if dtype is KVDtype.FLOAT32 else torch.int16).numpy().view(BITS[dtype])
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(KVDtype),
+    shape=st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(0, 5)),
+    dim_start=st.integers(0, 3),
+    pairs=st.sampled_from(Pairs),
+    pair_count=st.integers(1, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_native_kernel_is_its_twin(
+    seed: int, dtype: KVDtype, shape: tuple[int, int, int], dim_start: int, pairs: Pairs, pair_count: int
+) -> None:
+    tokens, heads, behind = shape
+    rng = np.random.default_rng(seed)
+    frequencies = Frequencies(tuple(rng.random(pair_count)), 1.25, 0)
+    rotary = Rotary(pairs, dim_start, dim_start + 2 * pair_count, (frequencies,))
+    shape = (tokens, heads, rotary.dim_stop + behind)
+    spread = rng.choice([1e-6, 1.0, 1e4])
+    bits = as_bits((rng.normal(size=shape) * spread).astype(np.float32), dtype)
+    back, forth = rotary.inverse_tables(seed % 5000, tokens), rotary.tables(seed % 5000, tokens)
+    loaded = rotary.load(bits, dtype, back)
+    assert np.array_equal(loaded, turned(as_floats(bits, dtype), rotary, back))
+    out = np.empty_like(bits)
+    rotary.store(loaded, dtype, forth, out)
+    assert np.array_equal(out, as_bits(turned(loaded, rotary, forth), dtype))
+    ulp = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 1e-3, KVDtype.BFLOAT16: 8e-3}[dtype]
+    assert np.allclose(as_floats(out, dtype), as_floats(bits, dtype), rtol=ulp, atol=2e-6 * spread)
+
+
+def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
+    """Also infinities and NaN, which no dims turn: pass-through dims keep every value's worth."""
+    rotary = Rotary(Pairs.HALVES, 0, 2, (Frequencies((0.0,), 1.0, 0),))
+    bits = np.zeros((1, 1, 2 + 65536), dtype=np.uint16)
+    bits[0, 0, 2:] = np.arange(65536)
+    loaded = rotary.load(bits, KVDtype.FLOAT16, rotary.tables(0, 1))
+    assert np.array_equal(loaded, bits.view(np.float16).astype(np.float32), equal_nan=True)
+    out = np.empty_like(bits)
+    rotary.store(loaded, KVDtype.FLOAT16, rotary.tables(0, 1), out)
+    is_nan = np.isnan(loaded)
+    assert np.array_equal(out[~is_nan], bits[~is_nan]) and np.isnan(out[is_nan].view(np.float16)).all()
+
+
+def test_keys_of_another_shape_are_value_errors() -> None:
+    rotary = rotary_of(config_of("llama"))
+    tables, keys = rotary.tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
+    bits = keys.view(np.uint32)
+    wrong: list[Any] = [bits[:, :, :14], bits[0], np.zeros((4, 2, 8), np.uint32)]
+    for array in wrong:
+        with pytest.raises(ValueError, match="keys must be"):
+            rotary.load(array, KVDtype.FLOAT32, tables)
+    for array, dtype in ((bits[:3], KVDtype.FLOAT32), (bits, KVDtype.BFLOAT16)):
+        with pytest.raises(ValueError, match=r"token|same elements"):
+            rotary.load(array, dtype, tables)
+    with pytest.raises(ValueError, match="contiguous"):
+        rotary.store(keys, KVDtype.FLOAT32, tables, np.zeros((4, 2, 32), np.uint32)[:, :, ::2])
+    with pytest.raises(ValueError, match="same elements"):
+        rotary.store(keys, KVDtype.FLOAT32, tables, bits[:3])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v2", "phi"])

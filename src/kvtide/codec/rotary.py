@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX
+from kvtide import _native
+from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
 from kvtide.codec.rope_families import Pairs, rope_of_config
 from kvtide.codec.rope_scaling import Frequencies
 from kvtide.errors import CorruptPayload
@@ -24,6 +25,8 @@ from kvtide.errors import CorruptPayload
 __all__ = ["Pairs", "Rotary", "RotaryTables"]
 
 KINDS_MAX = 64
+# Bit patterns, as in a block.
+BitRows = NDArray[np.uint16] | NDArray[np.uint32]
 
 _VERSION = 1
 # version, pairs, dim_start, dim_stop, kinds, layers
@@ -110,6 +113,35 @@ class Rotary:
         angles = (positions[:, None] * frequencies).astype(np.float64)
         cos, sin = np.cos(angles) * cos_scale, np.sin(angles) * sin_scale
         return RotaryTables(cos.astype(np.float32), sin.astype(np.float32))
+
+    def load(self, keys: BitRows, dtype: KVDtype, tables: RotaryTables) -> NDArray[np.float32]:
+        """Return keys as float32, turned by `tables`: by `inverse_tables`, they are as before RoPE.
+
+        keys: (tokens, kv_heads, head_dim), bit patterns of `dtype`, contiguous: K of one layer of a block.
+        """
+        self._check_head(keys)
+        out = np.empty(keys.shape, dtype=np.float32)
+        _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self._neighbours, *tables, out)
+        return out
+
+    def store(self, keys: NDArray[np.float32], dtype: KVDtype, tables: RotaryTables, out: BitRows) -> None:
+        """Write float32 keys, turned by `tables`, as bit patterns of `dtype`, rounded to nearest even.
+
+        keys and out: (tokens, kv_heads, head_dim), contiguous.
+        """
+        self._check_head(keys)
+        if not out.flags.c_contiguous:
+            raise ValueError("keys must be written to a contiguous array")
+        target = out.reshape(-1).view(np.uint8)
+        _native.rope_store(keys, self.dim_start, self._neighbours, *tables, dtype.code, target)
+
+    @property
+    def _neighbours(self) -> bool:
+        return self.pairs is Pairs.NEIGHBOURS
+
+    def _check_head(self, keys: NDArray[Any]) -> None:
+        if keys.ndim != 3 or keys.shape[2] < self.dim_stop or not keys.flags.c_contiguous:
+            raise ValueError(f"keys must be (tokens, kv_heads, {self.dim_stop} or more), contiguous, got {keys.shape}")
 
     def to_bytes(self) -> bytes:
         """Return the form that `parse` reads (docs/format.md)."""
