@@ -91,7 +91,8 @@ def test_eviction_from_memory_writes_nothing() -> None:
 
 
 def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() -> None:
-    stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in (object_id(0), object_id(1)) else 1.0))
+    important = (object_id(0), object_id(1))
+    stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in important else 1.0, half_life=None))
     for number in range(3):
         stack.put_from(object_id(number), object_bytes(number))
     for _ in range(5):
@@ -110,6 +111,31 @@ def test_policies_keep_what_their_names_say(ranking: Callable[[], Ranking], kept
         for _ in range(5 if number < 2 else 2):
             read_all(stack, number)
     assert in_memory(memory) == kept
+
+
+@pytest.mark.parametrize(("half_life", "first_is_ahead"), [(None, True), (1000.0, True), (1.0, False)])
+def test_what_was_used_often_long_ago_gives_way(half_life: float | None, first_is_ahead: bool) -> None:
+    ranking = ScoreRanking(lambda each: 2.0, half_life)
+    for number, uses in ((0, 20), (1, 12)):
+        for _ in range(uses):
+            ranking.note_use(object_id(number))
+    assert (ranking.rank(object_id(0)) > ranking.rank(object_id(1))) == first_is_ahead
+    assert ranking.rank(object_id(1)) > ranking.rank(object_id(2))
+
+
+def test_ranks_never_fall_while_others_are_used() -> None:
+    ranking = ScoreRanking(lambda each: 3.0, half_life=0.5)
+    ranks = []
+    for number in range(200):
+        ranking.note_use(object_id(number % 7))
+        ranks.append(ranking.rank(object_id(0)))
+    assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize("half_life", [0.0, -1.0])
+def test_half_life_that_is_none_is_refused(half_life: float) -> None:
+    with pytest.raises(ValueError, match="half_life"):
+        FrequencyRanking(half_life)
 
 
 def test_first_reading_is_not_copied_up() -> None:
