@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def test_blocks_stored_by_another_process_later_are_found(
     fill(open_cache(tmp_path), metas)
     assert early.match(ids(metas)) == 2
     assert early.load(metas, sink).blocks == 2
+
+
+def test_what_follows_a_loaded_run_is_read_ahead(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    metas, sink = metas_of(layout, 5), Collector()
+    contents = fill(open_cache(tmp_path), metas)
+    cache = open_cache(tmp_path)
+    assert cache.load(metas[:2], sink, following=metas[2:]).blocks == 2
+    memory, disk = cache.tiers._tiers
+    for _ in range(500):
+        if all(memory.contains(meta.id) for meta in metas[2:]):
+            break
+        time.sleep(0.01)
+    reads = disk.stats().hits
+    assert cache.load(metas[2:], sink).blocks == 3
+    assert disk.stats().hits == reads == 5
+    assert np.array_equal(sink.blocks[2], contents[4])
 
 
 def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:

@@ -158,9 +158,17 @@ class Cache:
             known += 1
         return known
 
-    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
+    def load(
+        self,
+        metas: Sequence[BlockMeta],
+        sink: BlockSink,
+        deadline_s: float | None = None,
+        following: Sequence[BlockMeta] = (),
+    ) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
+        `following` are the next blocks of the matched run, which the caller will load later: once all of these came,
+        they are brought into the faster tiers in the background as far as those admit them.
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
@@ -177,6 +185,9 @@ class Cache:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
+        if report.reason is None and following:
+            ids = [meta.id for meta in following]
+            self.guarded("read ahead", partial(self.tiers.prefetch, ids, object_bytes_max(following[0].layout)), 0)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:

@@ -105,7 +105,7 @@ class RecencyRanking(FrequencyRanking):
 
 
 class ScoreRanking(FrequencyRanking):
-    """Uses times important tokens, highest first (IMPRESS, FAST '25); uses fade, as sessions drift. None: as published."""
+    """Uses times important tokens, highest first (IMPRESS, FAST '25). Uses fade, as sessions drift; None: never."""
 
     def __init__(self, importance: Importance, half_life: float | None = SCORE_HALF_LIFE) -> None:
         super().__init__(half_life)

@@ -70,9 +70,12 @@ class TierStack:
         self._flight = SingleFlight()
         self._prefetcher: ThreadPoolExecutor | None = None
         self._writer: ThreadPoolExecutor | None = None
+        # Queued to be fetched ahead; whoever reads one takes it out.
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
+        # Work of the background threads that has not ended.
         self._written: set[Future[None]] = set()
+        self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
 
     def open(self) -> None:
@@ -87,12 +90,18 @@ class TierStack:
                 self._note_fault(tier, "open", error)
 
     def close(self) -> None:
-        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent."""
+        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
+
+        Reading ahead that a tier does not come back from is left behind after as long again.
+        """
         self.flush(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):
             if workers is not None:
-                workers.shutdown(wait=True, cancel_futures=True)
+                workers.shutdown(wait=False, cancel_futures=True)
         self._prefetcher = self._writer = None
+        with self._lock:
+            under_way = self._written | self._fetched
+        wait(under_way, CLOSE_S_MAX)
         for tier in self._tiers:
             tier.close()
         self._open = []
@@ -111,6 +120,9 @@ class TierStack:
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
+        if self._prefetching:
+            with self._lock:
+                self._prefetching.discard(object_id)
         tiers = self._open
         for tier in tiers[:1]:
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
@@ -157,10 +169,17 @@ class TierStack:
         if not has_room or self._writer is None:
             return self._put_all([tier], object_id, buffer)
         future = self._writer.submit(self._write_later, tier, object_id, bytes(buffer))
-        with self._lock:
-            self._written.add(future)
-        future.add_done_callback(self._forget_write)
+        self._follow(future, self._written)
         return False
+
+    def _follow(self, future: Future[None], unfinished: set[Future[None]]) -> None:
+        with self._lock:
+            unfinished.add(future)
+        future.add_done_callback(partial(self._end, unfinished))
+
+    def _end(self, unfinished: set[Future[None]], future: Future[None]) -> None:
+        with self._lock:
+            unfinished.discard(future)
 
     def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
         try:
@@ -169,34 +188,32 @@ class TierStack:
             with self._lock:
                 self._unwritten_bytes -= len(data)
 
-    def _forget_write(self, future: Future[None]) -> None:
-        with self._lock:
-            self._written.discard(future)
-
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
         """Bring the next objects of a matched run into the faster tiers in the background, in order.
 
         Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
-        are those that no faster tier would admit.
+        are those that no faster tier would admit, or that somebody has begun to read meanwhile.
         """
         queued = 0
-        for object_id in object_ids:
+        for object_id in object_ids if len(self._open) > 1 else ():
             with self._lock:
                 if self._prefetcher is None or len(self._prefetching) >= PREFETCH_MAX:
                     return queued
                 if object_id in self._prefetching:
                     continue
                 self._prefetching.add(object_id)
-                self._prefetcher.submit(self._prefetch, object_id, size_max)
-                queued += 1
+                future = self._prefetcher.submit(self._prefetch, object_id, size_max)
+            self._follow(future, self._fetched)
+            queued += 1
         return queued
 
     def _prefetch(self, object_id: ObjectId, size_max: int) -> None:
-        try:
+        with self._lock:
+            if object_id not in self._prefetching:
+                return
+            self._prefetching.discard(object_id)
+        if self._admitting(self._open[:-1], object_id, size_max):
             self.promote(object_id, size_max)
-        finally:
-            with self._lock:
-                self._prefetching.discard(object_id)
 
     def promote(self, object_id: ObjectId, size_max: int) -> bool:
         """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
