@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.tier.arena import Arena, Run, frame_bytes_for
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
@@ -80,6 +80,11 @@ class MemoryTier:
         self._removed: OrderedDict[ObjectId, str] = OrderedDict()
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions."""
+        self._on_removed = on_removed
 
     def open(self) -> None:
         """Reserve the memory; the system gives it as it is first used, or at once if it is pinned."""
@@ -224,6 +229,7 @@ class MemoryTier:
             self._unlisted.append(resident)
         else:
             arena.give_back(resident.runs)
+        self._on_removed([object_id])
         self._removed[object_id] = reason
         self._removed.move_to_end(object_id)
         while len(self._removed) > REMEMBERED_MAX:

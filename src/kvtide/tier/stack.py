@@ -17,13 +17,13 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Tier, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
-__all__ = ["SelectiveTier", "TierStack"]
+__all__ = ["Observer", "SelectiveTier", "TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -35,6 +35,19 @@ PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
+
+
+class Observer(Protocol):
+    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
+
+    Called from any thread, possibly under a tier's locks: it must not call the stack.
+    """
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """An object was stored in a tier."""
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """An object is no longer in a tier."""
 
 
 @runtime_checkable
@@ -65,6 +78,7 @@ class TierStack:
         self._write_back = frozenset(write_back)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
+        self._observer: Observer | None = None
         self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._logged: set[tuple[str, str]] = set()
         self._flight = SingleFlight()
@@ -77,6 +91,18 @@ class TierStack:
         self._written: set[Future[None]] = set()
         self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
+
+    def observe(self, observer: Observer) -> None:
+        """Tell it from now on where objects are. Call it before `open`."""
+        self._observer = observer
+        for position, tier in enumerate(self._tiers):
+            if isinstance(tier, Reporting):
+                tier.report_to(partial(self._note_removed, position))
+
+    def _note_removed(self, position: int, object_ids: Sequence[ObjectId]) -> None:
+        if self._observer is not None:
+            for object_id in object_ids:
+                self._observer.removed(object_id, position)
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
@@ -115,7 +141,13 @@ class TierStack:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
-        return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in self._open)
+        return next(self.places(object_id), None) is not None
+
+    def places(self, object_id: ObjectId) -> Iterator[int]:
+        """Yield the numbers of the tiers that have the object now, the fastest first; each is asked in its turn."""
+        for tier in self._open:
+            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                yield self._tiers.index(tier)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
@@ -159,8 +191,13 @@ class TierStack:
         return is_stored
 
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
-        stored = [self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False) for tier in tiers]
-        return any(stored)
+        is_stored = False
+        for tier in tiers:
+            if self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False):
+                is_stored = True
+                if self._observer is not None:
+                    self._observer.placed(object_id, self._tiers.index(tier))
+        return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
         with self._lock:
@@ -275,11 +312,11 @@ class TierStack:
                     seen.add(info.id)
                     yield info
 
-    def records(self) -> Iterator[Record]:
-        """Yield what the tiers that keep objects over a restart have, each with its parent; twice if two have it."""
+    def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
+        """Yield the tiers that keep objects over a restart, by number, with what each has."""
         for tier in self._open:
             if isinstance(tier, Recorded):
-                yield from tier.records()
+                yield self._tiers.index(tier), tier.records()
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
