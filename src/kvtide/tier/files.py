@@ -72,6 +72,10 @@ class Files:
         """Set a file's length and give back what lies behind."""
         os.ftruncate(descriptor, size)
 
+    def sync(self, descriptor: int) -> None:
+        """Wait until a file's content is on the disk for good."""
+        os.fdatasync(descriptor)
+
     def unlink(self, path: Path | str) -> None:
         """Remove a file's name."""
         os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
