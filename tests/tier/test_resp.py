@@ -56,6 +56,18 @@ def test_string_lands_in_the_buffer() -> None:
     assert received(b"$5\r\nhe\r\no\r\n") == (5, b"he\r\no" + bytes(11))
 
 
+@pytest.mark.parametrize("size", [17, 1100, 200_000])
+def test_what_does_not_fit_is_dropped(size: int, pair: Pair) -> None:
+    resp, peer = pair
+    buffer = memoryview(bytearray(16))
+    sender = threading.Thread(target=peer.sendall, args=(b"$%d\r\n%s\r\n:7\r\n" % (size, b"a" * size),))
+    sender.start()
+    assert resp.receive(buffer) == size
+    assert buffer == b"a" * 16
+    assert resp.receive(buffer) == 7
+    sender.join()
+
+
 @pytest.mark.parametrize("size", [1, 1000, 1024, 1025, 300_000])
 def test_pipelined_strings_of_any_size_are_kept_apart(size: int, pair: Pair) -> None:
     resp, peer = pair
@@ -74,7 +86,7 @@ def test_pipelined_strings_of_any_size_are_kept_apart(size: int, pair: Pair) -> 
 @pytest.mark.parametrize(
     "data",
     [
-        b"$17\r\n",
+        b"$536870913\r\n",
         b"$-2\r\n",
         b"$x\r\n",
         b"$1_0\r\n",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ssl
 import struct
 from collections.abc import Sequence
-from socket import MSG_WAITALL, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
+from socket import MSG_DONTWAIT, MSG_PEEK, MSG_WAITALL, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
 from typing import NamedTuple
 
 from kvtide.clock import Clock
@@ -17,6 +17,8 @@ from kvtide.tier.base import Buffer
 
 __all__ = ["Refusal", "RespSocket", "pack_command"]
 
+STRING_BYTES_MAX = 512 << 20
+_DROP_BYTES = 64 << 10
 # A body that comes more slowly is given up.
 BYTES_S_MIN = 1_000_000
 # A reply's line: a number, OK, or an error's text.
@@ -58,8 +60,8 @@ class RespSocket:
         self._line = memoryview(bytearray(LINE_BYTES_MAX))
         # Received and not yet used: line[start:stop].
         self._start = self._stop = 0
-        self._is_tls = isinstance(connected, ssl.SSLSocket)
-        if self._is_tls:
+        self.is_tls = isinstance(connected, ssl.SSLSocket)
+        if self.is_tls:
             connected.settimeout(wait_s_max)
         else:
             # The kernel's own time-outs leave the socket blocking, so that one call moves a whole body.
@@ -68,9 +70,17 @@ class RespSocket:
             connected.setsockopt(SOL_SOCKET, SO_RCVTIMEO, wait)
             connected.setsockopt(SOL_SOCKET, SO_SNDTIMEO, wait)
 
+    def is_idle(self) -> bool:
+        """Tell whether the peer has neither sent anything nor closed. Not under TLS, where that can't be seen."""
+        try:
+            self._socket.recv(1, MSG_PEEK | MSG_DONTWAIT)
+        except BlockingIOError:
+            return self._start == self._stop
+        return False
+
     def send(self, parts: Sequence[Buffer]) -> None:
         """Send all of the parts."""
-        if self._is_tls:
+        if self.is_tls:
             for part in parts:
                 self._socket.sendall(part)
             return
@@ -85,7 +95,8 @@ class RespSocket:
     def receive(self, buffer: memoryview) -> int | Refusal | None:
         """Read one reply: a number, a string's length with its bytes in `buffer`, 0 for OK, None for null, a refusal.
 
-        TierUnavailable if the peer does not speak RESP, or sends a string longer than the buffer, or an array.
+        What does not fit into the buffer is read and dropped. TierUnavailable if the peer does not speak RESP, or sends
+        an array or a string of more than STRING_BYTES_MAX.
         """
         line = self._read_line()
         kind, rest = line[:1], line[1:]
@@ -104,20 +115,27 @@ class RespSocket:
         raise TierUnavailable(f"expected a RESP reply, got {line[:40]!r}")
 
     def _read_string(self, buffer: memoryview, size: int) -> int:
-        if not 0 <= size <= len(buffer):
-            raise TierUnavailable(f"expected a string of at most {len(buffer)} bytes, the server announces {size}")
-        done = min(size, self._stop - self._start)
-        buffer[:done] = self._line[self._start : self._start + done]
-        self._start += done
-        flags = 0 if self._is_tls else MSG_WAITALL
+        if not 0 <= size <= STRING_BYTES_MAX:
+            raise TierUnavailable(f"expected a string of at most {STRING_BYTES_MAX} bytes, the server announces {size}")
         give_up_s = self._clock.monotonic_s() + self._wait_s_max + size / BYTES_S_MIN
-        while done < size:
-            if self._clock.monotonic_s() > give_up_s:
-                raise TimeoutError(f"{done} of {size} bytes came in time")
-            done += self._received(self._socket.recv_into(buffer[done:size], 0, flags))
+        kept = min(size, len(buffer))
+        self._fill(buffer[:kept], give_up_s)
+        dropped = memoryview(bytearray(min(size - kept, _DROP_BYTES)))
+        for start in range(kept, size, _DROP_BYTES):
+            self._fill(dropped[: size - start], give_up_s)
         if self._read_line() != b"":
             raise TierUnavailable("expected the end of a string, got more bytes than were announced")
         return size
+
+    def _fill(self, view: memoryview, give_up_s: float) -> None:
+        done = min(len(view), self._stop - self._start)
+        view[:done] = self._line[self._start : self._start + done]
+        self._start += done
+        flags = 0 if self.is_tls else MSG_WAITALL
+        while done < len(view):
+            if self._clock.monotonic_s() > give_up_s:
+                raise TimeoutError(f"{done} of {len(view)} bytes came in time")
+            done += self._received(self._socket.recv_into(view[done:], 0, flags))
 
     def _read_line(self) -> bytes:
         while True:

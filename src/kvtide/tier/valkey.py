@@ -26,6 +26,8 @@ __all__ = ["ValkeyTier"]
 
 REDIRECTS_MAX = 5
 SCAN_COUNT = 1000
+# Shorter buffers are for headers and the like, before any object was seen.
+_RANGE_BYTES = 64 << 10
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 _NOTHING = memoryview(bytearray())
 # Answers of a server that can't serve now, or is no longer whom we should ask.
@@ -49,6 +51,9 @@ class ValkeyTier:
         self._removals = Removals()
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
+        # A buffer that is longer than any object seen so far is for a whole object: the server sends that without
+        # copying it first, as it must for a range.
+        self._longest_bytes = _RANGE_BYTES
         self._evicted_before = 0
 
     def open(self) -> None:
@@ -65,21 +70,22 @@ class ValkeyTier:
         return self._ask(object_id, [b"EXISTS"])[0] == 1
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read a range of the object, with its length in the same round trip."""
+        """Read the object whole, or a range of it with its length in the same round trip."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
-        total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffer=buffer)
-        if not total:
-            with self._lock:
-                self._misses += 1
-            return None
-        if size != max(0, min(len(buffer), total - offset)):
-            # It went away or was replaced between the two commands.
-            return None
+        if offset == 0 and len(buffer) > self._longest_bytes:
+            total = size = self._ask(object_id, [b"GET"], buffer=buffer)[0]
+        else:
+            bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
+            total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffer=buffer)
+        expected = max(0, min(len(buffer), (total or 0) - offset))
         with self._lock:
-            self._hits += 1
-        return size
+            # An empty or shortened answer: the object is not here, or went away between the two commands.
+            is_hit = bool(total) and size is not None and size >= expected
+            self._hits += is_hit
+            self._misses += not is_hit
+            self._longest_bytes = max(self._longest_bytes, total or 0)
+        return expected if is_hit else None
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""

@@ -42,6 +42,20 @@ class _Topology(NamedTuple):
     address: Address
 
 
+class _Link(NamedTuple):
+    """A connection of redis-py, and our way to speak on its socket."""
+
+    connection: Any
+    resp: RespSocket
+
+    def is_ready(self) -> bool:
+        """Tell whether the connection still stands, with nothing left on it."""
+        try:
+            return not self.connection.can_read(0) if self.resp.is_tls else self.resp.is_idle()
+        except (RedisError, OSError):
+            return False
+
+
 class ValkeyNodes:
     """Keys to servers to connections. Thread-safe between `open` and `close`."""
 
@@ -58,7 +72,8 @@ class ValkeyNodes:
             **target.tls_settings(),
         }
         self._lock = threading.Lock()
-        self._pools: dict[Address, redis.ConnectionPool] = {}
+        self._idle: dict[Address, list[_Link]] = {}
+        self._lent: dict[Address, int] = {}
         self._shunned_until_s: dict[Address, float] = {}
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
@@ -83,9 +98,9 @@ class ValkeyNodes:
         self._refresher = None
         topology, self._topology = self._topology, None
         with self._lock:
-            pools, self._pools = list(self._pools.values()), {}
-        for pool in pools:
-            pool.disconnect()
+            idle, self._idle = [link for links in self._idle.values() for link in links], {}
+        for link in idle:
+            link.connection.disconnect()
         _close(topology)
 
     def owner(self, key: bytes) -> Address:
@@ -117,24 +132,52 @@ class ValkeyNodes:
     @contextmanager
     def connection(self, address: Address) -> Iterator[RespSocket]:
         """Lend a connection that is authenticated and idle. TierUnavailable if it can't be had, or fails meanwhile."""
-        if self._clock.monotonic_s() < self._shunned_until_s.get(address, 0.0):
-            raise TierUnavailable(f"{address} did not answer just now")
-        pool = self._pool(address)
-        try:
-            connection: Any = pool.get_connection()
-        except (RedisError, OSError) as error:
-            raise self._fault(address, error) from error
+        link = self._take(address)
         is_whole = False
         try:
-            # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
-            yield RespSocket(connection._sock, self._target.options.wait_s_max, self._clock)
+            yield link.resp
             is_whole = True
         except OSError as error:
             raise self._fault(address, error) from error
         finally:
+            self._give_back(address, link if is_whole else None)
             if not is_whole:
-                connection.disconnect()
-            pool.release(connection)
+                link.connection.disconnect()
+
+    def _take(self, address: Address) -> _Link:
+        if self._clock.monotonic_s() < self._shunned_until_s.get(address, 0.0):
+            raise TierUnavailable(f"{address} did not answer just now")
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if self._lent.get(address, 0) >= CONNECTIONS_MAX:
+                raise TierUnavailable(f"all {CONNECTIONS_MAX} connections to {address} are in use")
+            self._lent[address] = self._lent.get(address, 0) + 1
+            link = idle.pop() if idle else None
+        if link is not None and link.is_ready():
+            return link
+        try:
+            if link is not None:
+                link.connection.disconnect()
+            return self._new_link(address)
+        except (RedisError, OSError) as error:
+            self._give_back(address, None)
+            raise self._fault(address, error) from error
+
+    def _new_link(self, address: Address) -> _Link:
+        kind = redis.SSLConnection if self._target.is_tls else redis.Connection
+        connection: Any = kind(host=address.host, port=address.port, db=self._target.database, **self._settings)
+        connection.connect()
+        # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
+        return _Link(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
+
+    def _give_back(self, address: Address, link: _Link | None) -> None:
+        with self._lock:
+            self._lent[address] -= 1
+            if link is not None and not self._closing.is_set():
+                self._idle[address].append(link)
+                link = None
+        if link is not None:
+            link.connection.disconnect()
 
     def _fault(self, address: Address, error: Exception) -> TierUnavailable:
         self._shunned_until_s[address] = self._clock.monotonic_s() + SHUN_S
@@ -142,16 +185,6 @@ class ValkeyNodes:
         is_late = isinstance(error, BlockingIOError | TimeoutError)
         what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)
         return TierUnavailable(f"{address}: {what or type(error).__name__}")
-
-    def _pool(self, address: Address) -> redis.ConnectionPool:
-        with self._lock:
-            pool = self._pools.get(address)
-            if pool is None:
-                kind = redis.SSLConnection if self._target.is_tls else redis.Connection
-                place = {"host": address.host, "port": address.port, "db": self._target.database}
-                pool = redis.ConnectionPool(kind, CONNECTIONS_MAX, **place, **self._settings)
-                self._pools[address] = pool
-            return pool
 
     def clients(self) -> list[redis.Redis]:
         """Return a redis-py client of each server that owns slots, for what is no hot path."""
