@@ -3,6 +3,7 @@
 from kvtide.wire.frame import FRAME_HEADER_BYTES, Frame, frame_header, pack_frame, parse_frame, parse_frame_header
 from kvtide.wire.object import (
     HEADER_AND_TABLE_BYTES_MAX,
+    HEADER_BYTES,
     OBJECT_BYTES_MAX,
     SectionEntry,
     StoredObject,
@@ -17,6 +18,7 @@ from kvtide.wire.object import (
 __all__ = [
     "FRAME_HEADER_BYTES",
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "OBJECT_BYTES_MAX",
     "Frame",
     "SectionEntry",

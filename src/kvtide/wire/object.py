@@ -18,6 +18,7 @@ from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, Sect
 
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "OBJECT_BYTES_MAX",
     "SectionEntry",
     "StoredObject",
