@@ -1,0 +1,220 @@
+"""Brings a context into an engine: heads, load or recompute, a plan run for real, blocks decoded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.clock import Clock
+from kvtide.codec import CodecRegistry
+from kvtide.errors import CorruptPayload
+from kvtide.fetch.job import Job, Wish, layered_job
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
+from kvtide.fetch.source import Source, read_heads
+from kvtide.stream.plan import Decision, Policy, Reason, TwoEnded, Way, cut_for_meeting, decide
+from kvtide.stream.receiver import Receiver
+from kvtide.wire import StoredObject
+
+__all__ = ["ContextLoader", "ContextReport", "LoadedBlock", "LoaderStats"]
+
+_log = logging.getLogger(__name__)
+
+# A loaded block by its number, for the engine to append: called in order.
+LoadedBlock = Callable[[int, BlockBits], None]
+
+
+class ContextReport(NamedTuple):
+    """What became of a context.
+
+    tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. decision: None if
+    there was nothing to load. fetch: None if nothing was loaded. ready_s: until the engine had all of it.
+    """
+
+    tokens: int
+    computed_tokens: int
+    kl: float
+    ready_s: float
+    decision: Decision | None
+    fetch: FetchReport | None
+
+
+class LoaderStats(NamedTuple):
+    """Counters since the loader was made: decisions, and what was asked for or computed by reason."""
+
+    ways: Mapping[Way, int]
+    reasons: Mapping[Reason, int]
+    received_bytes: int
+    faults: int
+
+
+class ContextLoader:
+    """Loads contexts from sources over one link, and keeps what it learns of link and decoder. One load at a time."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        registry: CodecRegistry,
+        link: LinkState,
+        clock: Clock,
+        limits: FetchLimits,
+        policy: Policy | None = None,
+    ) -> None:
+        self._sources = sources
+        self._registry = registry
+        self._link = link
+        self._clock = clock
+        self._limits = limits
+        self._policy = policy or TwoEnded()
+        self._decode_block_s = 0.0
+        self._ways: Counter[Way] = Counter()
+        self._reasons: Counter[Reason] = Counter()
+        self._received_bytes = self._faults = 0
+
+    def load(
+        self, metas: Sequence[BlockMeta], kl: Sequence[float], wish: Wish, engine: Engine, append: LoadedBlock
+    ) -> ContextReport:
+        """Have the engine hold the leading blocks by `wish.deadline_s`, computed by itself or appended as they came.
+
+        metas: the blocks from token 0 on. kl: loss with each refinement. The engine computes from the first call on:
+        where nothing can be loaded no time is lost. `append` is called in this thread, before the engine computes
+        what is behind a loaded block, and at the end. CorruptPayload never leaves it: such blocks are not loaded.
+        """
+        started_s = self._clock.monotonic_s()
+        with ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads") as pool:
+            ids = [meta.id for meta in metas]
+            requests_max, wait_s = self._limits.requests_max, self._limits.read_s_max
+            heads = pool.submit(read_heads, self._sources, ids, self._clock, wait_s, requests_max)
+            computed = self._compute_until_known(metas, heads, engine)
+            stored = self._matching(heads.result() if heads.done() else [], metas)
+        tokens = metas[0].layout.tokens
+        if len(stored) <= computed:
+            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), None, None)
+        job = self._job(stored, computed, kl, wish, started_s)
+        decision = decide(
+            job.request, self._link.estimator.bytes_per_s(), min(self._link.latency_s, self._limits.read_s_max)
+        )
+        self._ways[decision.way] += 1
+        if decision.way is Way.RECOMPUTE:
+            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), decision, None)
+        return self._run(job, computed, engine, append, decision, started_s)
+
+    def _since(self, started_s: float) -> float:
+        return self._clock.monotonic_s() - started_s
+
+    def _compute_until_known(
+        self, metas: Sequence[BlockMeta], heads: Future[list[StoredObject]], engine: Engine
+    ) -> int:
+        """Compute block after block until the heads are here; what is under way then is stopped."""
+        for computed, meta in enumerate(metas):
+            stop = meta.start + meta.layout.tokens
+            if heads.done() or not engine.compute(meta.start, stop, lambda: not heads.done()):
+                return computed
+        return len(metas)
+
+    def _matching(self, heads: Sequence[StoredObject], metas: Sequence[BlockMeta]) -> list[StoredObject]:
+        """Return the leading objects that are the blocks asked for, and whose codec is here."""
+        found = []
+        for head, meta in zip(heads, metas, strict=False):
+            is_same = (head.meta.layout, head.meta.start, head.meta.parent) == (meta.layout, meta.start, meta.parent)
+            if not is_same or self._registry.get(head.codec_id, head.profile) is None:
+                break
+            found.append(head)
+        return found
+
+    def _job(
+        self, stored: Sequence[StoredObject], computed: int, kl: Sequence[float], wish: Wish, started_s: float
+    ) -> Job:
+        tokens, blocks = stored[0].meta.layout.tokens, len(stored)
+        decode_s = self._decode_block_s * blocks
+        left_s = max(0.0, wish.deadline_s - self._since(started_s) - decode_s)
+        chunk_tokens = max(tokens, 1536 // tokens * tokens)
+        meeting_s = left_s if math.isfinite(left_s) else 0.0
+        spans = cut_for_meeting(blocks * tokens, tokens, wish.prefill, meeting_s, chunk_tokens)
+        if computed:
+            done = computed * tokens
+            spans = [(0, done), *((max(start, done), stop) for start, stop in spans if stop > done)]
+        return layered_job(stored, spans, kl, wish._replace(deadline_s=left_s))
+
+    def _run(
+        self, job: Job, computed: int, engine: Engine, append: LoadedBlock, decision: Decision, started_s: float
+    ) -> ContextReport:
+        receiver = Receiver(job.objects)
+        behind = _Behind(engine, append, job, receiver, self._registry, computed * job.objects[0].meta.layout.tokens)
+        report = run(
+            job,
+            receiver,
+            self._policy,
+            self._sources,
+            self._link,
+            self._clock,
+            behind,
+            self._limits,
+            computed_chunks=1 if computed else 0,
+        )
+        decode_started_s = self._clock.monotonic_s()
+        appended = behind.append_until(job.request.tokens)
+        if appended:
+            self._decode_block_s = self._since(decode_started_s) / appended
+        self._reasons.update(report.reasons)
+        self._received_bytes += report.received_bytes
+        self._faults += report.faults
+        own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
+        return ContextReport(behind.tokens, own, report.kl, self._since(started_s), decision, report)
+
+    def stats(self) -> LoaderStats:
+        """Return the counters."""
+        return LoaderStats(dict(self._ways), dict(self._reasons), self._received_bytes, self._faults)
+
+
+class _Behind:
+    """The engine, given what is loaded before each chunk that it computes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        append: LoadedBlock,
+        job: Job,
+        receiver: Receiver,
+        registry: CodecRegistry,
+        tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._append = append
+        self._job = job
+        self._receiver = receiver
+        self._registry = registry
+        # What the engine has, from the start on.
+        self.tokens = tokens
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        self.append_until(start)
+        if self.tokens != start or not self._engine.compute(start, stop, is_wanted):
+            return False
+        self.tokens = stop
+        return True
+
+    def append_until(self, stop: int) -> int:
+        """Append the loaded blocks up to token `stop`, or to the first that is not usable; return how many."""
+        layout, appended = self._job.objects[0].meta.layout, 0
+        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+        while self.tokens < stop:
+            block = self.tokens // layout.tokens
+            stored = self._job.objects[block]
+            codec = self._registry.get(stored.codec_id, stored.profile)
+            try:
+                assert codec is not None
+                codec.decode(stored.meta, self._receiver.sections(block), bits)
+            except CorruptPayload as error:
+                _log.warning("block %d can't be decoded, what is behind it is computed: %s", block, error)
+                break
+            self._append(block, bits)
+            self.tokens += layout.tokens
+            appended += 1
+        return appended
