@@ -2,11 +2,12 @@
 
 from kvtide.wire.object import (
     HEADER_AND_TABLE_BYTES_MAX,
+    NO_LABEL,
     OBJECT_BYTES_MAX,
+    ObjectLabel,
     StoredObject,
-    codec_field,
-    header_and_table_bytes,
     object_bytes_max,
+    object_label,
     pack_object,
     parse_header,
     parse_object,
@@ -14,11 +15,12 @@ from kvtide.wire.object import (
 
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
+    "NO_LABEL",
     "OBJECT_BYTES_MAX",
+    "ObjectLabel",
     "StoredObject",
-    "codec_field",
-    "header_and_table_bytes",
     "object_bytes_max",
+    "object_label",
     "pack_object",
     "parse_header",
     "parse_object",
