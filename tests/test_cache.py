@@ -311,7 +311,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
 def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
-    for name, bound, stored in (("lossy", 1 << 20, "cachegen-1"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
+    for name, bound, stored in (("lossy", 1 << 20, "cachegen-2"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
         cache = open_cache(tmp_path / name, "cachegen", encode_scratch_bytes_max=bound)
         fill(cache, metas_of(layout, 1))
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]

@@ -21,6 +21,7 @@ __all__ = [
     "NO_LABEL",
     "OBJECT_BYTES_MAX",
     "ObjectLabel",
+    "SectionEntry",
     "StoredObject",
     "object_bytes_max",
     "object_label",
@@ -52,29 +53,52 @@ assert _ENTRY.size == ENTRY_BYTES
 assert tuple(range(len(_KINDS))) == _KINDS
 
 
-class _Entry(NamedTuple):
+class SectionEntry(NamedTuple):
+    """What an object's section table says of one section: its place in the object, and the checksum of its bytes."""
+
     id: SectionId
     offset: int
     size: int
     checksum: bytes
 
+    def to_bytes(self) -> bytes:
+        """Return the entry as it is stored."""
+        kind, refinement, layer_start, layer_stop = self.id
+        return _ENTRY.pack(kind, 0, refinement, layer_start, layer_stop, self.offset, self.size, 0, self.checksum)
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> SectionEntry:
+        """Return a stored entry. CorruptPayload for an unknown kind, reserved bytes that are set, or no layers."""
+        kind, zero, refinement, layer_start, layer_stop, offset, size, reserved, checksum = _ENTRY.unpack(data)
+        if kind not in SectionKind.__members__.values() or zero or reserved:
+            raise CorruptPayload(f"a section is of unknown kind {kind} or has reserved bytes set")
+        section_id = SectionId(SectionKind(kind), refinement, layer_start, layer_stop)
+        if layer_start >= layer_stop:
+            raise CorruptPayload(f"section {section_id} has no layers")
+        return cls(section_id, offset, size, checksum)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A checked header and section table over the bytes that they were read from."""
+    """A checked header and section table over the bytes that they were read from; `entries` in stored order."""
 
     meta: BlockMeta
     codec_id: str
     profile: bytes | None
     object_bytes: int
     version_tag: bytes
-    _entries: Sequence[_Entry]
+    entries: Sequence[SectionEntry]
     _data: memoryview
+
+    @property
+    def head(self) -> bytes:
+        """Return header and section table as they are stored."""
+        return bytes(self._data[: self.entries[0].offset])
 
     @property
     def section_ids(self) -> tuple[SectionId, ...]:
         """Return the ids of all sections in stored order."""
-        return tuple(entry.id for entry in self._entries)
+        return tuple(entry.id for entry in self.entries)
 
     def section(self, position: int) -> Section:
         """Return the section at this place in the table, its checksum verified.
@@ -82,7 +106,7 @@ class StoredObject:
         The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
         the bytes are not all there or not those that were stored.
         """
-        entry = self._entries[position]
+        entry = self.entries[position]
         data = self._data[entry.offset : entry.offset + entry.size]
         if len(data) != entry.size:
             raise CorruptPayload(f"{self.meta.id}: section {entry.id} has {entry.size} bytes, {len(data)} are here")
@@ -92,7 +116,7 @@ class StoredObject:
 
     def sections(self) -> list[Section]:
         """Return all sections, each verified. CorruptPayload as in `section`."""
-        return [self.section(position) for position in range(len(self._entries))]
+        return [self.section(position) for position in range(len(self.entries))]
 
 
 def object_bytes_max(layout: BlockLayout) -> int:
@@ -121,11 +145,9 @@ def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], pro
     packed = bytearray(object_bytes)
     offset = body_start
     for position, (section_id, data) in enumerate(ordered):
-        checksum = xxhash.xxh3_128_digest(data)
-        kind, refinement, layer_start, layer_stop = section_id
+        entry = SectionEntry(section_id, offset, len(data), xxhash.xxh3_128_digest(data))
         entry_offset = HEADER_BYTES + position * ENTRY_BYTES
-        entry = (kind, 0, refinement, layer_start, layer_stop, offset, len(data), 0, checksum)
-        _ENTRY.pack_into(packed, entry_offset, *entry)
+        packed[entry_offset : entry_offset + ENTRY_BYTES] = entry.to_bytes()
         packed[offset : offset + len(data)] = data
         offset += len(data)
     assert offset == object_bytes
@@ -245,17 +267,17 @@ def _checked_object(
         profile=None if profile == _NO_PROFILE else profile,
         object_bytes=object_bytes,
         version_tag=version_tag,
-        _entries=_parse_entries(view, section_count, layers, object_bytes, object_id),
+        entries=_parse_entries(view, section_count, layers, object_bytes, object_id),
         _data=view,
     )
 
 
 def _parse_entries(
     view: memoryview, section_count: int, layers: int, object_bytes: int, object_id: ObjectId
-) -> list[_Entry]:
+) -> list[SectionEntry]:
     """Check the table in one pass. Kept flat: for small objects it costs as much as hashing the bytes."""
     table = view[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count]
-    entries: list[_Entry] = []
+    entries: list[SectionEntry] = []
     next_offset = HEADER_BYTES + len(table)
     last_order = (-1, -1, -1)
     for kind, zero, refinement, start, stop, offset, size, reserved, checksum in _ENTRY.iter_unpack(table):
@@ -268,7 +290,7 @@ def _parse_entries(
             raise CorruptPayload(f"{object_id}: section {len(entries)} is out of order or leaves a gap")
         last_order = order
         next_offset = offset + size
-        entries.append(_Entry(SectionId(_KINDS[kind], refinement, start, stop), offset, size, checksum))
+        entries.append(SectionEntry(SectionId(_KINDS[kind], refinement, start, stop), offset, size, checksum))
     if next_offset != object_bytes or object_bytes > OBJECT_BYTES_MAX:
         raise CorruptPayload(f"{object_id}: sections end at {next_offset}, the object at {object_bytes}")
     return entries
