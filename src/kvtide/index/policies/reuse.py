@@ -168,26 +168,30 @@ class ReusePolicy:
         """Move the runs last used at `due_s` or before. Most of the policy's time is spent here: kept flat."""
         runs, reached = young.runs, 0.0
         aged: list[Run] = []
+        lines: dict[int, list[Run]] = {}
         for run in runs:
-            if run.state.at_s > due_s:
+            trace: _Trace = run.state
+            if trace.at_s > due_s:
                 break
             aged.append(run)
-        for run in aged:
-            trace: _Trace = run.state
-            del runs[run]
             trace.queue = old
             reached += trace.weight
             if run.is_candidate:
-                del young.candidates[trace.cost_class][run]
-                self._line_up(run, trace.cost_class, old)
+                lines.setdefault(trace.cost_class, []).append(run)
+        for run in aged:
+            del runs[run]
         old.runs.update(dict.fromkeys(aged))
         self._model.reached[old.row][old.age_bin] += reached
+        for cost_class, line in lines.items():
+            self._line_up(line, cost_class, old)
+            for run in line:
+                del young.candidates[cost_class][run]
 
-    def _line_up(self, run: Run, cost_class: int, queue: _Queue) -> None:
+    def _line_up(self, runs: Sequence[Run], cost_class: int, queue: _Queue) -> None:
         line = queue.candidates[cost_class]
         if not line:
             heapq.heappush(self._ranking, self._rank(queue, cost_class))
-        line[run] = None
+        line.update(dict.fromkeys(runs))
 
     def _learn(self) -> None:
         self._model.learn()
@@ -220,7 +224,7 @@ class ReusePolicy:
             queue = trace.queue = self._queues[queue.row][age_bin]
             queue.runs[run] = None
         trace.cost_class = _cost_class(run.given_cost)
-        self._line_up(run, trace.cost_class, queue)
+        self._line_up([run], trace.cost_class, queue)
 
     def leave(self, run: Run) -> None:
         """Take the run out of its queue's candidates."""
