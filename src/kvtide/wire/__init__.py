@@ -3,11 +3,13 @@
 from kvtide.wire.frame import FRAME_HEADER_BYTES, Frame, frame_header, pack_frame, parse_frame, parse_frame_header
 from kvtide.wire.object import (
     HEADER_AND_TABLE_BYTES_MAX,
+    HEADER_BYTES,
     NO_LABEL,
     OBJECT_BYTES_MAX,
     ObjectLabel,
     SectionEntry,
     StoredObject,
+    header_and_table_bytes,
     object_bytes_max,
     object_label,
     pack_object,
@@ -18,6 +20,7 @@ from kvtide.wire.object import (
 __all__ = [
     "FRAME_HEADER_BYTES",
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "NO_LABEL",
     "OBJECT_BYTES_MAX",
     "Frame",
@@ -25,6 +28,7 @@ __all__ = [
     "SectionEntry",
     "StoredObject",
     "frame_header",
+    "header_and_table_bytes",
     "object_bytes_max",
     "object_label",
     "pack_frame",

@@ -18,11 +18,13 @@ from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, S
 
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "NO_LABEL",
     "OBJECT_BYTES_MAX",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
+    "header_and_table_bytes",
     "object_bytes_max",
     "object_label",
     "pack_object",
@@ -218,6 +220,14 @@ def parse_object(data: bytes | bytearray | memoryview, expected: ObjectId | None
     if stored.object_bytes != len(data):
         raise CorruptPayload(f"{stored.meta.id}: object has {stored.object_bytes} bytes, {len(data)} came")
     return stored
+
+
+def header_and_table_bytes(data: bytes | bytearray | memoryview) -> int:
+    """Return how long header and section table are, by what may be an object's begin; at most the format's bound."""
+    if len(data) < HEADER_BYTES:
+        return HEADER_BYTES
+    section_count: int = _HEADER.unpack_from(data)[3]
+    return HEADER_BYTES + ENTRY_BYTES * min(section_count, SECTIONS_MAX)
 
 
 def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:
