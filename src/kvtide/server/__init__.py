@@ -1,0 +1,1 @@
+"""The cache server: tiers behind HTTP."""
