@@ -6,6 +6,7 @@ KvtideError
 ├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
 │   └── TierFull                no room for this object: it is not stored
 ├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
+├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
 A miss is None, never an error. The user's mistake is ValueError at the edge.
@@ -16,6 +17,7 @@ from __future__ import annotations
 __all__ = [
     "CorruptPayload",
     "KvtideError",
+    "QueueFull",
     "RequestRefused",
     "TierFull",
     "TierUnavailable",
@@ -51,6 +53,10 @@ class RequestRefused(KvtideError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+class QueueFull(KvtideError):
+    """A tenant may not queue more now."""
 
 
 class UnsupportedModel(KvtideError, ValueError):

@@ -1,1 +1,1 @@
-"""The cache server: tiers behind HTTP."""
+"""The cache server: tiers over HTTP, byte-fair between tenants."""
