@@ -91,7 +91,8 @@ class Sender:
         self._pump()
 
     async def _slice(self, send: Send, order: Order, is_first: bool) -> Slice:
-        waiting = self._waiting[send] = self._loop.create_future()
+        waiting: asyncio.Future[Slice] = self._loop.create_future()
+        self._waiting[send] = waiting
         self._pump()
         if waiting.done():
             return waiting.result()

@@ -12,6 +12,7 @@ import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
+from kvtide.server.scheduler import SchedulerSettings
 
 __all__ = ["Address", "ServerLimits", "ServerSettings", "TlsSettings", "parse_address", "read_settings"]
 
@@ -66,10 +67,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """All that `kvtide serve` needs."""
 
     listen: str = DEFAULT_LISTEN
-    tiers: list[str] = ["memory://"]
-    grants: list[Grant] = []
+    tiers: tuple[str, ...] = ("memory://",)
+    grants: tuple[Grant, ...] = ()
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()
+    sending: SchedulerSettings = SchedulerSettings()
     is_open_to_all: bool = False
 
 

@@ -44,6 +44,10 @@ class Stream:
         """Whether bytes are here that nobody has asked for yet."""
         return bool(self._pending)
 
+    def now_s(self) -> float:
+        """Return the loop's time, in which deadlines are."""
+        return self._loop.time()
+
     async def handshake(self, deadline_s: float) -> str | None:
         """Shake hands if this is TLS. Return the common name in the peer's verified certificate, if it has one."""
         if not isinstance(self._sock, ssl.SSLSocket):

@@ -24,6 +24,7 @@ __all__ = [
     "codec_field",
     "embedded_namespace",
     "header_and_table_bytes",
+    "object_bytes",
     "object_bytes_max",
     "pack_object",
     "parse_header",
@@ -173,6 +174,12 @@ def codec_field(data: bytes | bytearray | memoryview) -> bytes:
     """Return the codec id as an object's header has it, unchecked, for labels; zeros if these bytes are no object."""
     is_object = len(data) >= HEADER_BYTES and data[: len(_MAGIC)] == _MAGIC
     return bytes(data[_CODEC_OFFSET : _CODEC_OFFSET + _CODEC_BYTES]) if is_object else bytes(_CODEC_BYTES)
+
+
+def object_bytes(head: bytes | bytearray) -> int:
+    """Return how long an object says it is in its first bytes, unchecked but for the format's bound; 0 if it can't."""
+    size: int = _HEADER.unpack_from(head)[-2] if len(head) >= HEADER_BYTES else 0
+    return min(size, OBJECT_BYTES_MAX)
 
 
 def version_tag(head: bytes) -> bytes:

@@ -207,7 +207,7 @@ class TenantView(msgspec.Struct, frozen=True):
     tier: TierView | None
 
 
-def parse_keys(body: bytes | memoryview) -> list[BlockKey]:
+def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
     """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
