@@ -94,6 +94,20 @@ class DiskTier:
         """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
         return self._guarded("read", lambda: self._found(object_id, self._log.lend))
 
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place if we know it and its header is in the page cache."""
+        entry = self._log.catalog.find(object_id)
+        if entry is None:
+            return None
+        _, lent = self._guarded("read", lambda: self._log.lend(entry, can_wait=False))
+        if lent is not None:
+            self._note_hit(entry)
+        return lent
+
+    def _note_hit(self, entry: Entry) -> None:
+        self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
+        self._count(hits=1)
+
     def _found(
         self, object_id: ObjectId, action: Callable[[Entry], tuple[RecordState | None, _Result]]
     ) -> _Result | None:
@@ -103,8 +117,7 @@ class DiskTier:
                 break
             state, result = action(entry)
             if state is RecordState.LIVE:
-                self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
-                self._count(hits=1)
+                self._note_hit(entry)
                 return result
             self._forget(entry, state)
         self._count(misses=1)

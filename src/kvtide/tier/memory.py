@@ -140,6 +140,10 @@ class MemoryTier:
                 return None
             return LentObject(sum(map(len, views)), joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
 
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's memory if it is here."""
+        return self.lend(object_id) if object_id in self._residents else None
+
     def _end_lease(self, resident: _Resident, arena: Arena) -> None:
         with self._lock:
             resident.leases -= 1

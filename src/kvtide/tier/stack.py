@@ -132,14 +132,19 @@ class TierStack:
 
     def lend(self, object_id: ObjectId) -> LentObject | None:
         """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
-        uses = self._ranking.note_use(object_id)
+        return self._lend(object_id, lambda tier: tier.lend(object_id))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and need not wait."""
+        return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
+
+    def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
         for position, tier in enumerate(self._open):
-            if isinstance(tier, Lender):
-                lent = self._ask(tier, "read", partial(tier.lend, object_id), None)
-                if lent is not None:
-                    if position and uses >= USES_BEFORE_PROMOTION:
-                        self.prefetch([object_id], lent.size)
-                    return lent
+            lent = self._ask(tier, "read", partial(lend, tier), None) if isinstance(tier, Lender) else None
+            if lent is not None:
+                if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
+                    self.prefetch([object_id], lent.size)
+                return lent
         return None
 
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
