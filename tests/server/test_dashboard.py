@@ -51,7 +51,7 @@ def made_up_status(polls: int = 0) -> Status:
     scheduler.grant(0.0)
     for _ in range(300 + 70 * polls):
         metrics.count_hit()
-    for _ in range(100 + (polls * 7919) % 40):
+    for _ in range(100 + 30 * polls + (polls * 7919) % 23):
         metrics.count_miss()
     metrics.count_decisions(Decision.LOAD, 812)
     metrics.connection_opened()
