@@ -20,6 +20,7 @@ from kvtide.index import Record
 from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
@@ -127,6 +128,18 @@ class TierStack:
                 if is_promoted and offset == 0 and size < len(buffer):
                     self._put_all(self._admitting(self._open[:position], object_id, size), object_id, buffer[:size])
                 return size
+        return None
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
+        uses = self._ranking.note_use(object_id)
+        for position, tier in enumerate(self._open):
+            if isinstance(tier, Lender):
+                lent = self._ask(tier, "read", partial(tier.lend, object_id), None)
+                if lent is not None:
+                    if position and uses >= USES_BEFORE_PROMOTION:
+                        self.prefetch([object_id], lent.size)
+                    return lent
         return None
 
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,7 +14,9 @@ from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
-__all__ = ["open_tier", "stack_of"]
+__all__ = ["open_tier", "stack_of", "tiers_of"]
+
+_MEMORY = "memory://"
 
 
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -33,11 +36,22 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it.
+    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`."""
+    urls = [_MEMORY] if url.startswith(_MEMORY) else [_MEMORY, url]
+    return tiers_of(urls, limits, clock, is_pinned, ranking)
+
+
+def tiers_of(
+    urls: Sequence[str], limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None
+) -> TierStack:
+    """Return what the URLs name as one tier, fastest first.
 
     What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`.
     """
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
-    tier = open_tier(url, limits, clock, is_pinned)
-    memory = MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking)
-    return TierStack([memory] if isinstance(tier, MemoryTier) else [memory, tier], ranking)
+    tiers: list[Tier] = []
+    for url in urls:
+        tier = open_tier(url, limits, clock, is_pinned)
+        is_memory = isinstance(tier, MemoryTier)
+        tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
+    return TierStack(tiers, ranking)
