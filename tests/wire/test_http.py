@@ -37,8 +37,8 @@ OBJECT_PATH = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
 TOKEN = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
 VALUE = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30)
 PIECES = st.sampled_from(
-    b"GET |PUT |/v1/| HTTP/1.1|\r\n|\r\n\r\n|\n|Host: x|Content-Length: |5|-1|Transfer-Encoding: chunked|Range: bytes=|0-"
-    b"|\0| |:|HTTP/1.1 200 OK|\xff|aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".split(b"|")
+    b"GET |PUT |/v1/| HTTP/1.1|\r\n|\r\n\r\n|\n|Host: x|Content-Length: |5|-1|Transfer-Encoding: chunked|Range: bytes="
+    b"|0-|\0| |:|HTTP/1.1 200 OK|\xff|aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".split(b"|")
 )
 
 
