@@ -18,7 +18,6 @@ from kvtide.wire.protocol import Route, deadline_ms, urgency
 __all__ = ["Exchange"]
 
 _URGENCY_MAX = 7
-_SKIP_BYTES = 64 << 10
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH = frozenset({204, 304})
 Headers = Sequence[tuple[str, str | int]]
@@ -58,17 +57,6 @@ class Exchange:
         if self.head.headers.get("expect", "").lower() == "100-continue" and not self.stream.has_pending:
             await self.stream.send_all(_CONTINUE, deadline_s)
         await self.stream.read_into(view, deadline_s)
-        self.has_unread_body = False
-
-    async def skip_body(self, body_s_max: float) -> None:
-        """Read a body that nobody needs, so that the connection can go on; not one that the client holds back."""
-        if "expect" in self.head.headers:
-            return
-        left, deadline_s = self.head.content_length or 0, self.stream.now_s() + body_s_max
-        scratch = memoryview(bytearray(min(left, _SKIP_BYTES)))
-        while left:
-            await self.stream.read_into(scratch[:left], deadline_s)
-            left -= min(left, len(scratch))
         self.has_unread_body = False
 
     def begin(self, status: int, length: int, headers: Headers = ()) -> bytes:

@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 1024
 # The system has no descriptor left: connections wait in the backlog meanwhile.
 _ACCEPT_PAUSE_S = 0.1
+_LOOPBACK = frozenset({"127.0.0.1", "::1"})
+# A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
+# half as much throughput again. Over a network the kernel knows better.
+_LOOPBACK_SEND_BYTES = 256 << 10
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -104,6 +108,8 @@ class Service:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if sock.getpeername()[0] in _LOOPBACK:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         client = str(self._connections)

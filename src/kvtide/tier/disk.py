@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.catalog import Entry
 from kvtide.tier.directory import side_file_bytes_max
 from kvtide.tier.files import Files
@@ -54,6 +54,11 @@ class DiskTier:
         self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files())
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions by this process."""
+        self._on_removed = on_removed
 
     def open(self) -> None:
         """Make the directory if need be and learn what it holds.
@@ -94,6 +99,20 @@ class DiskTier:
         """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
         return self._guarded("read", lambda: self._found(object_id, self._log.lend))
 
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place if we know it and its header is in the page cache."""
+        entry = self._log.catalog.find(object_id)
+        if entry is None:
+            return None
+        _, lent = self._guarded("read", lambda: self._log.lend(entry, can_wait=False))
+        if lent is not None:
+            self._note_hit(entry)
+        return lent
+
+    def _note_hit(self, entry: Entry) -> None:
+        self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
+        self._count(hits=1)
+
     def _found(
         self, object_id: ObjectId, action: Callable[[Entry], tuple[RecordState | None, _Result]]
     ) -> _Result | None:
@@ -103,8 +122,7 @@ class DiskTier:
                 break
             state, result = action(entry)
             if state is RecordState.LIVE:
-                self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
-                self._count(hits=1)
+                self._note_hit(entry)
                 return result
             self._forget(entry, state)
         self._count(misses=1)
@@ -136,7 +154,8 @@ class DiskTier:
             self._note_removals([object_id], reason)
         return is_removed
 
-    def _note_removals(self, object_ids: Iterable[ObjectId], reason: str) -> None:
+    def _note_removals(self, object_ids: Sequence[ObjectId], reason: str) -> None:
+        self._on_removed(object_ids)
         try:
             self._journal.append(object_ids, reason, self._clock.wall_s())
         except OSError as error:

@@ -72,6 +72,10 @@ class Files:
         """Set a file's length and give back what lies behind."""
         os.ftruncate(descriptor, size)
 
+    def sync(self, descriptor: int) -> None:
+        """Wait until a file's content is on the disk for good."""
+        os.fdatasync(descriptor)
+
     def unlink(self, path: Path | str) -> None:
         """Remove a file's name."""
         os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
@@ -133,6 +137,18 @@ class Files:
             if done < wanted:
                 rest = [memoryview(part) for part in self._rest(descriptor, rest, count)]
         return done
+
+    def read_cached(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+        """Read what is in the page cache right there, without waiting for the disk; return how many bytes came."""
+        try:
+            return os.preadv(descriptor, parts, offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            # A file system without this question, such as tmpfs, does not wait either.
+            return self.read_full(descriptor, parts, offset)
 
     def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of the parts."""

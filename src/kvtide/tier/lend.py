@@ -42,6 +42,9 @@ class Lender(Protocol):
     def lend(self, object_id: ObjectId) -> LentObject | None:
         """Lend an object; None if it is not here. A use of the object, as `get_into` is."""
 
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
+
 
 def joined(views: Sequence[memoryview], size: int) -> bytes:
     """Return the first `size` bytes of memory in pieces."""

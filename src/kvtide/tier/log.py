@@ -133,10 +133,13 @@ class SegmentLog:
         except (FileNotFoundError, EOFError):
             return None
 
-    def lend(self, entry: Entry) -> tuple[RecordState | None, LentObject | None]:
-        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live."""
+    def lend(self, entry: Entry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
+
+        Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
+        """
         try:
-            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header)
+            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
         except FileNotFoundError:
             return None, None
 

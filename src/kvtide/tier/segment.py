@@ -177,7 +177,10 @@ class SegmentWriter:
         self.sequence += 1
 
     def close(self) -> None:
-        """Give back the space behind the last record, and the lock. A segment without records is removed."""
+        """Give back the space behind the last record, and the lock. A segment without records is removed.
+
+        What the segment holds is on the disk for good then, so that a power failure costs at most open segments.
+        """
         try:
             if self.is_lost():
                 return
@@ -186,6 +189,7 @@ class SegmentWriter:
                 self.files.unlink(self.path)
             else:
                 self.files.truncate(self.cached, self.tail)
+                self.files.sync(self.cached)
         finally:
             self.files.close(self.direct)
             self.files.close(self.cached)
@@ -287,13 +291,19 @@ def _state(page: memoryview, expected: RecordHeader) -> RecordState | None:
     return RecordState.REMOVED if is_record_header(page, removed) else None
 
 
-def lend_record(files: Files, path: str, expected: RecordHeader) -> tuple[RecordState | None, LentObject | None]:
-    """Return the state of the record at this place, as `RecordReader.read` has it, and, if it is live, its body."""
+def lend_record(
+    files: Files, path: str, expected: RecordHeader, can_wait: bool
+) -> tuple[RecordState | None, LentObject | None]:
+    """Return the state of the record at this place, as `RecordReader.read` has it, and, if it is live, its body.
+
+    Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
+    """
     descriptor = files.open(path, os.O_RDONLY)
     body = expected.offset + PAGE_BYTES
     pages = memoryview(bytearray(PAGE_BYTES + min(HEADER_BYTES, expected.size)))
     try:
-        is_whole = files.read_full(descriptor, [pages], expected.offset) == len(pages)
+        read = files.read_full if can_wait else files.read_cached
+        is_whole = read(descriptor, [pages], expected.offset) == len(pages)
         state = _state(pages[:PAGE_BYTES], expected) if is_whole else None
     except BaseException:
         files.close(descriptor)

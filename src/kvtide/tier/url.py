@@ -1,4 +1,4 @@
-"""Tiers by URL: `memory://`, `disk:///path`. A bare path means a disk tier."""
+"""Tiers by URL: `memory://`, `disk:///path`, `http://host:port`. A bare path means a disk tier."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.http import http_tier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
@@ -22,7 +23,7 @@ _MEMORY = "memory://"
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     """Return the tier, not yet opened. ValueError for an unknown scheme or a URL that lacks what its scheme needs."""
     if not url:
-        raise ValueError("a store URL must not be empty; give memory:// or disk:///path")
+        raise ValueError("a store URL must not be empty; give memory://, disk:///path or http://host:port")
     if "://" not in url:
         return DiskTier(Path(url), limits.disk_bytes_max, clock, is_pinned)
     parts = urlsplit(url)
@@ -32,7 +33,9 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
         if not parts.path or parts.netloc:
             raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
         return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
-    raise ValueError(f"unknown store scheme {parts.scheme!r} in {url!r}, expected memory:// or disk:///path")
+    if parts.scheme in {"http", "https", "http+unix"}:
+        return http_tier(url, clock)
+    raise ValueError(f"unknown store scheme {parts.scheme!r} in {url!r}, expected memory://, disk:///path or http://")
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:

@@ -96,6 +96,11 @@ class StoredObject:
     _data: memoryview
 
     @property
+    def head(self) -> bytes:
+        """Return header and section table as they are stored."""
+        return bytes(self._data[: self.entries[0].offset])
+
+    @property
     def section_ids(self) -> tuple[SectionId, ...]:
         """Return the ids of all sections in stored order."""
         return tuple(entry.id for entry in self.entries)
