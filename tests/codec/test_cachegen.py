@@ -14,7 +14,7 @@ from kvtide.codec import CachegenCodec
 from kvtide.codec.cachegen import GROUP_TOKENS, delta_layers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, layouts, smooth_bits
-from kvtide.types import Section, SectionId, SectionKind
+from kvtide.types import Section, SectionKind
 
 LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 CODECS = [CachegenCodec(), CachegenCodec(level=1, coder=1)]

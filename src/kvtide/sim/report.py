@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PromptReport",
     "TraceReport",
+    "new_figure",
     "plot_fairness",
     "plot_prompts",
     "plot_trace",
@@ -123,7 +124,7 @@ def render_prompts(report: PromptReport) -> Table:
 
 def plot_trace(report: TraceReport, path: Path) -> None:
     """Draw hit rate against capacity for every policy. ValueError if matplotlib is not installed."""
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     for policy in dict.fromkeys(row.policy for row in report.rows):
         rows = sorted((row for row in report.rows if row.policy == policy), key=lambda row: row.capacity_share)
@@ -136,7 +137,7 @@ def plot_trace(report: TraceReport, path: Path) -> None:
 
 def plot_prompts(report: PromptReport, path: Path) -> None:
     """Draw hit rate, and items per second with and without the cache, against p. ValueError without matplotlib."""
-    figure = _figure()
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     p = [row["p"] for row in report.rows]
     left.plot(p, [row["hit_rate"] for row in report.rows], marker=".")
@@ -167,7 +168,7 @@ def render_fairness(report: FairnessReport) -> Table:
 
 def plot_fairness(report: FairnessReport, path: Path) -> None:
     """Draw Jain's index and the small bodies' waits for every policy. ValueError without matplotlib."""
-    figure = _figure()
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     policies = [row.policy for row in report.rows]
     left.bar(policies, [row.jain for row in report.rows])
@@ -180,9 +181,10 @@ def plot_fairness(report: FairnessReport, path: Path) -> None:
     figure.savefig(path)
 
 
-def _figure() -> Figure:
+def new_figure(inches: tuple[float, float] = (9, 5)) -> Figure:
+    """Return an empty figure. ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need matplotlib: install kvtide[plot]") from error
-    return Figure(figsize=(9, 5), layout="constrained")
+    return Figure(figsize=inches, layout="constrained")

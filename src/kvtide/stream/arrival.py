@@ -112,8 +112,9 @@ class Arrival:
             entry = self.stored.entries[position]
             if entry.offset >= stop:
                 return
+            # Of a section that is here all is filled: none of its bytes are taken again.
             start, filled = entry.offset + self._filled[position], min(stop, entry.offset + entry.size)
-            if self._is_here[position] or not offset <= start < filled:
+            if not offset <= start < filled:
                 continue
             place = self._place(position)
             place[self._filled[position] : filled - entry.offset] = data[start - offset : filled - offset]
