@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -110,7 +109,7 @@ class ServerProcess:
         return status
 
     def open_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite
 from kvtide.tier import Tier
 from kvtide.tier.http import http_tier
-from tests.servers import running_server
 
 
 class TestHttpOverMemory(TierSuite):

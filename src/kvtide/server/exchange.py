@@ -38,7 +38,6 @@ class Exchange:
     has_unread_body: bool
     # 0 until an answer has been sent.
     status: int = 0
-    sent_bytes: int = 0
 
     @property
     def start_deadline_s(self) -> float:
@@ -75,7 +74,12 @@ class Exchange:
         self.status = status
         data = head if self.head.method == "HEAD" else head + body
         await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
-        self.sent_bytes += len(data) - len(head)
+
+    async def begin_stream(self, headers: Headers) -> None:
+        """Send the head of an answer that goes on until the connection ends."""
+        self.is_kept_alive, self.status = False, 200
+        head = pack_response_head(200, [*headers, ("Connection", "close")])
+        await self.stream.send_all(head, self.stream.now_s() + self.send_s_max)
 
     async def reply_json(self, value: msgspec.Struct) -> None:
         """Send a value as JSON."""

@@ -11,7 +11,9 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import NOBODY, Gate, Scope
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
+from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
+from kvtide.server.pages import PAGES, Pages
 from kvtide.server.rates import Rates
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
@@ -22,21 +24,25 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
-    Route,
     parse_keys,
     parse_target,
 )
+from kvtide.wire.protocol import Route as ProtocolRoute
 
 __all__ = ["Gateway"]
 
 _log = logging.getLogger(__name__)
 
-_METHODS: dict[type[Route], tuple[str, ...]] = {
+_LINGER_S_MAX = 1.0
+# Ends only when the reader does.
+_EVENTS = "/events"
+_METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
     PageRoute: ("GET", "HEAD"),
 }
+_KINDS = {ObjectRoute: Route.OBJECT, ExistsRoute: Route.EXISTS, ListRoute: Route.LIST}
 
 
 class Gateway:
@@ -47,31 +53,35 @@ class Gateway:
         gate: Gate,
         objects: ObjectRequests,
         listing: Listing,
+        pages: Pages,
         rates: Rates,
         limits: ServerLimits,
+        metrics: Metrics,
         workers: Executor,
     ) -> None:
         self._gate = gate
         self._objects = objects
         self._listing = listing
+        self._pages = pages
+        self._metrics = metrics
         self._rates = rates
         self._limits = limits
         self._workers = workers
-        self.is_draining = False
-        # Connections between a request's head and the end of its answer.
+        # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[str] = set()
 
     async def serve(self, stream: Stream, client: str) -> None:
         """Answer a connection's requests until one of both sides ends it."""
+        self._metrics.connection_opened()
         try:
             common_name = await stream.handshake(stream.now_s() + self._limits.head_s_max)
             while await self._serve_one(stream, client, common_name):
                 pass
-            await stream.linger(stream.now_s() + self._limits.head_s_max)
         except (OSError, TimeoutError) as error:
             _log.debug("connection %s: %s", client, error or "too slow")
         finally:
             stream.close()
+            self._metrics.connection_closed()
 
     async def _serve_one(self, stream: Stream, client: str, common_name: str | None) -> bool:
         """Answer the next request. False if the connection ends with it."""
@@ -84,13 +94,17 @@ class Gateway:
         except RequestRefused as error:
             await self._refuse_head(stream, client, error)
             return False
-        self.busy.add(client)
+        exchange = self._exchange(stream, client, head)
+        if head.target != _EVENTS:
+            self.busy.add(client)
         try:
-            exchange = self._exchange(stream, client, head)
             await self._answer(exchange, common_name)
-            return exchange.is_kept_alive
+            if exchange.has_unread_body:
+                await stream.linger(stream.now_s() + _LINGER_S_MAX)
+            return exchange.is_kept_alive and not self._pages.is_draining
         finally:
             self.busy.discard(client)
+            self._metrics.count_request(_kind(exchange.route), exchange.status)
 
     def _exchange(self, stream: Stream, client: str, head: RequestHead) -> Exchange:
         return Exchange(
@@ -101,13 +115,14 @@ class Gateway:
             caller=NOBODY,
             arrived_s=stream.now_s(),
             send_s_max=self._limits.head_s_max,
-            is_kept_alive=head.is_kept_alive and not self.is_draining,
+            is_kept_alive=head.is_kept_alive and not self._pages.is_draining,
             has_unread_body=bool(head.content_length),
         )
 
     async def _refuse_head(self, stream: Stream, client: str, error: RequestRefused) -> None:
         exchange = self._exchange(stream, client, RequestHead("GET", "", {}, None, False))
         await exchange.refuse(error)
+        await stream.linger(stream.now_s() + _LINGER_S_MAX)
 
     async def _answer(self, exchange: Exchange, common_name: str | None) -> None:
         try:
@@ -155,13 +170,21 @@ class Gateway:
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:
-        if path == "/healthz":
-            if self.is_draining:
-                raise RequestRefused(503, "draining", retry_after_s=1.0)
-            await exchange.reply(200, b"ok\n")
-        elif path == "/v1":
-            exchange.caller.require(Scope.READ)
-            look = partial(self._listing.tenant, exchange.caller)
-            await exchange.reply_json(await asyncio.get_running_loop().run_in_executor(self._workers, look))
-        else:
-            raise RequestRefused(404, "no such page")
+        if path != "/v1":
+            await self._pages.answer(exchange, path)
+            return
+        exchange.caller.require(Scope.READ)
+        look = partial(self._listing.tenant, exchange.caller)
+        await exchange.reply_json(await asyncio.get_running_loop().run_in_executor(self._workers, look))
+
+    def drain(self) -> set[str]:
+        """Take no more requests on connections that are here. Return those that are busy with one that will end."""
+        self._pages.is_draining = True
+        return self.busy
+
+
+def _kind(route: ProtocolRoute) -> Route:
+    """Return what a request counts as."""
+    if isinstance(route, PageRoute):
+        return Route.LIST if route.path == "/v1" else PAGES.get(route.path, Route.OTHER)
+    return _KINDS[type(route)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtide.server.auth import Caller, Scope, tenant_namespace
+from kvtide.server.names import Names
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
@@ -14,16 +14,13 @@ from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, ObjectLi
 
 __all__ = ["Listing"]
 
-# Stored namespaces whose clients' names are remembered.
-_NAMES_MAX = 4096
-
 
 class Listing:
     """Looks through a tier for one tenant at a time. May wait for the tier; safe to use from several threads."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, names: Names) -> None:
         self._tier = tier
-        self._names: OrderedDict[Namespace, Namespace] = OrderedDict()
+        self._names = names
 
     def exists(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> ExistsAnswer:
         """Return which of a tenant's objects are here."""
@@ -51,12 +48,11 @@ class Listing:
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
         """Return what the owner calls a stored namespace, as one of its objects says."""
-        name = self._names.get(stored)
+        name = self._names.find(stored)
         if name is None:
             head = bytearray(HEADER_BYTES)
             if self._tier.get_into(sample, memoryview(head)) != HEADER_BYTES:
                 return None
-            name = self._names[stored] = embedded_namespace(bytes(head))
-            if len(self._names) > _NAMES_MAX:
-                self._names.popitem(last=False)
+            name = embedded_namespace(bytes(head))
+            self._names.note(stored, name)
         return name

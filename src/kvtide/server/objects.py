@@ -13,9 +13,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
-from kvtide.server.auth import Scope, tenant_namespace
+from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange
+from kvtide.server.metrics import Metrics
+from kvtide.server.names import Names
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
@@ -24,24 +26,28 @@ from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_object, version_tag
 from kvtide.wire.protocol import REASON_HEADER, REMOVED_HEADER, ByteRange, etag, is_tag_matched, parse_range
 
-__all__ = ["ObjectRequests", "stored_id"]
+__all__ = ["ObjectRequests"]
 
 _Result = TypeVar("_Result")
 _REASON_CHARACTERS_MAX = 16
-
-
-def stored_id(tenant: str, object_id: ObjectId) -> ObjectId:
-    """Return the id under which a tenant's object is stored."""
-    return ObjectId(tenant_namespace(tenant, object_id.namespace), object_id.key)
 
 
 class ObjectRequests:
     """Answers for single objects out of one tier. Runs on the event loop; the tier's calls run in `workers`."""
 
     def __init__(
-        self, tier: Tier, sender: Sender, buffers: BodyBuffers, limits: ServerLimits, workers: Executor
+        self,
+        tier: Tier,
+        names: Names,
+        sender: Sender,
+        buffers: BodyBuffers,
+        limits: ServerLimits,
+        metrics: Metrics,
+        workers: Executor,
     ) -> None:
         self._tier = tier
+        self._names = names
+        self._metrics = metrics
         self._sender = sender
         self._buffers = buffers
         self._limits = limits
@@ -69,14 +75,16 @@ class ObjectRequests:
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        stored = stored_id(exchange.caller.tenant, object_id)
+        stored = self._names.stored(exchange.caller.tenant, object_id)
         # A thread takes ten times as long as what it would do here.
         lent = self._tier.lend_at_once(stored) if isinstance(self._tier, Lender) else None
         if lent is None:
             lent = await self._in_thread(partial(_lend, self._tier, stored, self._buffers), _release)
         if lent is None:
+            self._metrics.count_miss()
             await self._reply_absent(exchange, stored)
             return
+        self._metrics.count_hit()
         try:
             await self._send(exchange, lent)
         finally:
@@ -115,7 +123,8 @@ class ObjectRequests:
                 deadline_s=exchange.arrived_s + self._limits.body_s_max(count),
             )
         )
-        exchange.status, exchange.sent_bytes = status, count
+        exchange.status = status
+        self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
@@ -124,7 +133,7 @@ class ObjectRequests:
             raise RequestRefused(411, "a PUT needs a Content-Length")
         if size > self._limits.object_bytes_max:
             raise RequestRefused(413, f"an object may have {self._limits.object_bytes_max} bytes here, got {size}")
-        stored = stored_id(exchange.caller.tenant, object_id)
+        stored = self._names.stored(exchange.caller.tenant, object_id)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
             await exchange.reply(200)
@@ -140,11 +149,18 @@ class ObjectRequests:
             raise
         # From here on the buffer is the thread's, also if this task ends before it.
         store = partial(_store, self._tier, stored, object_id, body, partial(self._buffers.give_back, buffer))
-        await exchange.reply(201 if await self._in_thread(store) else 200)
+        try:
+            is_new = await self._in_thread(store)
+        except RequestRefused as error:
+            if error.status == 422:
+                self._metrics.count_corrupt()
+            raise
+        self._metrics.count_received(exchange.caller.tenant, size)
+        await exchange.reply(201 if is_new else 200)
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
-        stored = stored_id(exchange.caller.tenant, object_id)
+        stored = self._names.stored(exchange.caller.tenant, object_id)
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
+from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, Send, Slice
 from kvtide.server.stream import Stream
 from kvtide.tier.lend import FilePart, LentObject
@@ -45,9 +46,15 @@ class Sender:
     """Runs the scheduler on an event loop. All calls come from the loop's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, workers: Executor, stall_s_max: float
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        workers: Executor,
+        stall_s_max: float,
+        metrics: Metrics,
     ) -> None:
         self.scheduler = scheduler
+        self._metrics = metrics
         self._loop = loop
         self._workers = workers
         self._stall_s_max = stall_s_max
@@ -68,6 +75,7 @@ class Sender:
                 sent = 0
                 try:
                     if position == order.part.start:
+                        self._metrics.count_wait(order.tenant, send.wait_s)
                         await order.stream.send_all(order.head, order.deadline_s, has_more=True)
                     sent = await self._send_slice(order, position, position + piece.size)
                 finally:

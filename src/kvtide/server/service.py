@@ -6,10 +6,11 @@ import asyncio
 import errno
 import logging
 import random
+import secrets
 import socket
 import ssl
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -17,7 +18,9 @@ from kvtide.server.auth import Gate
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.gateway import Gateway
 from kvtide.server.listing import Listing
+from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
+from kvtide.server.pages import Observatory, Pages
 from kvtide.server.rates import Rates
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
@@ -57,6 +60,9 @@ class Service:
         self._connections = 0
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
+        self._names = Names()
+        self.observatory = Observatory(tier, self.scheduler, self._names, secrets.token_hex(4))
+        tier.observe(self.observatory)
 
     @property
     def connections(self) -> int:
@@ -71,11 +77,7 @@ class Service:
         limits = self._settings.limits
         loop = asyncio.get_running_loop()
         with _listener(self._address) as listener, ThreadPoolExecutor(limits.io_threads, "kvtide-tiers") as workers:
-            sender = Sender(self.scheduler, loop, workers, limits.stall_s_max)
-            objects = ObjectRequests(self._tier, sender, self.buffers, limits, workers)
-            gate = Gate(self._settings.grants, self._clock)
-            listing, rates = Listing(self._tier), Rates(limits.tenant_requests_s_max)
-            gateway = Gateway(gate, objects, listing, rates, limits, workers)
+            gateway = self._gateway(loop, workers)
             accepting = asyncio.create_task(self._accept(listener, gateway))
             on_listening(_bound(self._address, listener))
             await stop.wait()
@@ -85,6 +87,15 @@ class Service:
             await self._drain(gateway, limits.drain_s_max)
         if self._address.path:
             Path(self._address.path).unlink(missing_ok=True)
+
+    def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
+        limits, metrics = self._settings.limits, self.observatory.metrics
+        sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
+        objects = ObjectRequests(self._tier, self._names, sender, self.buffers, limits, metrics, workers)
+        pages = Pages(self._tier, self.scheduler, self.observatory, workers)
+        gate = Gate(self._settings.grants, self._clock)
+        listing, rates = Listing(self._tier, self._names), Rates(limits.tenant_requests_s_max)
+        return Gateway(gate, objects, listing, pages, rates, limits, metrics, workers)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
@@ -124,9 +135,9 @@ class Service:
 
     async def _drain(self, gateway: Gateway, drain_s_max: float) -> None:
         """Close idle connections, wait for busy ones, then end those too."""
-        gateway.is_draining = True
+        busy = gateway.drain()
         for task, client in list(self._tasks.items()):
-            if client not in gateway.busy:
+            if client not in busy:
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(list(self._tasks), timeout=drain_s_max)

@@ -93,6 +93,11 @@ class TierStack:
         self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
 
+    @property
+    def tier_names(self) -> list[str]:
+        """Return the tiers' names, fastest first."""
+        return [tier.name for tier in self._tiers]
+
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
         self._observer = observer

@@ -52,6 +52,7 @@ _OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
 _NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists)?")
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
+_PAGES = frozenset({"/v1/status"})
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -95,7 +96,7 @@ def parse_target(target: str) -> Route:
         return ExistsRoute(Namespace(bytes.fromhex(found[1])))
     if found:
         return _list_route(Namespace(bytes.fromhex(found[1])), query)
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/") and path not in _PAGES:
         raise RequestRefused(400, "expected /v1/{namespace}/{key} with 64 lower-case hex digits each")
     return PageRoute(path)
 
