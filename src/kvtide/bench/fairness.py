@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich.table import Table
@@ -40,12 +41,17 @@ _START_S_MAX = 60.0
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
-    """What the simulation reports, measured. `small_wait_p99_rounds` is the longer one of drr and vtc.
+    """What the simulation reports, measured: medians of several rounds, with the least and the most.
 
-    `pace` is the share of the link that the server's scheduler fills; 0 leaves the queue to the kernel.
+    `small_wait_p99_rounds` is in rounds of slices, the longer one of drr and vtc. `pace` is the share of the link that
+    the server's scheduler fills; 0 leaves the queue to the kernel.
     """
 
+    rounds: int
+    jain_drr_spread: tuple[float, float]
+    jain_vtc_spread: tuple[float, float]
     small_wait_p99_rounds: float
+    small_wait_p99_rounds_spread: tuple[float, float]
     link: str
     pace: float
 
@@ -66,8 +72,8 @@ class _Place(msgspec.Struct, frozen=True):
     folder: Path
 
 
-def run(setup: FairnessSetup, pace: float) -> FairnessBenchResult:
-    """Measure every policy for `duration_s`. ValueError for a `pace` outside [0, 1]."""
+def run(setup: FairnessSetup, pace: float, rounds: int) -> FairnessBenchResult:
+    """Measure every policy for `duration_s` in each round, in turns. ValueError for a `pace` outside [0, 1]."""
     if not 0 <= pace <= 1:
         raise ValueError(f"pace is a share of the link, 0 to 1, got {pace}")
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as made, ExitStack() as stack:
@@ -77,10 +83,31 @@ def run(setup: FairnessSetup, pace: float) -> FairnessBenchResult:
         except ValueError as error:
             pace = 1.0
             place, link = _Place([], setup.link_bits_s, Path(made)), f"token bucket in the sender ({error})"
-        rows = [_measure(policy, setup, place) for policy in POLICIES]
-    fair = [row.small_wait_ms_p99 / (1e3 * setup.slice_round_s) for row in rows if row.policy in {"drr", "vtc"}]
+        done = [{policy: _measure(policy, setup, place) for policy in POLICIES} for _ in range(rounds)]
+    rows = [_median([each[policy] for each in done]) for policy in POLICIES]
+    waits = [max(each[policy].small_wait_ms_p99 for policy in ("drr", "vtc")) for each in done]
+    waits_rounds = [wait_ms / (1e3 * setup.slice_round_s) for wait_ms in waits]
     report = msgspec.structs.asdict(fairness_report(setup, rows))
-    return FairnessBenchResult(**report, small_wait_p99_rounds=max(fair), link=link, pace=pace)
+    return FairnessBenchResult(
+        **report,
+        rounds=rounds,
+        jain_drr_spread=_spread([each["drr"].jain for each in done]),
+        jain_vtc_spread=_spread([each["vtc"].jain for each in done]),
+        small_wait_p99_rounds=median(waits_rounds),
+        small_wait_p99_rounds_spread=_spread(waits_rounds),
+        link=link,
+        pace=pace,
+    )
+
+
+def _median(rows: Sequence[FairnessRow]) -> FairnessRow:
+    """Return the row of medians, figure by figure."""
+    columns = list(zip(*map(msgspec.structs.astuple, rows), strict=True))
+    return FairnessRow(columns[0][0], *map(median, columns[1:]))
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
 
 
 def _measure(policy: str, setup: FairnessSetup, place: _Place) -> FairnessRow:
@@ -177,7 +204,7 @@ def render(result: FairnessBenchResult) -> Table:
     """Return the result as people read it."""
     table = render_fairness(result)
     table.caption = (
-        f"link: {result.link}; the server fills {result.pace:.0%} of it; small bodies waited "
+        f"{result.rounds} rounds; link: {result.link}; the server fills {result.pace:.0%} of it; small bodies waited "
         f"{result.small_wait_p99_rounds:.2f} rounds of slices at p99 (drr, vtc)"
     )
     return table
