@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace`, `prompts`, `fairness`, `stream`."""
+"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim stream`, `kvtide sim fairness`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvtide.sim.report import (
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Run the real index, scheduler and planner on made-up time.", no_args_is_help=True)
+app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
 app.command("stream")(stream)
 
 SHARES = [0.01, 0.03, 0.1, 0.3]

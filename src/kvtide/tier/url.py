@@ -1,7 +1,4 @@
-"""Tiers by URL: `memory://`, `disk:///path`, `http://host:port`, `valkey://host`, `s3://bucket`.
-
-A bare path means a disk tier.
-"""
+"""Tiers by URL: memory://, disk:///path, http://host, valkey://host, s3://bucket. A bare path means a disk tier."""
 
 from __future__ import annotations
 
