@@ -11,9 +11,9 @@ import numpy as np
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import TierUnavailable
 from kvtide.fetch import Job, Wish, layered_job
-from kvtide.fetch.source import Take
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.testing.strategies import block_meta
+from kvtide.tier.source import Take
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 

@@ -3,7 +3,7 @@
 from kvtide.fetch.context import ContextLoader, ContextReport, LoaderStats
 from kvtide.fetch.job import Job, Piece, Wish, layered_job, level_job
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
-from kvtide.fetch.source import Source, Take, TierSource, read_heads
+from kvtide.tier.source import Source, Take, TierSource, read_heads
 
 __all__ = [
     "ContextLoader",

@@ -17,9 +17,9 @@ from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.fetch.job import Job, Wish, layered_job
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
-from kvtide.fetch.source import Source, read_heads
 from kvtide.stream.plan import Decision, Policy, Reason, TwoEnded, Way, cut_for_meeting, decide
 from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 
 __all__ = ["ContextLoader", "ContextReport", "LoadedBlock", "LoaderStats"]

@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.fetch.job import Job, Piece
-from kvtide.fetch.source import Source
 from kvtide.stream.bandwidth import Estimator
 from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, mean_kl
 from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source
 
 __all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "run"]
 
@@ -232,12 +232,12 @@ class _Run:
     def take(self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None) -> bool:
         """Hand bytes to the receiver; False when the flight is no longer wanted."""
         with self.changed:
-            if asked_s is not None:
+            if part and asked_s is not None:
                 self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
             self.received_bytes += len(part)
             flight.left_bytes -= len(part)
             self._touch()
-            if flight.is_wanted:
+            if part and flight.is_wanted:
                 self._receiver.offer_bytes(block, position, part)
             if self._has_room():
                 self.changed.notify_all()
@@ -319,7 +319,8 @@ class _Taker:
 
     def take(self, part: memoryview) -> bool:
         goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s)
-        self._asked_s = None
+        if part:
+            self._asked_s = None
         self.position += len(part)
         return goes_on
 

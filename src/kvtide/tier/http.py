@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -27,7 +27,7 @@ from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
 
-__all__ = ["HttpTier", "http_tier"]
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -233,7 +233,21 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
 
 
 def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> HttpTier:
-    """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`."""
+    servers = servers_of(url)
+    bounds = settings or PeerSettings()
+    return HttpTier([Peer(each, servers.headers, bounds, clock, time.sleep) for each in servers.endpoints], clock)
+
+
+class Servers(NamedTuple):
+    """Where servers listen, and the headers that each request to them carries."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+
+
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
     or a file that can't be read.
@@ -247,9 +261,7 @@ def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> H
     headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    endpoints = _endpoints(url, tls)
-    peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
-    return HttpTier(peers, clock)
+    return Servers(_endpoints(url, tls), headers)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
