@@ -47,8 +47,9 @@ def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
     assert collected(source, 0, 1) == (DATA[:1], True)
     assert len(source._idle) == 1
     source.close()
-    assert collected(source, 0, 9) == (DATA[:9], True)
-    source.close()
+    assert source._idle == []
+    with pytest.raises(TierUnavailable, match="closed"):
+        collected(source, 0, 1)
 
 
 def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:

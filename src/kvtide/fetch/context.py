@@ -17,7 +17,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.fetch.job import Job, Wish, layered_job
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
-from kvtide.stream.plan import Decision, Policy, Reason, TwoEnded, Way, cut_for_meeting, decide
+from kvtide.stream.plan import CHUNK_TOKENS, Decision, Policy, Reason, TwoEnded, Way, cut, cut_for_meeting, decide
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
@@ -134,9 +134,12 @@ class ContextLoader:
         tokens, blocks = stored[0].meta.layout.tokens, len(stored)
         decode_s = self._decode_block_s * blocks
         left_s = max(0.0, wish.deadline_s - self._since(started_s) - decode_s)
-        chunk_tokens = max(tokens, 1536 // tokens * tokens)
-        meeting_s = left_s if math.isfinite(left_s) else 0.0
-        spans = cut_for_meeting(blocks * tokens, tokens, wish.prefill, meeting_s, chunk_tokens)
+        if 0 < left_s < math.inf and not wish.kl_goal:
+            chunk_tokens = max(tokens, CHUNK_TOKENS // tokens * tokens)
+            spans = cut_for_meeting(blocks * tokens, tokens, wish.prefill, left_s, chunk_tokens)
+        else:
+            # They meet as early as they can, wherever that is.
+            spans = cut(blocks * tokens, tokens)
         if computed:
             done = computed * tokens
             spans = [(0, done), *((max(start, done), stop) for start, stop in spans if stop > done)]

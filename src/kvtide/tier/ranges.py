@@ -36,6 +36,7 @@ class RangeSource:
         self._clock = clock
         self._lock = threading.Lock()
         self._idle: list[Link] = []
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -43,8 +44,9 @@ class RangeSource:
         return str(self._endpoint)
 
     def close(self) -> None:
-        """Close the connections that nobody uses. Idempotent."""
+        """Close the connections, those in use when their read ends. Idempotent."""
         with self._lock:
+            self._is_closed = True
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
@@ -54,6 +56,8 @@ class RangeSource:
         assert 0 <= start < stop
         while True:
             with self._lock:
+                if self._is_closed:
+                    raise TierUnavailable(f"{self.name} is closed")
                 link = self._idle.pop() if self._idle else None
             is_fresh = link is None
             link = link or Link(self._endpoint)
@@ -87,7 +91,7 @@ class RangeSource:
                 raise RequestRefused(502, f"asked for bytes from {start}, came {answer.headers.get('content-range')!r}")
         watch.hand_over()
         with self._lock:
-            is_kept = link.is_open and len(self._idle) < _IDLE_MAX
+            is_kept = link.is_open and len(self._idle) < _IDLE_MAX and not self._is_closed
             if is_kept:
                 self._idle.append(link)
         if not is_kept:
