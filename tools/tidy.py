@@ -29,7 +29,7 @@ FENCED = {
     "torch": {"engines"},
     "vllm": {"engines"},
     "transformers": {"engines"},
-    "socket": {"tier", "server"},
+    "socket": {"tier", "server", "bench"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

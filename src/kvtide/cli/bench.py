@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, index, stack
+from kvtide.bench import codec_speed, disk, index, stack, valkey
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
@@ -79,6 +79,12 @@ def bench_stack(
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
     emit(index.run(quick), index.render, as_json)
+
+
+@app.command("valkey")
+def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
+    emit(valkey.run(quick), valkey.table, as_json)
 
 
 @app.command("codec-quality")
