@@ -1,0 +1,266 @@
+#include "tide.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "tide_paths.hpp"
+
+namespace kvtide {
+namespace {
+
+// Tokens whose sums are kept while the panels of a matrix pass by: a panel then stays in the nearest cache.
+constexpr std::size_t block_tokens = 64;
+// Norms below this, in 16ths of a step, keep every sum within 31 bits; louder tokens are halved until they fit.
+constexpr float norm_max = 131072.0f;
+constexpr float value_max = 32000.0f;
+// Coefficients beyond this don't fit 16 bits as 16ths.
+constexpr std::int64_t coefficient_max = 2000;
+constexpr int halvings_max = 8;
+
+std::size_t padded(std::size_t count, std::size_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Sums of a block of tokens: (block_tokens, columns padded).
+class Product {
+ public:
+  Product(const TidePath& path, const TideMatrix& matrix)
+      : path_(path), matrix_(matrix), columns_(tide_panels(matrix.used_columns) * tide_panel_columns),
+        pairs_(tide_pairs(matrix.used_rows)), sums_(block_tokens * columns_) {}
+
+  std::size_t pairs() const { return pairs_; }
+
+  // tokens: panels of [pairs][4][2]; count is a multiple of 4.
+  void run(const std::int16_t* tokens, std::size_t count) {
+    const std::size_t stride = tide_pairs(matrix_.rows) * tide_panel_columns * 2;
+    alignas(32) std::int32_t tile[tide_panel_tokens * tide_panel_columns];
+    for (std::size_t panel = 0; panel < columns_ / tide_panel_columns; ++panel) {
+      const std::int16_t* columns = matrix_.panels.data() + panel * stride;
+      for (std::size_t first = 0; first < count; first += tide_panel_tokens) {
+        path_.multiply(tokens + first * pairs_ * 2, columns, pairs_, tile);
+        for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
+          std::memcpy(sums_.data() + (first + t) * columns_ + panel * tide_panel_columns, tile + t * tide_panel_columns,
+                      tide_panel_columns * sizeof(std::int32_t));
+        }
+      }
+    }
+  }
+
+  const std::int32_t* of(std::size_t token) const { return sums_.data() + token * columns_; }
+
+ private:
+  const TidePath& path_;
+  const TideMatrix& matrix_;
+  std::size_t columns_, pairs_;
+  std::vector<std::int32_t> sums_;
+};
+
+std::int16_t rounded(float value) { return static_cast<std::int16_t>(std::lrint(value)); }
+
+// Scales one token's values to 16 bits and returns how often they were halved, or -1 if they are too loud.
+int load_token(const TideProject& job, std::size_t token, float* scaled) {
+  const TideShape& shape = job.shape;
+  float square = 0, peak = 0;
+  for (std::size_t stream = 0; stream < shape.streams; ++stream) {
+    const float* from = job.values.data() + (stream * shape.tokens + token) * shape.channels;
+    const std::size_t first = stream * shape.channels;
+    for (std::size_t c = 0; c < shape.channels; ++c) {
+      const float value = (from[c] - job.mean[first + c]) * job.scale[first + c];
+      scaled[first + c] = value;
+      square += value * value;
+      peak = std::max(peak, std::abs(value));
+    }
+  }
+  int halvings = 0;
+  for (float norm = std::sqrt(square); norm > norm_max || peak > value_max; norm *= 0.5f, peak *= 0.5f) {
+    if (++halvings > halvings_max) return -1;
+  }
+  return halvings;
+}
+
+// Rounds a token's sums to steps; false if one does not fit.
+template <class Sum>
+bool round_steps(Sum sum, int halvings, std::size_t count, std::int16_t* out, std::size_t stride) {
+  constexpr int bits = tide_one_bits + tide_step_bits;
+  for (std::size_t k = 0; k < count; ++k) {
+    const std::int64_t wide = static_cast<std::int64_t>(sum(k)) << halvings;
+    const std::int64_t steps = (wide + (std::int64_t{1} << (bits - 1))) >> bits;
+    if (steps > coefficient_max || steps < -coefficient_max) return false;
+    out[k * stride] = static_cast<std::int16_t>(steps);
+  }
+  return true;
+}
+
+void clear_token(std::int16_t* out, std::size_t count, std::size_t stride) {
+  for (std::size_t k = 0; k < count; ++k) out[k * stride] = 0;
+}
+
+// 16ths of a step: the middle of what a coefficient stands for, in its class.
+std::int16_t sixteenths(std::int16_t value, const std::int8_t* pulls) {
+  const int magnitude = value < 0 ? -value : value;
+  const int pulled = (magnitude << tide_step_bits) - pulls[std::min(magnitude, 3)];
+  return static_cast<std::int16_t>(value < 0 ? -pulled : pulled);
+}
+
+std::size_t part_start(std::size_t part, std::size_t tokens) { return part * tokens / tide_parts; }
+
+// One row of coefficients as 16ths.
+void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
+  const std::size_t tokens = job.shape.tokens;
+  const std::int16_t* from = job.coefficients.data() + row * tokens;
+  for (std::size_t part = 0; part < tide_parts; ++part) {
+    const std::int8_t* pulls = job.pulls.data() + 4 * std::size_t{job.classes[row * tide_parts + part]};
+    for (std::size_t t = part_start(part, tokens); t < part_start(part + 1, tokens); ++t) out[t] = sixteenths(from[t], pulls);
+  }
+}
+
+// All rows as panels of tokens: [tokens / 4][pairs][4][2].
+std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_t pairs) {
+  const std::size_t tokens = job.shape.tokens, rows = job.matrix.used_rows;
+  std::vector<std::int16_t> panels(padded(tokens, tide_panel_tokens) * pairs * 2);
+  std::vector<std::int16_t> even(padded(tokens, tide_panel_tokens)), odd(even.size());
+  for (std::size_t pair = 0; pair < pairs; ++pair) {
+    pull_row(job, 2 * pair, even.data());
+    if (2 * pair + 1 < rows) {
+      pull_row(job, 2 * pair + 1, odd.data());
+    } else {
+      std::ranges::fill(odd, std::int16_t{0});
+    }
+    for (std::size_t first = 0; first < even.size(); first += tide_panel_tokens) {
+      std::int16_t* to = panels.data() + (first * pairs + pair * tide_panel_tokens) * 2;
+      for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
+        to[2 * t] = even[first + t];
+        to[2 * t + 1] = odd[first + t];
+      }
+    }
+  }
+  return panels;
+}
+
+void restore_ordered(const TideRestore& job) {
+  const TideShape& shape = job.shape;
+  std::vector<std::int16_t> row(shape.tokens);
+  for (std::size_t stream = 0; stream < shape.streams; ++stream) {
+    float* to = job.out.data() + stream * shape.tokens * shape.channels;
+    for (std::size_t token = 0; token < shape.tokens; ++token) {
+      std::ranges::copy(job.mean.subspan(stream * shape.channels, shape.channels), to + token * shape.channels);
+    }
+  }
+  for (std::size_t k = 0; k < job.matrix.used_rows; ++k) {
+    pull_row(job, k, row.data());
+    const std::size_t value = job.order[k];
+    const std::size_t stream = value / shape.channels, channel = value % shape.channels;
+    float* to = job.out.data() + stream * shape.tokens * shape.channels + channel;
+    const float scale = job.scale[value] * static_cast<float>(1 << tide_one_bits), mean = job.mean[value];
+    for (std::size_t t = 0; t < shape.tokens; ++t) {
+      to[job.places[t] * shape.channels] = static_cast<float>(row[t]) * scale + mean;
+    }
+  }
+}
+
+}  // namespace
+
+void tide_count(const TideRows& rows, std::span<std::int64_t> counts) {
+  for (std::size_t row = 0; row < rows.rows(); ++row) {
+    for (std::size_t part = 0; part < tide_parts; ++part) {
+      const std::size_t start = part_start(part, rows.tokens), stop = part_start(part + 1, rows.tokens);
+      const std::size_t table = rows.tables[row * tide_parts + part];
+      if (rows.mode != TideMode::context) {
+        counts[table] += static_cast<std::int64_t>(stop - start);
+        continue;
+      }
+      const std::int16_t* values = rows.values.data() + row * rows.tokens;
+      std::int64_t zeros = 0, ones = 0;
+      for (std::size_t t = start; t < stop; ++t) {
+        zeros += values[t] == 0;
+        ones += values[t] == 1 || values[t] == -1;
+      }
+      counts[table] += zeros;
+      counts[table + 1] += ones;
+      counts[table + 2] += static_cast<std::int64_t>(stop - start) - zeros - ones;
+    }
+  }
+}
+
+void tide_pack(std::span<const std::int16_t> matrix, std::size_t rows, std::size_t columns, std::span<std::int16_t> panels) {
+  std::ranges::fill(panels, std::int16_t{0});
+  const std::size_t stride = tide_pairs(rows) * tide_panel_columns * 2;
+  for (std::size_t row = 0; row < rows; ++row) {
+    for (std::size_t column = 0; column < columns; ++column) {
+      const std::size_t place = row / 2 * tide_panel_columns + column % tide_panel_columns;
+      panels[column / tide_panel_columns * stride + 2 * place + row % 2] = matrix[row * columns + column];
+    }
+  }
+}
+
+void tide_project(const TidePath& path, const TideProject& job) {
+  const TideShape& shape = job.shape;
+  Product product(path, job.matrix);
+  const std::size_t width = job.order.empty() ? 2 * product.pairs() : shape.values();
+  std::vector<float> scaled(shape.values());
+  std::vector<std::int16_t> whole(block_tokens * width);
+  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
+    const std::size_t count = std::min(block_tokens, shape.tokens - start);
+    int halvings[block_tokens];
+    std::ranges::fill(whole, std::int16_t{0});
+    for (std::size_t t = 0; t < count; ++t) {
+      halvings[t] = job.apart[start + t] ? -1 : load_token(job, start + t, scaled.data());
+      if (halvings[t] < 0) continue;
+      const float factor = std::ldexp(1.0f, -halvings[t]);
+      const std::size_t panel = t / tide_panel_tokens * tide_panel_tokens * width, lane = t % tide_panel_tokens;
+      for (std::size_t i = 0; i < scaled.size(); ++i) {
+        const std::size_t place = job.order.empty() ? panel + (i / 2 * tide_panel_tokens + lane) * 2 + i % 2 : t * width + i;
+        whole[place] = rounded(scaled[i] * factor);
+      }
+    }
+    if (job.order.empty()) product.run(whole.data(), padded(count, tide_panel_tokens));
+    for (std::size_t t = 0; t < count; ++t) {
+      std::int16_t* to = job.out.data() + start + t;
+      const std::size_t columns = job.matrix.used_columns;
+      bool fits = halvings[t] >= 0;
+      if (fits && job.order.empty()) {
+        const std::int32_t* sums = product.of(t);
+        fits = round_steps([&](std::size_t k) { return sums[k]; }, halvings[t], columns, to, shape.tokens);
+      } else if (fits) {
+        const std::int16_t* from = whole.data() + t * width;
+        const auto sum = [&](std::size_t k) { return std::int32_t{from[job.order[k]]} << tide_one_bits; };
+        fits = round_steps(sum, halvings[t], columns, to, shape.tokens);
+      }
+      if (fits) continue;
+      job.apart[start + t] = 1;
+      clear_token(to, columns, shape.tokens);
+    }
+  }
+}
+
+void tide_restore(const TidePath& path, const TideRestore& job) {
+  if (!job.order.empty()) return restore_ordered(job);
+  const TideShape& shape = job.shape;
+  Product product(path, job.matrix);
+  const std::vector<std::int16_t> panels = token_panels(job, product.pairs());
+  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
+    const std::size_t count = std::min(block_tokens, shape.tokens - start);
+    product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens));
+    for (std::size_t t = 0; t < count; ++t) {
+      const std::int32_t* sums = product.of(t);
+      for (std::size_t stream = 0; stream < shape.streams; ++stream) {
+        const std::size_t first = stream * shape.channels;
+        float* to = job.out.data() + (stream * shape.tokens + job.places[start + t]) * shape.channels;
+        for (std::size_t c = 0; c < shape.channels; ++c) {
+          to[c] = static_cast<float>(sums[first + c]) * job.scale[first + c] + job.mean[first + c];
+        }
+      }
+    }
+  }
+}
+
+std::span<const TidePath> tide_paths() {
+#if defined(__x86_64__)
+  static const std::array paths = {tide_avx2, tide_portable};
+#else
+  static const std::array paths = {tide_portable};
+#endif
+  return paths;
+}
+
+}  // namespace kvtide

@@ -1,0 +1,116 @@
+"""Steps, scales and loudness on one grid of whole numbers, and the tables that follow from them.
+
+A unit is a twelfth of an octave; 19 of them are a factor of three, but for 0.1 %. Only the choice of tables goes by units,
+so that every machine chooses alike; steps themselves are exact thirds of each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ANY",
+    "PARTS",
+    "TABLES",
+    "THIRD",
+    "TOPS",
+    "UNITS",
+    "Mode",
+    "Plane",
+    "digit_tables",
+    "entering",
+    "part_bounds",
+    "part_sizes",
+    "planes",
+    "step_of",
+    "top_tables",
+]
+
+UNITS = 12
+THIRD = 19
+# Tokens sorted by loudness are cut into so many parts.
+PARTS = 4
+
+# Classes are a quarter of an octave wide. A top value's class goes by scale over step, here from 2^-5 to 2^3; a digit's
+# by scale over the step that it refines to, from 2^-3 on.
+CLASS_UNITS = 3
+TOPS, TOP_UNITS_MIN = 32, -60
+DIGITS, DIGIT_UNITS_MIN = 24, -36
+# For each class of digits, a table for values of magnitude 0, of 1, of more, and one that does not ask.
+CONTEXTS = 4
+ANY = 3
+TABLES = TOPS + CONTEXTS * DIGITS
+
+# A component is coded from the step on at which its scale is an eighth of the step; what lies below is all but zero.
+ENTER_UNITS = -37
+# A scale of more than four steps does not fit the alphabet: such a component begins a factor of three coarser, or nine, …
+WIDE_UNITS = 24
+
+Units = NDArray[np.int64]
+
+
+class Mode:
+    """How a plane's rows are coded; the numbers are the native kernels'."""
+
+    TOP = 0
+    DIGIT = 1
+    CONTEXT = 2
+
+
+class Plane(NamedTuple):
+    """Rows [0, start) get a digit, rows [start, stop) a top value, all at a step of `units`."""
+
+    units: int
+    start: int
+    stop: int
+    mode: int
+
+
+def step_of(units: int, thirds: int) -> float:
+    """Return the step: 2^(units / 12), times three as often as `thirds` says."""
+    return float(2.0 ** (units / UNITS) * 3.0**thirds)
+
+
+def entering(scales: Units, units: int) -> int:
+    """Return how many leading components are coded at a step. scales: in units, falling."""
+    return int(np.count_nonzero(scales - units >= ENTER_UNITS))
+
+
+def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
+    """Return what a section holds of one group of components, coarsest first. scales: in units, falling."""
+    units = base_units - THIRD * refinement
+    stop = entering(scales, units)
+    if refinement:
+        return [Plane(units, entering(scales, units + THIRD), stop, Mode.CONTEXT)]
+    thirds = np.maximum(0, -((base_units + WIDE_UNITS - scales[:stop]) // THIRD))
+    found = []
+    for third in range(int(thirds.max(initial=0)), -1, -1):
+        counts = int(np.count_nonzero(thirds > third)), int(np.count_nonzero(thirds >= third))
+        found.append(Plane(base_units + THIRD * third, *counts, Mode.DIGIT))
+    return found
+
+
+def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
+    """Return the table of each component's top values in each part of the tokens: (components, PARTS)."""
+    found = (scales[:, None] + gains - units - TOP_UNITS_MIN) // CLASS_UNITS
+    return np.clip(found, 0, TOPS - 1).astype(np.uint16)
+
+
+def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[np.uint16]:
+    """Return the table of digits that do not ask, or else the first of the three that do: (components, PARTS)."""
+    found = (scales[:, None] + gains - units - DIGIT_UNITS_MIN) // CLASS_UNITS
+    first = TOPS + CONTEXTS * np.clip(found, 0, DIGITS - 1)
+    return (first + (ANY if mode == Mode.DIGIT else 0)).astype(np.uint16)
+
+
+def part_bounds(tokens: int) -> NDArray[np.int64]:
+    """Return where the parts begin, and the end: (PARTS + 1)."""
+    return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS
+
+
+def part_sizes(tokens: int) -> NDArray[Any]:
+    """Return the tokens of each part."""
+    return np.diff(part_bounds(tokens))
