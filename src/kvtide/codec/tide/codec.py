@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import units_of_quality
+from kvtide.codec.tide.curve import check_quality, units_of_quality
 from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import encode_range
 from kvtide.codec.tide.model import TideModel
@@ -38,12 +38,15 @@ class TideCodec:
         refinements: int = DEFAULT_REFINEMENTS,
         path: str | None = None,
     ) -> None:
-        """quality: the KL divergence, in nats a token, that all refinements together are to stay below on the texts of
-        the calibration. Without a profile nothing can be encoded or decoded. `path` chooses an instruction set, None the
-        fastest. ValueError for a quality or number of refinements that can't be.
+        """quality: the KL divergence of the next token, in nats, that all refinements together are to have.
+
+        It is met on the average of texts like those of the calibration. Without a profile nothing can be encoded or
+        decoded. `path` chooses an instruction set, None the fastest. ValueError for a quality or a number of
+        refinements that can't be.
         """
         if not 0 <= refinements <= REFINEMENTS_MAX:
             raise ValueError(f"tide has 0 to {REFINEMENTS_MAX} refinements, got {refinements!r}")
+        check_quality(quality)
         self._model = TideModel(profile) if profile else None
         self._path = _native.tide_paths()[0] if path is None else path
         units = units_of_quality(self._model.curve, quality) if self._model else 0
@@ -100,10 +103,9 @@ class TideCodec:
         ):
             raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
         for start, stop in ranges:
-            run = []
+            run: list[memoryview] = []
             while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
                 run.append(data)
             if not run:
                 raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
             decode_range(model, self._path, meta, run, start, out[start:stop])
-

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
@@ -65,8 +64,8 @@ def _refine(
         for plane in planes(group.scales, base_units, refinement):
             digits = digit_rows(group, loudness, plane, values)
             tops = top_rows(group, loudness, plane, values)
-            digits.count(counts)
-            tops.count(counts)
+            digits.count_into(counts)
+            tops.count_into(counts)
             jobs += [digits, tops]
     lists = Lists(counts, path)
     lists.decode(model.tables, coded)

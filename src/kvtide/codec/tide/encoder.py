@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ _USUAL_MAGNITUDE = 0.75
 
 
 class Levels(NamedTuple):
-    """A group's coefficients at each step: (components, tokens), tokens by loudness; the coarsest, the base's, first."""
+    """A group's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
 
     group: Group
     loudness: Loudness
@@ -119,7 +120,7 @@ def _measured_loudness(groups: Sequence[Group], items: Sequence[Items], final_un
     order, bounds = np.argsort(loud, kind="stable"), part_bounds(tokens)
     parts = np.empty(tokens, dtype=np.uint8)
     gains = np.zeros(len(bounds) - 1, dtype=np.int64)
-    for part, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for part, (start, stop) in enumerate(pairwise(bounds)):
         parts[order[start:stop]] = part
         mean = float(loud[order[start:stop]].mean()) if stop > start else 1.0
         gains[part] = np.clip(round(UNITS * np.log2(max(mean, 1e-9))), -GAIN_UNITS_MAX, GAIN_UNITS_MAX)
@@ -127,7 +128,7 @@ def _measured_loudness(groups: Sequence[Group], items: Sequence[Items], final_un
 
 
 def _thirds(items: Items, count: int) -> list[Items]:
-    """Return the values at each step, the coarsest first; a value is three times the one before it, give or take one."""
+    """Return the values at each step, the coarsest first; a value is three times the one before it, or one off."""
     levels = [items]
     for _ in range(count):
         levels.append((levels[-1] + np.int16(1)) // np.int16(3))
@@ -147,9 +148,9 @@ def list_section(levels: Sequence[Levels], steps: Steps, refinement: int, path: 
             after = by_plane[len(before) + i]
             parents = by_plane[len(before) + i - 1] if plane.start else after
             digits = digit_rows(group, loudness, plane, after)
-            digits._replace(values=parents[: plane.start]).count(counts)
+            digits._replace(values=parents[: plane.start]).count_into(counts)
             tops = top_rows(group, loudness, plane, after)
-            tops.count(counts)
+            tops.count_into(counts)
             jobs += [(digits, parents[: plane.start]), (tops, tops.values)]
     lists = Lists(counts, path)
     for rows, parents in jobs:

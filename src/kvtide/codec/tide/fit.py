@@ -1,4 +1,4 @@
-"""Fits a tide profile from a model's caches. Pure: the caller runs the model, and keeps `state` if it wants to go on later.
+"""Fits a tide profile from a model's caches. Pure: the caller runs the model, and keeps `state` to go on later.
 
 Two passes over the texts: moments make means, weights and the transform; then, with these, blocks are quantised and
 counted. Memory is bounded by the groups' covariances, whatever the number of texts.
@@ -26,7 +26,7 @@ __all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_
 
 
 class Cost(NamedTuple):
-    """What a profile may spend: layers that a transform spans (0: none), components at 16 bits, least scale in units."""
+    """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the least scale in units."""
 
     group_layers: int
     fine: int
@@ -56,7 +56,7 @@ class Moments:
         self._layout = layout
         self._span = max(cost.group_layers, 1)
         if layout.layers % self._span:
-            raise ValueError(f"a transform over {self._span} layers needs a multiple of them, the model has {layout.layers}")
+            raise ValueError(f"a transform over {self._span} layers does not divide the {layout.layers} of this model")
         values = 2 * layout.kv_heads * layout.head_dim * self._span
         groups = layout.layers // self._span
         shape = (groups, values, values) if cost.group_layers else (groups, values)
@@ -161,7 +161,8 @@ def _ordered(variance: NDArray[np.float64], by_value: NDArray[np.float64]) -> di
 
 
 def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
-    return np.rint(UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
+    units: NDArray[np.int16] = np.rint(UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
+    return units
 
 
 class TideCounts:
@@ -206,16 +207,21 @@ class TideCounts:
 def _tables(symbols: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Return tables of these counts; a table that saw little leans on its neighbours."""
     counts = symbols.astype(np.float64)
-    top, digits = counts[:TOPS], counts[TOPS:].reshape(-1, CONTEXTS, 32)
-    for part in (top, digits):
-        total = part.sum(axis=-1, keepdims=True) + 1
-        shares = part / total
-        nearby = (np.roll(shares, 1, axis=0) + np.roll(shares, -1, axis=0)) / 2
-        part += nearby * np.minimum(50.0, 2000.0 / total)
-    top += 0.02
+    top, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
+    # Whatever a value is, it must have a code.
     digits[..., :3] += 1.0
-    whole = np.minimum(np.rint(counts * 64), float(_COUNT_MAX)).astype(np.uint64)
+    whole = np.rint(64 * np.concatenate([(top + 0.02).reshape(-1), digits.reshape(-1)])).reshape(TABLES, 32)
+    whole = np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)
     return np.frombuffer(RansCoder().build(whole).to_bytes(), dtype=np.uint8)
+
+
+def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return counts with a few of the classes beside each, more where a class saw little."""
+    total = counts.sum(axis=-1, keepdims=True) + 1
+    shares = counts / total
+    beside = (np.roll(shares, 1, axis=0) + np.roll(shares, -1, axis=0)) / 2
+    leaning: NDArray[np.float64] = counts + beside * np.minimum(50.0, 2000.0 / total)
+    return leaning
 
 
 def finished_profile(

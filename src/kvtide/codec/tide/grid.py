@@ -1,7 +1,7 @@
 """Steps, scales and loudness on one grid of whole numbers, and the tables that follow from them.
 
-A unit is a twelfth of an octave; 19 of them are a factor of three, but for 0.1 %. Only the choice of tables goes by units,
-so that every machine chooses alike; steps themselves are exact thirds of each other.
+A unit is a twelfth of an octave; 19 of them are a factor of three, but for 0.1 %. Only the choice of tables goes by
+units, so that every machine chooses alike; steps themselves are exact thirds of each other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TABLES = TOPS + CONTEXTS * DIGITS
 
 # A component is coded from the step on at which its scale is an eighth of the step; what lies below is all but zero.
 ENTER_UNITS = -37
-# A scale of more than four steps does not fit the alphabet: such a component begins a factor of three coarser, or nine, …
+# A scale of more than four steps does not fit the alphabet: such a component begins three times coarser, or nine, …
 WIDE_UNITS = 24
 
 Units = NDArray[np.int64]
@@ -96,14 +96,16 @@ def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
 def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
     """Return the table of each component's top values in each part of the tokens: (components, PARTS)."""
     found = (scales[:, None] + gains - units - TOP_UNITS_MIN) // CLASS_UNITS
-    return np.clip(found, 0, TOPS - 1).astype(np.uint16)
+    tables: NDArray[np.uint16] = np.clip(found, 0, TOPS - 1).astype(np.uint16)
+    return tables
 
 
 def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[np.uint16]:
     """Return the table of digits that do not ask, or else the first of the three that do: (components, PARTS)."""
     found = (scales[:, None] + gains - units - DIGIT_UNITS_MIN) // CLASS_UNITS
     first = TOPS + CONTEXTS * np.clip(found, 0, DIGITS - 1)
-    return (first + (ANY if mode == Mode.DIGIT else 0)).astype(np.uint16)
+    tables: NDArray[np.uint16] = (first + (ANY if mode == Mode.DIGIT else 0)).astype(np.uint16)
+    return tables
 
 
 def part_bounds(tokens: int) -> NDArray[np.int64]:

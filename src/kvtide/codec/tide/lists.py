@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
-from kvtide.codec.tide.grid import TABLES, TOPS, Mode
+from kvtide.codec.tide.grid import TABLES, TOPS
 from kvtide.errors import CorruptPayload
 
 __all__ = ["CodedLists", "Lists", "Rows"]
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     tables: NDArray[np.uint16]
     mode: int
 
-    def count(self, counts: NDArray[np.int64]) -> None:
+    def count_into(self, counts: NDArray[np.int64]) -> None:
         """Add what these rows take from each table's list. Digits that ask do so by the values as they are."""
         _native.tide_count(self.values, self.tables, self.mode, counts)
 

@@ -1,4 +1,7 @@
-"""What a tide profile says of a model, checked and made ready for coding. Immutable but for matrices built when first used."""
+"""What a tide profile says of a model, checked and made ready for coding.
+
+Immutable, but matrices are built when they are first used.
+"""
 
 from __future__ import annotations
 

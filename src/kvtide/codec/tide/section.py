@@ -180,7 +180,7 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
 def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
     gains = np.frombuffer(reader.take(PARTS), dtype=np.int8).astype(np.int64)
     packed = np.frombuffer(reader.take(-(-tokens // PARTS)), dtype=np.uint8)
-    parts = (packed[:, None] >> _PART_BITS & 3).reshape(-1)
+    parts = (packed[:, None] >> _PART_BITS & 3).astype(np.uint8).reshape(-1)
     sizes = np.bincount(parts[:tokens], minlength=PARTS)
     if (np.abs(gains) > GAIN_UNITS_MAX).any() or parts[tokens:].any() or (sizes != part_sizes(tokens)).any():
         raise CorruptPayload("tide: parts of tokens are not of the sizes that they must have")
