@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def up_to(refinement: int) -> list[Section]:
 
 def test_each_refinement_thirds_the_error() -> None:
     errors = [error(BITS, decoded(up_to(refinement))) for refinement in range(4)]
-    for coarse, fine in zip(errors[1:], errors[2:], strict=False):
+    for coarse, fine in pairwise(errors[1:]):
         assert 2.4 < coarse / fine < 3.6
     assert errors[0] > errors[1]
 

@@ -34,7 +34,7 @@ def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 3) -> Profile
         moments.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), rotary)
     moments.add_sensitivity(np.ones((layout.layers, 2)))
     draft = draft_profile("made up", layout, cost, rotary, moments.state)
-    counts = TideCounts(draft, "portable")
+    counts = TideCounts(draft)
     for seed in range(blocks):
         counts.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), seed)
     return finished_profile(draft, layout, counts.state, CURVE)

@@ -14,10 +14,10 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.keys import block_keys
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["CodedContext", "Judge", "Verdict", "capture_blocks"]
+__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks"]
 
 
 def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[BlockBits]:
@@ -25,10 +25,11 @@ def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[
     past = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(torch.tensor([ids]), past_key_values=past, use_cache=True, logits_to_keep=1)
-    return [block_bits(past, meta) for meta in _metas(ids, layout)]
+    return [block_bits(past, meta) for meta in block_metas(ids, layout)]
 
 
-def _metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
+def block_metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
+    """Return identities for the full blocks of a text that is only measured."""
     # Objects are made only to be measured: any namespace will do.
     namespace = Namespace(bytes(32))
     keys = [BlockKey(namespace), *block_keys(namespace, np.array(ids, dtype=np.uint32), layout.tokens)]
@@ -91,21 +92,35 @@ class Judge:
         blocks = capture_blocks(self._model, context_ids, self.layout)
         exact = self._say(blocks, ids[self._context_tokens :]).log_softmax(-1)
         greedy = self._greedy_ids(blocks, ids[: self._context_tokens + 1])
-        self.contexts.append(_Context(ids, _metas(context_ids, self.layout), blocks, exact, greedy))
+        self.contexts.append(_Context(ids, block_metas(context_ids, self.layout), blocks, exact, greedy))
 
     def code(self, context: int, codec: Codec) -> CodedContext:
         """Encode and decode a context's blocks as objects. CorruptPayload if the codec can't read what it wrote."""
+        return self.code_prefixes(context, codec)[-1]
+
+    def code_prefixes(self, context: int, codec: Codec) -> list[CodedContext]:
+        """Encode a context's blocks once, and decode them from objects that end at each refinement, the base's first.
+
+        `encode_s` of all is the time of the whole encoding.
+        """
         found = self.contexts[context]
-        decoded, stored_bytes = [], 0
-        encode_s = decode_s = 0.0
-        for meta, bits in zip(found.metas, found.blocks, strict=True):
-            start = time.perf_counter()
-            packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
-            middle = time.perf_counter()
+        start = time.perf_counter()
+        encoded = [codec.encode(meta, bits) for meta, bits in zip(found.metas, found.blocks, strict=True)]
+        encode_s = time.perf_counter() - start
+        last = max(section.id.refinement for section in encoded[0])
+        return [self._decoded(found, codec, encoded, refinement, encode_s) for refinement in range(last + 1)]
+
+    def _decoded(
+        self, found: _Context, codec: Codec, encoded: Sequence[list[Section]], refinement: int, encode_s: float
+    ) -> CodedContext:
+        decoded, stored_bytes, decode_s = [], 0, 0.0
+        for meta, bits, sections in zip(found.metas, found.blocks, encoded, strict=True):
+            here = [section for section in sections if section.id.refinement <= refinement]
+            packed = pack_object(meta, codec.codec_id, here, codec.profile)
             out = np.empty_like(bits)
+            start = time.perf_counter()
             codec.decode(meta, parse_object(packed, meta.id).sections(), out)
-            encode_s += middle - start
-            decode_s += time.perf_counter() - middle
+            decode_s += time.perf_counter() - start
             decoded.append(out)
             stored_bytes += len(packed)
         return CodedContext(decoded, stored_bytes, len(decoded) * self.layout.raw_bytes, encode_s, decode_s)

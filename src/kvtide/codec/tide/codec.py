@@ -7,6 +7,8 @@ unbroken run of a range's refinements is there decodes to values at that run's s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
@@ -51,6 +53,17 @@ class TideCodec:
         self._path = _native.tide_paths()[0] if path is None else path
         units = units_of_quality(self._model.curve, quality) if self._model else 0
         self._steps = Steps(units, refinements)
+
+    def with_steps(self, steps: Steps) -> Self:
+        """Return a codec of the same profile that encodes at a stated step, whatever quality that has."""
+        codec = copy(self)
+        codec._steps = steps
+        return codec
+
+    @property
+    def steps(self) -> Steps:
+        """Return the step that is encoded at, and the number of refinements."""
+        return self._steps
 
     @property
     def profile(self) -> bytes | None:

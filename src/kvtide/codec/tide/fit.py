@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansCoder
 from kvtide.codec.profile import Profile
@@ -26,18 +27,15 @@ __all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_
 
 
 class Cost(NamedTuple):
-    """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the least scale in units."""
+    """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""
 
     group_layers: int
     fine: int
-    scale_units_min: int
+    share: float
 
 
-COSTS = {
-    "light": Cost(0, 0, -200),
-    "layer": Cost(1, 64, -200),
-    "deep": Cost(5, 192, -72),
-}
+# Of five layers' components the last fifth carries nothing at any step worth asking for.
+COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64, 0.78)}
 
 # Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
@@ -138,7 +136,7 @@ def _transform(covariance: NDArray[np.float64], by_value: NDArray[np.float64], c
         powers, basis = np.linalg.eigh(square * weight[:, None] * weight)
         scales.append(_units(np.sqrt(np.maximum(powers[::-1], 1e-12))))
         bases.append(basis.T[::-1])
-    kept = max(int(np.count_nonzero(row >= cost.scale_units_min)) for row in scales)
+    kept = round(cost.share * covariance.shape[1])
     fine = min(cost.fine, kept)
     found: dict[str, list[NDArray[Any]]] = {"fine": [], "coarse": [], "unit": []}
     for basis in bases:
@@ -168,9 +166,9 @@ def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
 class TideCounts:
     """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is."""
 
-    def __init__(self, draft: Profile, path: str) -> None:
+    def __init__(self, draft: Profile) -> None:
         self._model = TideModel(draft)
-        self._path = path
+        self._path = _native.tide_paths()[0]
         self.state: dict[str, NDArray[Any]] = {
             "symbols": np.zeros((TABLES, 32), dtype=np.uint64),
             "pulled": np.zeros((TOPS, 4)),
