@@ -12,6 +12,7 @@ namespace {
 
 using Values = Array<std::int16_t, 2>;
 using ConstValues = Array<const std::int16_t, 2>;
+using Which = Array<const std::uint32_t, 1>;
 using Tables = Array<const std::uint16_t, 2>;
 using Places = Array<const std::int64_t, 1>;
 using Floats = Array<const float, 1>;
@@ -31,36 +32,37 @@ const TidePath& path_named(const std::string& name) {
   throw nb::value_error("tide: this CPU has no such path");
 }
 
-TideRows rows_of(const Values& values, const Tables& tables, int mode, std::size_t lists) {
+TideRows rows_of(const Values& values, const Which& which, const Tables& tables, int mode, std::size_t lists) {
   want(mode >= 0 && mode <= 2, "tide: mode must be 0, 1 or 2");
-  want(tables.shape(0) == values.shape(0) && tables.shape(1) == tide_parts, "tide: want tables of (rows, 4)");
-  const TideRows rows{flat(values), flat(tables), values.shape(1), static_cast<TideMode>(mode)};
+  want(tables.shape(0) == which.size() && tables.shape(1) == tide_parts, "tide: want tables of (rows, 4)");
+  want(std::ranges::all_of(span_of(which), [&](std::size_t row) { return row < values.shape(0); }), "tide: no such row");
+  const TideRows rows{flat(values), span_of(which), flat(tables), values.shape(1), static_cast<TideMode>(mode)};
   const std::size_t taken = rows.mode == TideMode::context ? tide_contexts : 1;
   want(std::ranges::all_of(rows.tables, [&](std::size_t table) { return table + taken <= lists; }), "tide: no such table");
   return rows;
 }
 
-void count(const Values& values, const Tables& tables, int mode, const Array<std::int64_t, 1>& counts) {
-  const TideRows rows = rows_of(values, tables, mode, counts.size());
+void count(const Values& values, const Which& which, const Tables& tables, int mode, const Array<std::int64_t, 1>& counts) {
+  const TideRows rows = rows_of(values, which, tables, mode, counts.size());
   unlocked([&] { tide_count(rows, span_of(counts)); });
 }
 
-bool take(const std::string& path_name, const Values& values, const Tables& tables, int mode,
+bool take(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
           const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
   const TidePath& path = path_named(path_name);
   want(cursors.size() == stops.size(), "tide: want a stop for each cursor");
   // Vector code reads up to a row beyond what it takes.
   want(items.size() >= 8, "tide: want room behind the lists");
   const std::span<const std::int16_t> usable = span_of(items).first(items.size() - 8);
-  const TideRows rows = rows_of(values, tables, mode, cursors.size());
+  const TideRows rows = rows_of(values, which, tables, mode, cursors.size());
   return unlocked([&] { return path.take(rows, {usable, span_of(cursors), span_of(stops)}); });
 }
 
-bool put(const std::string& path_name, const Values& values, const Values& parents, const Tables& tables, int mode,
-         const Array<std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
+bool put(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
+         const Values& parents, const Array<std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
   const TidePath& path = path_named(path_name);
   want(cursors.size() == stops.size() && parents.size() == values.size(), "tide: want a stop and a parent for each");
-  const TideRows rows = rows_of(values, tables, mode, cursors.size());
+  const TideRows rows = rows_of(values, which, tables, mode, cursors.size());
   return unlocked([&] { return path.put(rows, flat(parents), {span_of(items), span_of(cursors), span_of(stops)}); });
 }
 
@@ -127,12 +129,12 @@ void restore(const std::string& path_name, const ConstValues& coefficients, cons
 
 void bind_tide(nb::module_& module) {
   module.def("tide_paths", &supported_paths);
-  module.def("tide_count", &count, nb::arg("values").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
+  module.def("tide_count", &count, nb::arg("values").noconvert(), nb::arg("which").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
              nb::arg("counts").noconvert());
-  module.def("tide_take", &take, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
+  module.def("tide_take", &take, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
              nb::arg("items").noconvert(), nb::arg("cursors").noconvert(), nb::arg("stops").noconvert());
-  module.def("tide_put", &put, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("parents").noconvert(),
-             nb::arg("tables").noconvert(), nb::arg("mode"), nb::arg("items").noconvert(), nb::arg("cursors").noconvert(),
+  module.def("tide_put", &put, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(),
+             nb::arg("tables").noconvert(), nb::arg("mode"), nb::arg("parents").noconvert(), nb::arg("items").noconvert(), nb::arg("cursors").noconvert(),
              nb::arg("stops").noconvert());
   module.def("tide_pack", &pack, nb::arg("matrix").noconvert(), nb::arg("panels").noconvert());
   module.def("tide_project", &project, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("mean").noconvert(),

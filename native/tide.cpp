@@ -55,54 +55,75 @@ class Product {
   std::vector<std::int32_t> sums_;
 };
 
-std::int16_t rounded(float value) { return static_cast<std::int16_t>(std::lrint(value)); }
+// Rounds to nearest even by an addition, which vectors can do: values are below 2^15.
+std::int16_t rounded(float value) { return static_cast<std::int16_t>((value + 0x1.8p23f) - 0x1.8p23f); }
 
-// Scales one token's values to 16 bits and returns how often they were halved, or -1 if they are too loud.
+// Scales one token's values and returns how often they must be halved to fit 16 bits, or -1 if they are too loud.
 int load_token(const TideProject& job, std::size_t token, float* scaled) {
   const TideShape& shape = job.shape;
-  float square = 0, peak = 0;
   for (std::size_t stream = 0; stream < shape.streams; ++stream) {
     const float* from = job.values.data() + (stream * shape.tokens + token) * shape.channels;
-    const std::size_t first = stream * shape.channels;
-    for (std::size_t c = 0; c < shape.channels; ++c) {
-      const float value = (from[c] - job.mean[first + c]) * job.scale[first + c];
-      scaled[first + c] = value;
-      square += value * value;
-      peak = std::max(peak, std::abs(value));
-    }
+    const float* mean = job.mean.data() + stream * shape.channels;
+    const float* scale = job.scale.data() + stream * shape.channels;
+    for (std::size_t c = 0; c < shape.channels; ++c) scaled[stream * shape.channels + c] = (from[c] - mean[c]) * scale[c];
   }
+  // Sixteen sums side by side: the compiler may not reorder one.
+  float square[16] = {}, peak[16] = {};
+  for (std::size_t i = 0; i < shape.values(); ++i) {
+    square[i % 16] += scaled[i] * scaled[i];
+    peak[i % 16] = std::max(peak[i % 16], std::abs(scaled[i]));
+  }
+  float loudest = *std::ranges::max_element(peak), norm = 0;
+  for (const float part : square) norm += part;
+  norm = std::sqrt(norm);
   int halvings = 0;
-  for (float norm = std::sqrt(square); norm > norm_max || peak > value_max; norm *= 0.5f, peak *= 0.5f) {
+  for (; norm > norm_max || loudest > value_max; norm *= 0.5f, loudest *= 0.5f) {
     if (++halvings > halvings_max) return -1;
   }
   return halvings;
 }
 
 // Rounds a token's sums to steps; false if one does not fit.
-template <class Sum>
-bool round_steps(Sum sum, int halvings, std::size_t count, std::int16_t* out, std::size_t stride) {
+bool round_steps(std::span<const std::int32_t> sums, int halvings, std::int16_t* out) {
   constexpr int bits = tide_one_bits + tide_step_bits;
-  for (std::size_t k = 0; k < count; ++k) {
-    const std::int64_t wide = static_cast<std::int64_t>(sum(k)) << halvings;
-    const std::int64_t steps = (wide + (std::int64_t{1} << (bits - 1))) >> bits;
-    if (steps > coefficient_max || steps < -coefficient_max) return false;
-    out[k * stride] = static_cast<std::int16_t>(steps);
+  bool fits = true;
+  for (std::size_t k = 0; k < sums.size(); ++k) {
+    // Of a token that was not halved no sum reaches 2^31 less half a step.
+    const std::int64_t wide = (static_cast<std::int64_t>(sums[k]) << halvings) + (std::int64_t{1} << (bits - 1));
+    const auto steps = static_cast<std::int32_t>(wide >> bits);
+    fits &= steps <= coefficient_max && steps >= -coefficient_max;
+    out[k] = static_cast<std::int16_t>(steps);
   }
-  return true;
+  return fits;
 }
 
-void clear_token(std::int16_t* out, std::size_t count, std::size_t stride) {
-  for (std::size_t k = 0; k < count; ++k) out[k * stride] = 0;
+// Pulls of one class, for magnitudes 1, 2 and above.
+struct Pulls {
+  int one, two, more;
+};
+
+// Puts one token's values into its lane of a panel, pair by pair.
+void put_token(std::span<const std::int16_t> whole, std::int16_t* panel, std::size_t lane) {
+  for (std::size_t pair = 0; pair < whole.size() / 2; ++pair) {
+    std::memcpy(panel + 2 * (pair * tide_panel_tokens + lane), whole.data() + 2 * pair, 2 * sizeof(std::int16_t));
+  }
 }
 
-// 16ths of a step: the middle of what a coefficient stands for, in its class.
-std::int16_t sixteenths(std::int16_t value, const std::int8_t* pulls) {
-  const int magnitude = value < 0 ? -value : value;
-  const int pulled = (magnitude << tide_step_bits) - pulls[std::min(magnitude, 3)];
-  return static_cast<std::int16_t>(value < 0 ? -pulled : pulled);
+// One part of a row as 16ths of a step: the middle of what each coefficient stands for, in its class. Free of branches.
+void pull_part(const std::int16_t* from, std::size_t count, Pulls pulls, std::int16_t* out) {
+  const auto one = static_cast<std::int16_t>(pulls.one), two = static_cast<std::int16_t>(pulls.two);
+  const auto more = static_cast<std::int16_t>(pulls.more);
+  for (std::size_t t = 0; t < count; ++t) {
+    const std::int16_t value = from[t];
+    const auto magnitude = static_cast<std::int16_t>(value < 0 ? -value : value);
+    const auto first = static_cast<std::int16_t>(magnitude == 1 ? one : 0);
+    const auto second = static_cast<std::int16_t>(magnitude == 2 ? two : 0);
+    const auto rest = static_cast<std::int16_t>(magnitude > 2 ? more : 0);
+    const auto pull = static_cast<std::int16_t>(first | second | rest);
+    const auto signed_pull = static_cast<std::int16_t>(value < 0 ? -pull : pull);
+    out[t] = static_cast<std::int16_t>(value * (1 << tide_step_bits) - signed_pull);
+  }
 }
-
-std::size_t part_start(std::size_t part, std::size_t tokens) { return part * tokens / tide_parts; }
 
 // One row of coefficients as 16ths.
 void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
@@ -110,7 +131,8 @@ void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
   const std::int16_t* from = job.coefficients.data() + row * tokens;
   for (std::size_t part = 0; part < tide_parts; ++part) {
     const std::int8_t* pulls = job.pulls.data() + 4 * std::size_t{job.classes[row * tide_parts + part]};
-    for (std::size_t t = part_start(part, tokens); t < part_start(part + 1, tokens); ++t) out[t] = sixteenths(from[t], pulls);
+    const std::size_t start = tide_part_start(part, tokens), stop = tide_part_start(part + 1, tokens);
+    pull_part(from + start, stop - start, {pulls[1], pulls[2], pulls[3]}, out + start);
   }
 }
 
@@ -161,15 +183,15 @@ void restore_ordered(const TideRestore& job) {
 }  // namespace
 
 void tide_count(const TideRows& rows, std::span<std::int64_t> counts) {
-  for (std::size_t row = 0; row < rows.rows(); ++row) {
+  for (std::size_t row = 0; row < rows.which.size(); ++row) {
     for (std::size_t part = 0; part < tide_parts; ++part) {
-      const std::size_t start = part_start(part, rows.tokens), stop = part_start(part + 1, rows.tokens);
+      const std::size_t start = tide_part_start(part, rows.tokens), stop = tide_part_start(part + 1, rows.tokens);
       const std::size_t table = rows.tables[row * tide_parts + part];
       if (rows.mode != TideMode::context) {
         counts[table] += static_cast<std::int64_t>(stop - start);
         continue;
       }
-      const std::int16_t* values = rows.values.data() + row * rows.tokens;
+      const std::int16_t* values = rows.values.data() + rows.which[row] * rows.tokens;
       std::int64_t zeros = 0, ones = 0;
       for (std::size_t t = start; t < stop; ++t) {
         zeros += values[t] == 0;
@@ -195,40 +217,42 @@ void tide_pack(std::span<const std::int16_t> matrix, std::size_t rows, std::size
 
 void tide_project(const TidePath& path, const TideProject& job) {
   const TideShape& shape = job.shape;
+  const std::size_t columns = job.matrix.used_columns, values = shape.values();
   Product product(path, job.matrix);
-  const std::size_t width = job.order.empty() ? 2 * product.pairs() : shape.values();
-  std::vector<float> scaled(shape.values());
-  std::vector<std::int16_t> whole(block_tokens * width);
+  std::vector<float> scaled(padded(values, 2));
+  std::vector<std::int16_t> whole(scaled.size()), panels(block_tokens * scaled.size()), steps(block_tokens * columns);
+  std::vector<std::int32_t> ordered(columns);
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
     int halvings[block_tokens];
-    std::ranges::fill(whole, std::int16_t{0});
+    std::ranges::fill(steps, std::int16_t{0});
     for (std::size_t t = 0; t < count; ++t) {
       halvings[t] = job.apart[start + t] ? -1 : load_token(job, start + t, scaled.data());
-      if (halvings[t] < 0) continue;
-      const float factor = std::ldexp(1.0f, -halvings[t]);
-      const std::size_t panel = t / tide_panel_tokens * tide_panel_tokens * width, lane = t % tide_panel_tokens;
-      for (std::size_t i = 0; i < scaled.size(); ++i) {
-        const std::size_t place = job.order.empty() ? panel + (i / 2 * tide_panel_tokens + lane) * 2 + i % 2 : t * width + i;
-        whole[place] = rounded(scaled[i] * factor);
+      if (halvings[t] < 0) {
+        job.apart[start + t] = 1;
+        std::ranges::fill(whole, std::int16_t{0});
+      } else {
+        const float factor = std::ldexp(1.0f, -halvings[t]);
+        for (std::size_t i = 0; i < scaled.size(); ++i) whole[i] = rounded(scaled[i] * factor);
+      }
+      if (job.order.empty()) {
+        put_token(whole, panels.data() + t / tide_panel_tokens * tide_panel_tokens * whole.size(), t % tide_panel_tokens);
+      } else if (halvings[t] >= 0) {
+        for (std::size_t k = 0; k < columns; ++k) ordered[k] = std::int32_t{whole[job.order[k]]} << tide_one_bits;
+        job.apart[start + t] = !round_steps(ordered, halvings[t], steps.data() + t * columns);
       }
     }
-    if (job.order.empty()) product.run(whole.data(), padded(count, tide_panel_tokens));
+    if (job.order.empty()) product.run(panels.data(), padded(count, tide_panel_tokens));
     for (std::size_t t = 0; t < count; ++t) {
-      std::int16_t* to = job.out.data() + start + t;
-      const std::size_t columns = job.matrix.used_columns;
-      bool fits = halvings[t] >= 0;
-      if (fits && job.order.empty()) {
-        const std::int32_t* sums = product.of(t);
-        fits = round_steps([&](std::size_t k) { return sums[k]; }, halvings[t], columns, to, shape.tokens);
-      } else if (fits) {
-        const std::int16_t* from = whole.data() + t * width;
-        const auto sum = [&](std::size_t k) { return std::int32_t{from[job.order[k]]} << tide_one_bits; };
-        fits = round_steps(sum, halvings[t], columns, to, shape.tokens);
+      std::int16_t* row = steps.data() + t * columns;
+      if (job.order.empty() && halvings[t] >= 0) {
+        job.apart[start + t] = !round_steps({product.of(t), columns}, halvings[t], row);
       }
-      if (fits) continue;
-      job.apart[start + t] = 1;
-      clear_token(to, columns, shape.tokens);
+      if (job.apart[start + t]) std::fill(row, row + columns, std::int16_t{0});
+    }
+    for (std::size_t k = 0; k < columns; ++k) {
+      std::int16_t* to = job.out.data() + k * shape.tokens + start;
+      for (std::size_t t = 0; t < count; ++t) to[t] = steps[t * columns + k];
     }
   }
 }

@@ -12,9 +12,10 @@ namespace kvtide {
 
 // Tokens of a block are sorted by loudness and cut into parts; a row of coefficients has one table for each part.
 inline constexpr std::size_t tide_parts = 4;
+constexpr std::size_t tide_part_start(std::size_t part, std::size_t tokens) { return part * tokens / tide_parts; }
 // Tokens and columns that a kernel takes at a time; panels are padded to them with zeros.
 inline constexpr std::size_t tide_panel_tokens = 4;
-inline constexpr std::size_t tide_panel_columns = 24;
+inline constexpr std::size_t tide_panel_columns = 16;
 // How many lists follow each other for digits: of zeros, of ones, of the rest.
 inline constexpr std::size_t tide_contexts = 3;
 
@@ -24,13 +25,13 @@ enum class TideMode : std::uint8_t {
   context,  // the same, folded so that 1 is away from zero, in the list of the value's magnitude
 };
 
-// Rows of (tokens) values, and the table of each row's parts: (rows, tide_parts).
+// Some rows of (all, tokens) values, by number, and the table of each one's parts: (rows, tide_parts).
 struct TideRows {
   std::span<std::int16_t> values;
+  std::span<const std::uint32_t> which;
   std::span<const std::uint16_t> tables;
   std::size_t tokens;
   TideMode mode;
-  std::size_t rows() const { return tables.size() / tide_parts; }
 };
 
 // Lists of all tables in one array; a list's next item stands at its table's cursor and may not reach its stop.
@@ -44,7 +45,7 @@ struct TideLists {
 // Adds to each table's count what `rows` will take from its lists.
 void tide_count(const TideRows& rows, std::span<std::int64_t> counts);
 
-// Matrices in panels: [columns / 24][rows / 2][24][2], each pair of rows side by side, padded with zeros.
+// Matrices in panels: [columns / 16][rows / 2][16][2], each pair of rows side by side, padded with zeros.
 constexpr std::size_t tide_pairs(std::size_t rows) { return (rows + 1) / 2; }
 constexpr std::size_t tide_panels(std::size_t columns) { return (columns + tide_panel_columns - 1) / tide_panel_columns; }
 void tide_pack(std::span<const std::int16_t> matrix, std::size_t rows, std::size_t columns, std::span<std::int16_t> panels);

@@ -59,24 +59,26 @@ bool take(const TideRows& rows, const TideLists<const std::int16_t>& lists) {
   return take_rows(rows, lists, take_contexts_by_8);
 }
 
+// Eight sums, two columns, a token and a product fit the sixteen registers; wider panels spill.
 void multiply(const std::int16_t* tokens, const std::int16_t* columns, std::size_t pairs, std::int32_t* sums) {
-  Vector sum[tide_panel_tokens][3];
-  for (auto& row : sum) row[0] = row[1] = row[2] = _mm256_setzero_si256();
+  Vector sum[tide_panel_tokens][2];
+#pragma GCC unroll 4
+  for (std::size_t t = 0; t < tide_panel_tokens; ++t) sum[t][0] = sum[t][1] = _mm256_setzero_si256();
   for (std::size_t pair = 0; pair < pairs; ++pair, tokens += 2 * tide_panel_tokens, columns += 2 * tide_panel_columns) {
-    const Vector column[3] = {load32(columns), load32(columns + 16), load32(columns + 32)};
+    const Vector left = load32(columns), right = load32(columns + 16);
 #pragma GCC unroll 4
     for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
       std::int32_t both;
       std::memcpy(&both, tokens + 2 * t, sizeof both);
       const Vector token = _mm256_set1_epi32(both);
-#pragma GCC unroll 3
-      for (std::size_t i = 0; i < 3; ++i) sum[t][i] = _mm256_add_epi32(sum[t][i], _mm256_madd_epi16(token, column[i]));
+      sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(token, left));
+      sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(token, right));
     }
   }
+#pragma GCC unroll 4
   for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
-    for (std::size_t i = 0; i < 3; ++i) {
-      _mm256_storeu_si256(reinterpret_cast<Vector*>(sums + t * tide_panel_columns + 8 * i), sum[t][i]);
-    }
+    _mm256_storeu_si256(reinterpret_cast<Vector*>(sums + t * tide_panel_columns), sum[t][0]);
+    _mm256_storeu_si256(reinterpret_cast<Vector*>(sums + t * tide_panel_columns + 8), sum[t][1]);
   }
 }
 

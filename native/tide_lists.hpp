@@ -14,25 +14,28 @@ namespace {
 // Where the three lists of a part stand.
 using ContextLists = std::array<const std::int16_t*, tide_contexts>;
 
-std::size_t start_of(std::size_t part, std::size_t tokens) { return part * tokens / tide_parts; }
-
 // Calls `work(table, first, count)` for each part of each row, values [first, first + count).
 template <class Work>
 bool for_each_part(const TideRows& rows, Work work) {
-  for (std::size_t row = 0; row < rows.rows(); ++row) {
+  for (std::size_t row = 0; row < rows.which.size(); ++row) {
     for (std::size_t part = 0; part < tide_parts; ++part) {
-      const std::size_t start = start_of(part, rows.tokens), stop = start_of(part + 1, rows.tokens);
-      if (!work(rows.tables[row * tide_parts + part], row * rows.tokens + start, stop - start)) return false;
+      const std::size_t start = tide_part_start(part, rows.tokens), stop = tide_part_start(part + 1, rows.tokens);
+      if (!work(rows.tables[row * tide_parts + part], rows.which[row] * rows.tokens + start, stop - start)) return false;
     }
   }
   return true;
+}
+
+// Which of the three lists has the digit behind a value.
+[[maybe_unused]] std::size_t context_of(int value) {
+  return static_cast<std::size_t>(std::min(value < 0 ? -value : value, 2));
 }
 
 // Three times each value and the digit that its magnitude's list has for it.
 [[maybe_unused]] void take_contexts(std::int16_t* values, std::size_t count, ContextLists& lists) {
   for (std::size_t i = 0; i < count; ++i) {
     const int value = values[i];
-    const int digit = *lists[static_cast<std::size_t>(std::min(value < 0 ? -value : value, 2))]++;
+    const int digit = *lists[context_of(value)]++;
     values[i] = static_cast<std::int16_t>(3 * value + (value < 0 ? -digit : digit));
   }
 }
@@ -82,16 +85,27 @@ bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists,
 [[maybe_unused]] bool put_rows(const TideRows& rows, std::span<const std::int16_t> parents,
                                const TideLists<std::int16_t>& lists) {
   return for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
-    for (std::size_t i = first; i < first + count; ++i) {
-      const int parent = rows.mode == TideMode::top ? 0 : parents[i];
-      int item = rows.values[i] - 3 * parent;
-      std::size_t list = table;
-      if (rows.mode == TideMode::context) {
-        list += static_cast<std::size_t>(std::min(parent < 0 ? -parent : parent, 2));
-        item = parent < 0 ? -item : item;
-      }
-      if (!has_room(lists, list, 1)) return false;
-      lists.items[static_cast<std::size_t>(lists.cursors[list]++)] = static_cast<std::int16_t>(item);
+    const std::int16_t* values = rows.values.data() + first;
+    const std::int16_t* before = parents.data() + first;
+    if (rows.mode != TideMode::context) {
+      if (!has_room(lists, table, count)) return false;
+      std::int16_t* to = lists.items.data() + lists.cursors[table];
+      const int factor = rows.mode == TideMode::top ? 0 : 3;
+      for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int16_t>(values[i] - factor * before[i]);
+      lists.cursors[table] += static_cast<std::int64_t>(count);
+      return true;
+    }
+    std::array<std::size_t, tide_contexts> taken = {};
+    for (std::size_t i = 0; i < count; ++i) ++taken[context_of(before[i])];
+    std::array<std::int16_t*, tide_contexts> next;
+    for (std::size_t i = 0; i < tide_contexts; ++i) {
+      if (!has_room(lists, table + i, taken[i])) return false;
+      next[i] = lists.items.data() + lists.cursors[table + i];
+      lists.cursors[table + i] += static_cast<std::int64_t>(taken[i]);
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      const int parent = before[i], digit = values[i] - 3 * parent;
+      *next[context_of(before[i])]++ = static_cast<std::int16_t>(parent < 0 ? -digit : digit);
     }
     return true;
   });

@@ -68,10 +68,17 @@ def prefix_lengths(counts: NDArray[np.uint64], lengths: NDArray[np.uint8]) -> No
 def prefix_write_tables(lengths: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
 def prefix_read_tables(data: NDArray[np.uint8], lengths: NDArray[np.uint8]) -> bool: ...
 def tide_paths() -> list[str]: ...
-def tide_count(values: NDArray[np.int16], tables: NDArray[np.uint16], mode: int, counts: NDArray[np.int64]) -> None: ...
+def tide_count(
+    values: NDArray[np.int16],
+    which: NDArray[np.uint32],
+    tables: NDArray[np.uint16],
+    mode: int,
+    counts: NDArray[np.int64],
+) -> None: ...
 def tide_take(
     path: str,
     values: NDArray[np.int16],
+    which: NDArray[np.uint32],
     tables: NDArray[np.uint16],
     mode: int,
     items: NDArray[np.int16],
@@ -81,9 +88,10 @@ def tide_take(
 def tide_put(
     path: str,
     values: NDArray[np.int16],
-    parents: NDArray[np.int16],
+    which: NDArray[np.uint32],
     tables: NDArray[np.uint16],
     mode: int,
+    parents: NDArray[np.int16],
     items: NDArray[np.int16],
     cursors: NDArray[np.int64],
     stops: NDArray[np.int64],

@@ -18,6 +18,7 @@ from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import encode_range
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps
+from kvtide.codec.tide.values import Turns
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -86,8 +87,9 @@ class TideCodec:
         if self._model is None or not self._model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
         sections = []
+        turns = Turns(meta, self._model.rotary, is_back=True)
         for start, stop in self._ranges(self._model):
-            coded = encode_range(self._model, self._path, self._steps, meta, bits[start:stop], start)
+            coded = encode_range(self._model, self._path, self._steps, meta, bits[start:stop], start, turns)
             sections += [
                 Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
                 for refinement, data in enumerate(coded)
@@ -115,10 +117,11 @@ class TideCodec:
             kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
         ):
             raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
+        turns = Turns(meta, model.rotary, is_back=False)
         for start, stop in ranges:
             run: list[memoryview] = []
             while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
                 run.append(data)
             if not run:
                 raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
-            decode_range(model, self._path, meta, run, start, out[start:stop])
+            decode_range(model, self._path, meta, run, start, turns, out[start:stop])

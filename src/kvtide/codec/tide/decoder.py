@@ -9,91 +9,84 @@ import numpy as np
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec.tide.grid import TABLES, THIRD, entering, planes, step_of, top_tables
+from kvtide.codec.tide.grid import TABLES, THIRD, planes, step_of, top_tables
 from kvtide.codec.tide.lists import CodedLists, Items, Lists
-from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, TideModel
-from kvtide.codec.tide.rows import digit_rows, top_rows
-from kvtide.codec.tide.section import Base, Loudness, Steps, split_base, split_refinement
-from kvtide.codec.tide.values import Floats, put_apart, store_values
+from kvtide.codec.tide.model import ONE, SIXTEENTHS, TideModel
+from kvtide.codec.tide.rows import RangeRows, digit_rows, place_groups, top_rows
+from kvtide.codec.tide.section import Loudness, Steps, split_base, split_refinement
+from kvtide.codec.tide.values import Floats, Turns, put_apart, store_values
 from kvtide.errors import CorruptPayload
 
 __all__ = ["decode_range"]
 
 
-class _Decoding(NamedTuple):
-    """A group, its tokens' loudness, and room for its components at the finest step that is here."""
-
-    group: Group
-    loudness: Loudness
-    values: Items
-
-
 def decode_range(
-    model: TideModel, path: str, meta: BlockMeta, run: Sequence[memoryview], layer_start: int, out: BlockBits
+    model: TideModel,
+    path: str,
+    meta: BlockMeta,
+    run: Sequence[memoryview],
+    layer_start: int,
+    turns: Turns,
+    out: BlockBits,
 ) -> None:
     """Write the layers that a base and the refinements behind it hold. CorruptPayload if they do not fit each other."""
-    tokens, layers = meta.layout.tokens, len(out)
     section, base = split_base(run[0], out.shape)
     steps = section.steps
     if len(run) > steps.refinements + 1:
         raise CorruptPayload(f"tide: a refinement {len(run) - 1} where there are {steps.refinements}")
-    groups = [g for g in model.groups if layer_start <= g.layer_start < layer_start + layers]
-    units = steps.final_units + THIRD * (steps.refinements + 1 - len(run))
-    work = [
-        _Decoding(group, base.loudness, np.zeros((entering(group.scales, units), tokens), dtype=np.int16))
-        for group in groups
-    ]
+    missing = steps.refinements + 1 - len(run)
+    rows = place_groups(model.groups_of(layer_start, len(out)), steps.final_units + THIRD * missing)
+    items = np.zeros((len(rows.scales), meta.layout.tokens), dtype=np.int16)
+    work = _Decoding(rows, base.loudness, items)
     _refine(model, path, work, steps, 0, section.lists)
     for refinement, data in enumerate(run[1:], 1):
         found = split_refinement(data)
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
         _refine(model, path, work, steps, refinement, found.lists)
-    values = _restored(model, path, work, (units, steps.refinements + 1 - len(run)), base, out.shape)
-    store_values(meta, values, layer_start, model.rotary, out)
+    values = _restored(model, path, work, (steps.final_units, missing), out.shape)
+    put_apart(base.apart, values)
+    store_values(values, meta.layout.dtype, layer_start, turns, out)
 
 
-def _refine(
-    model: TideModel, path: str, work: Sequence[_Decoding], steps: Steps, refinement: int, coded: CodedLists
-) -> None:
+class _Decoding(NamedTuple):
+    """A range's rows at the finest step that is here: (components, tokens), tokens by loudness."""
+
+    rows: RangeRows
+    loudness: Loudness
+    items: Items
+
+
+def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
     """Add what a section says."""
-    base_units = steps.final_units + THIRD * steps.refinements
+    rows, (_, gains), items = work
     counts = np.zeros(TABLES, dtype=np.int64)
     jobs = []
-    for group, loudness, values in work:
-        for plane in planes(group.scales, base_units, refinement):
-            digits = digit_rows(group, loudness, plane, values)
-            tops = top_rows(group, loudness, plane, values)
-            digits.count_into(counts)
-            tops.count_into(counts)
-            jobs += [digits, tops]
+    for plane in planes(rows.scales, steps.final_units + THIRD * steps.refinements, refinement):
+        jobs += [digit_rows(rows, gains, plane, items), top_rows(rows, gains, plane, items)]
+    for job in jobs:
+        job.count_into(counts)
     lists = Lists(counts, path)
     lists.decode(model.tables, coded)
-    for rows in jobs:
-        lists.take(rows)
+    for job in jobs:
+        lists.take(job)
 
 
-def _restored(
-    model: TideModel,
-    path: str,
-    work: Sequence[_Decoding],
-    step: tuple[int, int],
-    base: Base,
-    shape: tuple[int, ...],
-) -> Floats:
-    """Return the values of all groups, tokens that stand apart put in their places. step: units for tables, thirds."""
+def _restored(model: TideModel, path: str, work: _Decoding, step: tuple[int, int], shape: tuple[int, ...]) -> Floats:
+    """Return the values of all groups. step: the final one in units, and how many thirds coarser it is."""
     units, thirds = step
+    rows, loudness, items = work
     values = np.empty(shape, dtype=np.float32)
     _, _, tokens, kv_heads, head_dim = shape
-    first_layer = work[0].group.layer_start
-    for group, loudness, items in work:
+    classes = top_tables(rows.scales, loudness.gains, units + THIRD * thirds)
+    places = loudness.places
+    first_layer = rows.places[0].group.layer_start
+    for group, start, stop in rows.places:
         mean, weight = model.mean_and_weight(group, kv_heads * head_dim)
-        exact = step_of(units - THIRD * thirds, thirds)
-        scale = (exact / (SIXTEENTHS * ONE) / weight.astype(np.float64)).astype(np.float32)
-        classes = top_tables(group.scales[: len(items)], loudness.gains, units)
+        scale = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weight.astype(np.float64)).astype(np.float32)
         layers = slice(group.layer_start - first_layer, group.layer_stop - first_layer)
         out = values[layers].reshape(-1, tokens, kv_heads * head_dim)
-        args = (group.to_values, group.shape, group.order, out)
-        _native.tide_restore(path, items, classes, model.pulls, loudness.places, mean, scale, *args)
-    put_apart(base.apart, values)
+        matrix = (group.to_values, group.shape, group.order)
+        args = (items[start:stop], classes[start:stop], model.pulls, places, mean, scale, *matrix, out)
+        _native.tide_restore(path, *args)
     return values

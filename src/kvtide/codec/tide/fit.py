@@ -21,7 +21,7 @@ from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import Steps
-from kvtide.codec.tide.values import load_values
+from kvtide.codec.tide.values import Turns, load_values
 
 __all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_profile", "section_layers"]
 
@@ -70,9 +70,10 @@ class Moments:
         """Take a block. The first tokens of a prompt are left out. UnencodableBlock if a value is not finite."""
         state, layout = self.state, self._layout
         is_apart = first_apart(meta) == 1
+        turns = Turns(meta, rotary, is_back=True)
         for group in range(len(state["sum"])):
             start = group * self._span
-            values = load_values(meta, bits[start : start + self._span], start, rotary)
+            values = load_values(bits[start : start + self._span], layout.dtype, start, turns)
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
             rows = rows[~is_apart]
             state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
@@ -178,18 +179,17 @@ class TideCounts:
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
         """Take a block; `number` is that of the block, so that blocks take turns with steps."""
         model = self._model
+        turns = Turns(meta, model.rotary, is_back=True)
         for start in range(0, meta.layout.layers, model.section_layers):
-            values = load_values(meta, bits[start : start + model.section_layers], start, model.rotary)
+            values = load_values(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
                 steps = Steps(units, refinements)
                 levels = levels_of(model, steps, values, start, first_apart(meta), self._path)
                 for refinement in range(refinements + 1):
                     self.state["symbols"] += list_section(levels, steps, refinement, self._path).symbol_counts()
-            for group, loudness, by_step in levels:
-                base_units = units + THIRD * refinements
-                tables = top_tables(group.scales[: len(by_step[0])], loudness.gains, base_units)
-                self._pull(tables, by_step[0], by_step[-1] / 3.0**refinements)
+            tables = top_tables(levels.rows.scales, levels.loudness.gains, units + THIRD * refinements)
+            self._pull(tables, levels.values[0], levels.values[-1] / 3.0**refinements)
 
     def _pull(self, tables: NDArray[np.uint16], steps: NDArray[np.int16], exact: NDArray[np.float64]) -> None:
         bounds = np.arange(5) * steps.shape[1] // 4

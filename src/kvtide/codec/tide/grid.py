@@ -20,6 +20,8 @@ __all__ = [
     "UNITS",
     "Mode",
     "Plane",
+    "Units",
+    "Which",
     "digit_tables",
     "entering",
     "part_bounds",
@@ -50,6 +52,8 @@ ENTER_UNITS = -37
 WIDE_UNITS = 24
 
 Units = NDArray[np.int64]
+# Row numbers.
+Which = NDArray[np.uint32]
 
 
 class Mode:
@@ -61,12 +65,12 @@ class Mode:
 
 
 class Plane(NamedTuple):
-    """Rows [0, start) get a digit, rows [start, stop) a top value, all at a step of `units`."""
+    """Rows that get a digit, and rows that get a top value, at a step of `units`."""
 
     units: int
-    start: int
-    stop: int
     mode: int
+    digits: Which
+    tops: Which
 
 
 def step_of(units: int, thirds: int) -> float:
@@ -75,37 +79,50 @@ def step_of(units: int, thirds: int) -> float:
 
 
 def entering(scales: Units, units: int) -> int:
-    """Return how many leading components are coded at a step. scales: in units, falling."""
+    """Return how many components are coded at a step. scales: in units."""
     return int(np.count_nonzero(scales - units >= ENTER_UNITS))
 
 
 def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
-    """Return what a section holds of one group of components, coarsest first. scales: in units, falling."""
+    """Return what a section holds of components of these scales, coarsest first."""
     units = base_units - THIRD * refinement
-    stop = entering(scales, units)
+    enters = scales - units >= ENTER_UNITS
     if refinement:
-        return [Plane(units, entering(scales, units + THIRD), stop, Mode.CONTEXT)]
-    thirds = np.maximum(0, -((base_units + WIDE_UNITS - scales[:stop]) // THIRD))
-    found = []
-    for third in range(int(thirds.max(initial=0)), -1, -1):
-        counts = int(np.count_nonzero(thirds > third)), int(np.count_nonzero(thirds >= third))
-        found.append(Plane(base_units + THIRD * third, *counts, Mode.DIGIT))
-    return found
+        before = scales - units - THIRD >= ENTER_UNITS
+        return [Plane(units, Mode.CONTEXT, _which(before), _which(enters & ~before))]
+    thirds = np.where(enters, np.maximum(0, -((base_units + WIDE_UNITS - scales) // THIRD)), -1)
+    return [
+        Plane(base_units + THIRD * third, Mode.DIGIT, _which(thirds > third), _which(thirds == third))
+        for third in range(int(thirds.max(initial=0)), -1, -1)
+    ]
+
+
+def _which(mask: NDArray[np.bool_]) -> Which:
+    return np.flatnonzero(mask).astype(np.uint32)
 
 
 def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
     """Return the table of each component's top values in each part of the tokens: (components, PARTS)."""
-    found = (scales[:, None] + gains - units - TOP_UNITS_MIN) // CLASS_UNITS
-    tables: NDArray[np.uint16] = np.clip(found, 0, TOPS - 1).astype(np.uint16)
-    return tables
+    return _by_units(scales, gains, units, _TOP_TABLES)
 
 
 def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[np.uint16]:
     """Return the table of digits that do not ask, or else the first of the three that do: (components, PARTS)."""
-    found = (scales[:, None] + gains - units - DIGIT_UNITS_MIN) // CLASS_UNITS
-    first = TOPS + CONTEXTS * np.clip(found, 0, DIGITS - 1)
-    tables: NDArray[np.uint16] = (first + (ANY if mode == Mode.DIGIT else 0)).astype(np.uint16)
-    return tables
+    return _by_units(scales, gains, units, _DIGIT_TABLES if mode == Mode.CONTEXT else _ANY_TABLES)
+
+
+def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    over = scales[:, None] + (gains - units + _TABLE_UNITS)
+    found: NDArray[np.uint16] = tables[np.minimum(np.maximum(over, 0), 2 * _TABLE_UNITS)]
+    return found
+
+
+# Tables by units over the step, from -_TABLE_UNITS on: beyond, they are all alike.
+_TABLE_UNITS = 128
+_OVER = np.arange(-_TABLE_UNITS, _TABLE_UNITS + 1)
+_TOP_TABLES = np.clip((_OVER - TOP_UNITS_MIN) // CLASS_UNITS, 0, TOPS - 1).astype(np.uint16)
+_DIGIT_TABLES = (TOPS + CONTEXTS * np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)).astype(np.uint16)
+_ANY_TABLES = _DIGIT_TABLES + np.uint16(ANY)
 
 
 def part_bounds(tokens: int) -> NDArray[np.int64]:

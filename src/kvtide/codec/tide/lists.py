@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
-from kvtide.codec.tide.grid import TABLES, TOPS
+from kvtide.codec.tide.grid import TABLES, TOPS, Which
 from kvtide.errors import CorruptPayload
 
 __all__ = ["CodedLists", "Lists", "Rows"]
@@ -27,15 +27,16 @@ _SLACK = 8
 
 
 class Rows(NamedTuple):
-    """Values in rows, and the table of each row's parts: see grid.top_tables. Filled by `Lists.take`."""
+    """Some rows of values, by number, and the table of each one's parts. `Lists.take` fills them."""
 
     values: Items
+    which: Which
     tables: NDArray[np.uint16]
     mode: int
 
     def count_into(self, counts: NDArray[np.int64]) -> None:
         """Add what these rows take from each table's list. Digits that ask do so by the values as they are."""
-        _native.tide_count(self.values, self.tables, self.mode, counts)
+        _native.tide_count(*self, counts)
 
 
 class CodedLists(NamedTuple):
@@ -70,21 +71,20 @@ class Lists:
 
     def put(self, rows: Rows, parents: Items) -> None:
         """Append what takes `parents` to the values of `rows`."""
-        args = (rows.values, parents, rows.tables, rows.mode, self._items, self._cursors, self._stops)
-        fits = _native.tide_put(self._path, *args)
+        fits = _native.tide_put(self._path, *rows, parents, self._items, self._cursors, self._stops)
         assert fits, "counts are those of these rows"
 
     def take(self, rows: Rows) -> None:
         """Take the next items of each list into the values of `rows`. CorruptPayload if there are too few."""
-        args = (rows.values, rows.tables, rows.mode, self._items, self._cursors, self._stops)
-        if not _native.tide_take(self._path, *args):
+        if not _native.tide_take(self._path, *rows, self._items, self._cursors, self._stops):
             raise CorruptPayload("tide: lists are shorter than what they are of")
 
     def _symbols(self) -> NDArray[np.uint8]:
         items = self._items[: self._size]
         symbols = items + np.int16(1)
-        tops = items[: self._tops]
-        symbols[: self._tops] = np.where(np.abs(tops) <= TOP_CENTRE, tops + TOP_CENTRE, ESCAPE)
+        # Negative ones are large without their sign: one comparison finds all that have no symbol.
+        tops = (items[: self._tops] + np.int16(TOP_CENTRE)).view(np.uint16)
+        np.minimum(tops, np.uint16(ESCAPE), out=symbols[: self._tops].view(np.uint16))
         return symbols.astype(np.uint8).reshape(STREAMS, -1)
 
     def symbol_counts(self) -> NDArray[np.uint64]:

@@ -24,7 +24,7 @@ __all__ = ["ONE", "SIXTEENTHS", "Group", "TideModel"]
 # Entries of matrices and coefficients that meet them are whole numbers in these units.
 ONE = 1 << 13
 SIXTEENTHS = 16
-PANEL_COLUMNS = 24
+PANEL_COLUMNS = 16
 
 _NO_ORDER = np.empty(0, dtype=np.uint16)
 _NO_PANELS = np.empty(0, dtype=np.int16)
@@ -105,6 +105,10 @@ class TideModel:
         self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
+
+    def groups_of(self, layer_start: int, layers: int) -> list[Group]:
+        """Return the groups of a range of layers."""
+        return [group for group in self.groups if layer_start <= group.layer_start < layer_start + layers]
 
     def mean_and_weight(self, group: Group, channels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""
