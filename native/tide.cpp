@@ -159,23 +159,31 @@ std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_t pairs
   return panels;
 }
 
+// Without a matrix: rows of some channels are made side by side and turned into tokens while they are in the nearest cache.
 void restore_ordered(const TideRestore& job) {
+  constexpr std::size_t width = 16;
   const TideShape& shape = job.shape;
-  std::vector<std::int16_t> row(shape.tokens);
-  for (std::size_t stream = 0; stream < shape.streams; ++stream) {
-    float* to = job.out.data() + stream * shape.tokens * shape.channels;
-    for (std::size_t token = 0; token < shape.tokens; ++token) {
-      std::ranges::copy(job.mean.subspan(stream * shape.channels, shape.channels), to + token * shape.channels);
-    }
-  }
-  for (std::size_t k = 0; k < job.matrix.used_rows; ++k) {
-    pull_row(job, k, row.data());
-    const std::size_t value = job.order[k];
+  const std::size_t tokens = shape.tokens, none = job.matrix.used_rows;
+  std::vector<std::size_t> row_of(shape.values(), none);
+  for (std::size_t k = 0; k < none; ++k) row_of[job.order[k]] = k;
+  std::vector<std::int16_t> row(tokens);
+  std::vector<float> tile(width * tokens);
+  for (std::size_t value = 0; value < shape.values();) {
     const std::size_t stream = value / shape.channels, channel = value % shape.channels;
-    float* to = job.out.data() + stream * shape.tokens * shape.channels + channel;
-    const float scale = job.scale[value] * static_cast<float>(1 << tide_one_bits), mean = job.mean[value];
-    for (std::size_t t = 0; t < shape.tokens; ++t) {
-      to[job.places[t] * shape.channels] = static_cast<float>(row[t]) * scale + mean;
+    const std::size_t count = std::min(width, shape.channels - channel);
+    for (std::size_t c = 0; c < count; ++c, ++value) {
+      float* to = tile.data() + c * tokens;
+      const float scale = job.scale[value] * static_cast<float>(1 << tide_one_bits), mean = job.mean[value];
+      if (row_of[value] == none) {
+        std::fill(to, to + tokens, mean);
+        continue;
+      }
+      pull_row(job, row_of[value], row.data());
+      for (std::size_t t = 0; t < tokens; ++t) to[t] = static_cast<float>(row[t]) * scale + mean;
+    }
+    for (std::size_t t = 0; t < tokens; ++t) {
+      float* to = job.out.data() + (stream * tokens + job.places[t]) * shape.channels + channel;
+      for (std::size_t c = 0; c < count; ++c) to[c] = tile[c * tokens + t];
     }
   }
 }

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -40,8 +41,17 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """Entropy coders on one pinned core, beside memcpy."""
-    emit(codec_speed.run(quick), codec_speed.render, as_json)
+    """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
+    from kvtide.bench import texts, tide_speed
+    from kvtide.engines import profiles, smollm2, transformers
+
+    result = codec_speed.run(quick)
+    folder = smollm2.converted_folder()
+    tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
+    layout = transformers.model_layout(model, transformers.BLOCK_TOKENS)
+    ids = tokenizer(texts.evaluation_texts()[0].content).input_ids
+    rows = tide_speed.run(model, ids, layout, profiles.shipped_profiles(), quick)
+    emit(msgspec.structs.replace(result, tide=rows), codec_speed.render, as_json)
 
 
 @app.command("disk")

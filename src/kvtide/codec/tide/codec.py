@@ -25,7 +25,7 @@ from kvtide.types import Section, SectionId, SectionKind
 __all__ = ["DEFAULT_QUALITY", "DEFAULT_REFINEMENTS", "TideCodec"]
 
 DEFAULT_QUALITY = 5e-3
-DEFAULT_REFINEMENTS = 3
+DEFAULT_REFINEMENTS = 2
 
 
 class TideCodec:
