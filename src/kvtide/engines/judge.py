@@ -13,11 +13,12 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.pages import Pages, block_bits
+from kvtide.engines.transformers import CachedModel
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks"]
+__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks", "restored_kl"]
 
 
 def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[BlockBits]:
@@ -36,6 +37,21 @@ def block_metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
     return [
         BlockMeta(ObjectId(namespace, keys[i + 1]), keys[i], i * layout.tokens, layout) for i in range(len(keys) - 1)
     ]
+
+
+def restored_kl(cached: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """Return the KL divergence of what the model says of an answer's tokens after the restored prefix from the exact.
+
+    The mean over the answer's tokens, in nats. input_ids: (1, tokens), the prompt.
+    """
+    whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
+    past = cached.restored(input_ids)
+    count = len(answer_ids)
+    with torch.inference_mode():
+        exact = cached.model(whole, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
+        rest = whole[:, past.get_seq_length() :]
+        said = cached.model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
+    return float((exact.exp() * (exact - said)).sum(-1).mean())
 
 
 class CodedContext(NamedTuple):
