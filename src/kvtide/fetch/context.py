@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import numpy as np
-
-from kvtide.block import BlockBits, BlockMeta
+from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
-from kvtide.errors import CorruptPayload
+from kvtide.fetch.bring import LoadedBlock, bring
 from kvtide.fetch.job import Job, Wish, layered_job
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
 from kvtide.stream.plan import CHUNK_TOKENS, Decision, Policy, Reason, TwoEnded, Way, cut, cut_for_meeting, decide
-from kvtide.stream.receiver import Receiver
 from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 
-__all__ = ["ContextLoader", "ContextReport", "LoadedBlock", "LoaderStats"]
-
-_log = logging.getLogger(__name__)
-
-# A loaded block by its number, for the engine to append: called in order.
-LoadedBlock = Callable[[int, BlockBits], None]
+__all__ = ["ContextLoader", "ContextReport", "LoaderStats"]
 
 
 class ContextReport(NamedTuple):
@@ -148,76 +139,27 @@ class ContextLoader:
     def _run(
         self, job: Job, computed: int, engine: Engine, append: LoadedBlock, decision: Decision, started_s: float
     ) -> ContextReport:
-        receiver = Receiver(job.objects)
-        behind = _Behind(engine, append, job, receiver, self._registry, computed * job.objects[0].meta.layout.tokens)
-        report = run(
+        brought = bring(
             job,
-            receiver,
             self._policy,
             self._sources,
             self._link,
             self._clock,
-            behind,
             self._limits,
+            self._registry,
+            engine,
+            append,
             computed_chunks=1 if computed else 0,
         )
-        decode_started_s = self._clock.monotonic_s()
-        appended = behind.append_until(job.request.tokens)
-        if appended:
-            self._decode_block_s = self._since(decode_started_s) / appended
+        report = brought.report
+        if brought.appended:
+            self._decode_block_s = brought.append_s / brought.appended
         self._reasons.update(report.reasons)
         self._received_bytes += report.received_bytes
         self._faults += report.faults
         own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
-        return ContextReport(behind.tokens, own, report.kl, self._since(started_s), decision, report)
+        return ContextReport(brought.tokens, own, report.kl, self._since(started_s), decision, report)
 
     def stats(self) -> LoaderStats:
         """Return the counters."""
         return LoaderStats(dict(self._ways), dict(self._reasons), self._received_bytes, self._faults)
-
-
-class _Behind:
-    """The engine, given what is loaded before each chunk that it computes."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        append: LoadedBlock,
-        job: Job,
-        receiver: Receiver,
-        registry: CodecRegistry,
-        tokens: int,
-    ) -> None:
-        self._engine = engine
-        self._append = append
-        self._job = job
-        self._receiver = receiver
-        self._registry = registry
-        # What the engine has, from the start on.
-        self.tokens = tokens
-
-    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        self.append_until(start)
-        if self.tokens != start or not self._engine.compute(start, stop, is_wanted):
-            return False
-        self.tokens = stop
-        return True
-
-    def append_until(self, stop: int) -> int:
-        """Append the loaded blocks up to token `stop`, or to the first that is not usable; return how many."""
-        layout, appended = self._job.objects[0].meta.layout, 0
-        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
-        while self.tokens < stop:
-            block = self.tokens // layout.tokens
-            stored = self._job.objects[block]
-            codec = self._registry.get(stored.codec_id, stored.profile)
-            try:
-                assert codec is not None
-                codec.decode(stored.meta, self._receiver.sections(block), bits)
-            except CorruptPayload as error:
-                _log.warning("block %d can't be decoded, what is behind it is computed: %s", block, error)
-                break
-            self._append(block, bits)
-            self.tokens += layout.tokens
-            appended += 1
-        return appended
