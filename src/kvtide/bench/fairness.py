@@ -1,4 +1,4 @@
-"""Client processes and `kvtide serve` over one link, under every policy: who gets how many bytes, who waits how long.
+"""Clients and `kvtide serve` as processes on one link, under every policy: who gets how many bytes, who waits how long.
 
 Real sockets, buffers and TCP. The link is the kernel's token bucket in a network namespace; where that is not allowed,
 the token bucket of the server's scheduler alone.
@@ -37,7 +37,7 @@ from kvtide.wire import pack_object
 
 __all__ = ["FairnessBenchResult", "render", "run"]
 
-_START_S_MAX = 60.0
+_END_S_MAX = 60.0
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
@@ -115,11 +115,18 @@ def _measure(policy: str, setup: FairnessSetup, place: _Place) -> FairnessRow:
     tokens = [new_token() for _ in kinds]
     with _server(policy, setup, tokens, place) as address:
         counted = _run_clients(kinds, address, tokens, place, setup.duration_s)
-    served = [
-        Served(kind.size, kind.weight, each.sent_bytes, each.waits_s, each.requests_s)
-        for kind, each in zip(kinds, counted, strict=True)
-    ]
-    return fairness_row(policy, served, setup.duration_s)
+    return fairness_row(policy, list(map(_served, kinds, counted)), setup.duration_s)
+
+
+def _served(kind: ClientMix, connections: Sequence[_Counted]) -> Served:
+    """Return what one client got over all of its connections."""
+    return Served(
+        kind.size,
+        kind.weight,
+        sum(each.sent_bytes for each in connections),
+        [wait_s for each in connections for wait_s in each.waits_s],
+        [request_s for each in connections for request_s in each.requests_s],
+    )
 
 
 @contextmanager
@@ -155,23 +162,24 @@ def _configuration(policy: str, setup: FairnessSetup, tokens: Sequence[str], sen
 
 def _run_clients(
     kinds: Sequence[ClientMix], address: str, tokens: Sequence[str], place: _Place, duration_s: float
-) -> list[_Counted]:
-    """Start a process for each client, let all begin at once, and return what they counted."""
+) -> list[list[_Counted]]:
+    """Start a process for each connection, let all begin at once, and return what they counted, by client."""
     with ExitStack() as stack:
         clients = [
-            stack.enter_context(_client(kind, address, token, place, duration_s))
+            [stack.enter_context(_client(kind, address, token, place, duration_s)) for _ in range(kind.connections)]
             for kind, token in zip(kinds, tokens, strict=True)
         ]
-        for client in clients:
-            assert client.stdout is not None
-            if client.stdout.readline() != "ready\n":
+        processes = [process for each in clients for process in each]
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
                 raise ValueError("a client could not store its object; its reason is above")
-        for client in clients:
-            assert client.stdin is not None
-            client.stdin.write("\n")
-            client.stdin.flush()
-        answers = [client.communicate(timeout=duration_s + _START_S_MAX)[0] for client in clients]
-    return [msgspec.json.decode(answer, type=_Counted) for answer in answers]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = {process: process.communicate(timeout=duration_s + _END_S_MAX)[0] for process in processes}
+    return [[msgspec.json.decode(said[process], type=_Counted) for process in each] for each in clients]
 
 
 @contextmanager

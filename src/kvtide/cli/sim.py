@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from kvtide.sim.report import (
     trace_report,
 )
 
-__all__ = ["app"]
+__all__ = ["ClientOption", "app", "client_mix"]
 
 app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
 app.command("stream")(stream)
@@ -35,6 +36,10 @@ SHARES_QUICK = [0.03, 0.1]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+ClientOption = Annotated[
+    list[str] | None,
+    typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
+]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
 
@@ -92,10 +97,7 @@ def prompts(
 
 @app.command("fairness")
 def fairness(
-    client: Annotated[
-        list[str] | None,
-        typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
-    ] = None,
+    client: ClientOption = None,
     link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
     slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
     slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
@@ -108,7 +110,7 @@ def fairness(
 ) -> None:
     """Share a link between clients through the server's own scheduler, under every policy."""
     setup = FairnessSetup(
-        mix=tuple(_client_mix(each) for each in client) if client else FAIRNESS_MIX,
+        mix=client_mix(client),
         link_bits_s=1e6 * link,
         slots=slots,
         slice_bytes=slice_kib << 10,
@@ -122,9 +124,15 @@ def fairness(
     emit(report, render_fairness, as_json)
 
 
-def _client_mix(text: str) -> ClientMix:
+def client_mix(texts: Sequence[str] | None) -> tuple[ClientMix, ...]:
+    """Return what `--client` asks for. ValueError for a text that is not as its help says."""
+    return tuple(map(_client, texts)) if texts else FAIRNESS_MIX
+
+
+def _client(text: str) -> ClientMix:
     try:
-        kib, count, connections, weight = (text.split(":") + ["1", "1"][max(0, text.count(":") - 1) :])[:4]
+        kib, count, *more = text.split(":")
+        connections, weight = [*more, *("1", "1")[len(more) :]]
         return ClientMix(int(kib) << 10, int(count), int(connections), float(weight))
     except ValueError as error:
         raise ValueError(f"--client is KIB:COUNT[:CONNECTIONS[:WEIGHT]] in numbers, got {text!r}") from error
