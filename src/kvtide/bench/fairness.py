@@ -38,6 +38,7 @@ from kvtide.wire import pack_object
 __all__ = ["FairnessBenchResult", "render", "run"]
 
 _END_S_MAX = 60.0
+_LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
@@ -186,11 +187,9 @@ def _run_clients(
 def _client(
     kind: ClientMix, address: str, token: str, place: _Place, duration_s: float
 ) -> Iterator[subprocess.Popen[str]]:
-    object_id, data = _object(kind.size)
-    file = place.folder / f"{kind.size}.kvt"
-    file.write_bytes(data)
+    object_id = _object_id(kind.size)
     path = f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
-    words = [address, token, path, str(file), str(duration_s)]
+    words = [address, token, path, str(_object_file(place, kind.size)), str(duration_s)]
     command = [*place.prefix, sys.executable, "-m", "kvtide.bench.fairness_client", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -199,13 +198,19 @@ def _client(
             process.kill()
 
 
-def _object(size: int) -> tuple[ObjectId, bytearray]:
-    """Return an object of about `size` bytes: that and its header."""
-    layout = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
-    namespace = NamespaceSpec(b"bench", layout.dtype, "bench", layout.tokens, b"").digest()
-    object_id = ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))
-    meta = BlockMeta(object_id, BlockKey(namespace), 0, layout, "bench")
-    return object_id, pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))])
+def _object_file(place: _Place, size: int) -> Path:
+    """Return a file with an object of about `size` bytes: that and its header."""
+    file = place.folder / f"{size}.kvt"
+    if not file.exists():
+        object_id = _object_id(size)
+        meta = BlockMeta(object_id, BlockKey(object_id.namespace), 0, _LAYOUT, "bench")
+        file.write_bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))]))
+    return file
+
+
+def _object_id(size: int) -> ObjectId:
+    namespace = NamespaceSpec(b"bench", _LAYOUT.dtype, "bench", _LAYOUT.tokens, b"").digest()
+    return ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))
 
 
 def render(result: FairnessBenchResult) -> Table:
