@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, fairness, index, stack, valkey
+from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
@@ -96,6 +96,12 @@ def bench_fairness(
     """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
     setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
     emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+
+
+@app.command("server")
+def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The cache server beside nginx and a raw-socket floor: throughput, CPU, a crowd of connections."""
+    emit(server.run(quick), server.table, as_json)
 
 
 @app.command("valkey")

@@ -80,9 +80,14 @@ class Service:
             gateway = self._gateway(loop, workers)
             accepting = asyncio.create_task(self._accept(listener, gateway))
             on_listening(_bound(self._address, listener))
-            await stop.wait()
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
+            stopping = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (accepting, stopping):
+                task.cancel()
+            await asyncio.gather(accepting, stopping, return_exceptions=True)
+            if accepting in done:
+                # It ends by a fault alone: better no server than one that is deaf.
+                accepting.result()
             listener.close()
             await self._drain(gateway, limits.drain_s_max)
         if self._address.path:
@@ -101,7 +106,7 @@ class Service:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, peer = await loop.sock_accept(listener)
             except OSError as error:
                 if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}:
                     raise
@@ -112,17 +117,24 @@ class Service:
                 _turn_away(sock)
                 continue
             self._connections += 1
-            self._start(sock, gateway, loop)
+            try:
+                self._start(self._set_up(sock, peer), gateway, loop)
+            except OSError as error:
+                sock.close()
+                _log.debug("a connection was gone before it was taken: %s", error)
 
-    def _start(self, sock: socket.socket, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+    def _set_up(self, sock: socket.socket, peer: object) -> socket.socket:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if sock.getpeername()[0] in _LOOPBACK:
+            if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
         if self._tls is not None:
-            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return sock
+
+    def _start(self, sock: socket.socket, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
         client = str(self._connections)
         task = loop.create_task(gateway.serve(Stream(sock, loop), client))
         self._tasks[task] = client
