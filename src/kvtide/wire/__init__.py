@@ -4,19 +4,12 @@ from kvtide.wire.frame import FRAME_HEADER_BYTES, Frame, frame_header, pack_fram
 from kvtide.wire.object import (
     HEADER_AND_TABLE_BYTES_MAX,
     HEADER_BYTES,
-<<<<<<< HEAD
-=======
     NO_LABEL,
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     OBJECT_BYTES_MAX,
     ObjectLabel,
     SectionEntry,
     StoredObject,
-<<<<<<< HEAD
-    codec_field,
     embedded_namespace,
-=======
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     header_and_table_bytes,
     object_bytes,
     object_bytes_max,
@@ -31,20 +24,13 @@ __all__ = [
     "FRAME_HEADER_BYTES",
     "HEADER_AND_TABLE_BYTES_MAX",
     "HEADER_BYTES",
-<<<<<<< HEAD
-=======
     "NO_LABEL",
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     "OBJECT_BYTES_MAX",
     "Frame",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
-<<<<<<< HEAD
-    "codec_field",
     "embedded_namespace",
-=======
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     "frame_header",
     "header_and_table_bytes",
     "object_bytes",

@@ -19,19 +19,12 @@ from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, S
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
     "HEADER_BYTES",
-<<<<<<< HEAD
-=======
     "NO_LABEL",
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     "OBJECT_BYTES_MAX",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
-<<<<<<< HEAD
-    "codec_field",
     "embedded_namespace",
-=======
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
     "header_and_table_bytes",
     "object_bytes",
     "object_bytes_max",
@@ -53,11 +46,7 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
-<<<<<<< HEAD
-_CODEC_OFFSET = 112
 _NAMESPACE_OFFSET = 48
-=======
->>>>>>> d0186d1ab708edcd1981c5d25d932123f39df5ea
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
