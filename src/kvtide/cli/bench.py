@@ -12,10 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, index, stack, valkey
+from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.report import emit
+from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
 from kvtide.sim import read_trace
+from kvtide.sim.fairness import FairnessSetup
 
 __all__ = ["TextOption", "app", "progress_bars"]
 
@@ -88,6 +90,27 @@ def bench_stack(
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
     emit(index.run(quick), index.render, as_json)
+
+
+@app.command("fairness")
+def bench_fairness(
+    client: ClientOption = None,
+    slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
+    pace: Annotated[
+        float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
+    ] = 0.93,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
+    setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
+    emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+
+
+@app.command("server")
+def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The cache server beside nginx and a raw-socket floor: throughput, CPU, a crowd of connections."""
+    emit(server.run(quick), server.table, as_json)
 
 
 @app.command("valkey")
