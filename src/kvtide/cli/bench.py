@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
+from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
 from kvtide.sim import read_trace
@@ -84,6 +85,7 @@ def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None
 
 @app.command("fairness")
 def bench_fairness(
+    client: ClientOption = None,
     slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
     pace: Annotated[
         float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
@@ -91,8 +93,8 @@ def bench_fairness(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One client with large bodies beside seven with small ones over a link of 1 Gbit/s, under every send policy."""
-    setup = FairnessSetup(slots=slots, duration_s=5.0)
+    """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
+    setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
     emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
 
 
