@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`."""
+"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim pool`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
+from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide.sim.report import (
     plot_prompts,
     plot_trace,
@@ -58,6 +59,24 @@ def trace(
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
+
+
+@app.command("pool")
+def pool(
+    servers: Annotated[
+        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of keys and requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
+    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
+    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
+    if plot is not None:
+        plot_pool(report, plot)
+    emit(report, render_pool, as_json)
 
 
 def _shares(capacities: list[float], unique_blocks: int) -> list[float]:
