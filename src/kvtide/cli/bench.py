@@ -15,6 +15,7 @@ from kvtide.bench import codec_speed, disk, index, stack, valkey
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+from kvtide.sim import read_trace
 
 __all__ = ["app", "calibrate"]
 
@@ -57,8 +58,10 @@ def bench_disk(
 
 @app.command("stack")
 def bench_stack(
-    trace: Annotated[Path | None, typer.Option("--trace", help="JSON lines with hash_ids; default: made up.")] = None,
-    importance: Annotated[Path | None, typer.Option("--importance", help="JSON: important tokens by block id.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="In a format of `sim trace`; default: made up.")] = None,
+    importance: Annotated[
+        Path | None, typer.Option("--importance", help="JSON: important tokens by block number.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,7 +69,7 @@ def bench_stack(
     for path in (trace, importance):
         if path is not None and not path.is_file():
             raise ValueError(f"no file at {path}")
-    requests = stack.read_trace(trace) if trace else None
+    requests = stack.trace_requests(read_trace(trace)) if trace else None
     weights = stack.read_importance(importance) if importance else None
     result = stack.run(quick, requests, weights, trace.name if trace else "made-up")
     emit(result, stack.table, as_json)

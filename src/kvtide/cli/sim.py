@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim pool`."""
+"""Commands that simulate: `kvtide sim trace | prompts | stream | pool`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from kvtide.cli.report import emit
+from kvtide.cli.sim_stream import stream
 from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
@@ -24,7 +25,8 @@ from kvtide.sim.report import (
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Replay traces and generated prompts through the real index.", no_args_is_help=True)
+app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app.command("stream")(stream)
 
 SHARES = [0.01, 0.03, 0.1, 0.3]
 SHARES_QUICK = [0.03, 0.1]

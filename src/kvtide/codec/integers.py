@@ -7,7 +7,9 @@ part fits its 31 symbols; what does not fit all the same is an escape. Format: d
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ __all__ = [
     "CODERS",
     "Distribution",
     "IntegerRuns",
+    "coder_of",
     "decode_integers",
     "encode_integers",
     "fit_distribution",
@@ -59,13 +62,26 @@ class IntegerRuns:
         return Runs(tables if self.symbols else tables[:, :0].copy(), max(self.symbols, 1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Distribution:
     """Tables of the high part and the number of low bits, one each for every run. Immutable."""
 
     coder: int
     tables: EntropyTables
     shifts: NDArray[np.uint8]
+
+    @cached_property
+    def symbol_values(self) -> NDArray[np.uint16]:
+        """Return (runs, 32): the number that each symbol stands for, as bits, without the low ones."""
+        steps = np.arange(SYMBOLS, dtype=np.int32) - _CENTRE
+        return (steps << self.shifts.astype(np.int32)[:, None]).astype(np.uint16)
+
+    @classmethod
+    def join(cls, parts: Sequence[Distribution], coder: int) -> Distribution:
+        """Return the distributions of all parts, in order, for a coder that need not be theirs."""
+        weights = np.concatenate([part.tables.weights for part in parts])
+        shifts = np.concatenate([part.shifts for part in parts])
+        return cls(coder, CODERS[coder].build(weights), shifts)
 
     def to_bytes(self) -> bytes:
         """Return the shifts, a byte each, then the tables."""
@@ -162,6 +178,11 @@ def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
     return planes
 
 
+def coder_of(data: memoryview) -> int:
+    """Return the coder that coded numbers name; any, if they name none that is: `decode_integers` refuses them."""
+    return data[0] if data and data[0] < len(CODERS) else 0
+
+
 def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
     """Return the numbers that `encode_integers` coded: (streams, runs, symbols).
 
@@ -185,10 +206,8 @@ def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | 
     coded = CodedStreams(cursor.take(sum(sizes)), sizes)
     escapes = np.frombuffer(cursor.take(2 * sum(counts)), dtype="<u2").astype(np.uint16)
     out = np.empty((runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
-    steps = np.arange(SYMBOLS, dtype=np.int32) - _CENTRE
-    stands_for = (steps << distribution.shifts.astype(np.int32)[:, None]).astype(np.uint16)
     taken = Escapes(escapes, np.array(counts, dtype=np.uint64))
-    distribution.tables.decode(coded, runs.entropy_runs(), stands_for, out, taken)
+    distribution.tables.decode(coded, runs.entropy_runs(), distribution.symbol_values, out, taken)
     by_run = out.reshape(runs.distributions, runs.symbols)
     for bit in range(int(distribution.shifts.max(initial=0))):
         rows = distribution.shifts > bit

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PromptReport",
     "TraceReport",
+    "new_figure",
     "plot_prompts",
     "plot_trace",
     "prompt_report",
@@ -120,7 +121,7 @@ def render_prompts(report: PromptReport) -> Table:
 
 def plot_trace(report: TraceReport, path: Path) -> None:
     """Draw hit rate against capacity for every policy. ValueError if matplotlib is not installed."""
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     for policy in dict.fromkeys(row.policy for row in report.rows):
         rows = sorted((row for row in report.rows if row.policy == policy), key=lambda row: row.capacity_share)
@@ -133,7 +134,7 @@ def plot_trace(report: TraceReport, path: Path) -> None:
 
 def plot_prompts(report: PromptReport, path: Path) -> None:
     """Draw hit rate, and items per second with and without the cache, against p. ValueError without matplotlib."""
-    figure = _figure()
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     p = [row["p"] for row in report.rows]
     left.plot(p, [row["hit_rate"] for row in report.rows], marker=".")
@@ -145,9 +146,10 @@ def plot_prompts(report: PromptReport, path: Path) -> None:
     figure.savefig(path)
 
 
-def _figure() -> Figure:
+def new_figure(inches: tuple[float, float] = (9, 5)) -> Figure:
+    """Return an empty figure. ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need matplotlib: install kvtide[plot]") from error
-    return Figure(figsize=(9, 5), layout="constrained")
+    return Figure(figsize=inches, layout="constrained")

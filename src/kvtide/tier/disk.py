@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.catalog import Entry
 from kvtide.tier.directory import side_file_bytes_max
 from kvtide.tier.files import Files
@@ -53,6 +53,11 @@ class DiskTier:
         self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files())
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions by this process."""
+        self._on_removed = on_removed
 
     def open(self) -> None:
         """Make the directory if need be and learn what it holds.
@@ -123,7 +128,8 @@ class DiskTier:
             self._note_removals([object_id], reason)
         return is_removed
 
-    def _note_removals(self, object_ids: Iterable[ObjectId], reason: str) -> None:
+    def _note_removals(self, object_ids: Sequence[ObjectId], reason: str) -> None:
+        self._on_removed(object_ids)
         try:
             self._journal.append(object_ids, reason, self._clock.wall_s())
         except OSError as error:
