@@ -5,6 +5,7 @@ KvtideError
 ├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
 ├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
 │   └── TierFull                no room for this object: it is not stored
+├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
 ├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
@@ -17,6 +18,7 @@ __all__ = [
     "CorruptPayload",
     "KvtideError",
     "QueueFull",
+    "RequestRefused",
     "TierFull",
     "TierUnavailable",
     "UnencodableBlock",
@@ -42,6 +44,15 @@ class TierUnavailable(KvtideError):
 
 class TierFull(TierUnavailable):
     """A tier has no room for an object, even after evicting what it may."""
+
+
+class RequestRefused(KvtideError):
+    """A request that gets this status as its answer; the caller may come back after `retry_after_s`, if given."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(KvtideError):

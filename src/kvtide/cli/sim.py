@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace | prompts | stream | pool`."""
+"""Commands that simulate: `kvtide sim trace | prompts | stream | fairness | pool`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from kvtide.cli.sim_stream import stream
 from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
+from kvtide.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide.sim.report import (
+    plot_fairness,
     plot_prompts,
     plot_trace,
     prompt_report,
+    render_fairness,
     render_prompts,
     render_trace,
     trace_report,
@@ -25,7 +28,7 @@ from kvtide.sim.report import (
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 
 SHARES = [0.01, 0.03, 0.1, 0.3]
@@ -104,3 +107,43 @@ def prompts(
     if plot is not None:
         plot_prompts(report, plot)
     emit(report, render_prompts, as_json)
+
+
+@app.command("fairness")
+def fairness(
+    client: Annotated[
+        list[str] | None,
+        typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
+    ] = None,
+    link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
+    slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
+    slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
+    round_trip: Annotated[float, typer.Option("--round-trip", help="Milliseconds.")] = 0.5,
+    seconds: Annotated[float, typer.Option("--seconds", help="Of made-up time.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the lottery and the order of first requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Share a link between clients through the server's own scheduler, under every policy."""
+    setup = FairnessSetup(
+        mix=tuple(_client_mix(each) for each in client) if client else FAIRNESS_MIX,
+        link_bits_s=1e6 * link,
+        slots=slots,
+        slice_bytes=slice_kib << 10,
+        round_trip_s=round_trip / 1e3,
+        duration_s=min(seconds, 20.0) if quick else seconds,
+        seed=seed,
+    )
+    report = run_fairness(setup)
+    if plot is not None:
+        plot_fairness(report, plot)
+    emit(report, render_fairness, as_json)
+
+
+def _client_mix(text: str) -> ClientMix:
+    try:
+        kib, count, connections, weight = (text.split(":") + ["1", "1"][max(0, text.count(":") - 1) :])[:4]
+        return ClientMix(int(kib) << 10, int(count), int(connections), float(weight))
+    except ValueError as error:
+        raise ValueError(f"--client is KIB:COUNT[:CONNECTIONS[:WEIGHT]] in numbers, got {text!r}") from error

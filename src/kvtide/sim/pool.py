@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from kvtide.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, Words, less_loaded, moved_share
+from kvtide.sim.report import new_figure
 
 __all__ = ["PoolReport", "PoolRow", "plot_pool", "render_pool", "run_pool"]
 
@@ -162,12 +163,8 @@ def render_pool(report: PoolReport) -> Table:
 
 def plot_pool(report: PoolReport, path: Path) -> None:
     """Draw the busiest server's load against the number of servers. ValueError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'kvtide[plot]'") from error
     names = list(dict.fromkeys(row.distribution for row in report.rows))
-    figure = Figure(figsize=(4 * len(names), 3.4), layout="constrained")
+    figure = new_figure((4 * len(names), 3.4))
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         rows = [row for row in report.rows if row.distribution == name]
         labels = [str(row.servers) for row in rows]

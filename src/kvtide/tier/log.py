@@ -22,6 +22,7 @@ from kvtide.tier.buffers import BufferPool, aligned_buffer
 from kvtide.tier.catalog import Catalog, Entry
 from kvtide.tier.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.files import Files
+from kvtide.tier.lend import LentObject
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
@@ -34,7 +35,7 @@ from kvtide.tier.record import (
     parse_segment_header,
     record_bytes,
 )
-from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter
+from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.types import ObjectId
 from kvtide.wire import codec_field
 
@@ -131,6 +132,16 @@ class SegmentLog:
             return self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
         except (FileNotFoundError, EOFError):
             return None
+
+    def lend(self, entry: Entry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
+
+        Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
+        """
+        try:
+            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
+        except FileNotFoundError:
+            return None, None
 
     def append(self, object_id: ObjectId, body: Buffer) -> None:
         """Store an object. TierFull if there is no room."""

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from kvtide.clock import Clock
@@ -17,9 +17,11 @@ from kvtide.errors import TierFull
 from kvtide.tier.arena import Arena, Run, frame_bytes_for
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.lend import LentObject, joined
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.types import ObjectId
+from kvtide.wire import HEADER_BYTES
 
 __all__ = ["MemoryTier", "Pin"]
 
@@ -152,6 +154,18 @@ class MemoryTier:
         finally:
             if resident is not None and arena is not None:
                 self._end_lease(resident, arena)
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's memory until it is released."""
+        with ExitStack() as lease:
+            views = lease.enter_context(self.lease(object_id))
+            if views is None:
+                return None
+            return LentObject(sum(map(len, views)), joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's memory if it is here."""
+        return self.lend(object_id) if object_id in self._residents else None
 
     def _end_lease(self, resident: _Resident, arena: Arena) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from kvtide.index import Record
 from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
@@ -91,6 +92,11 @@ class TierStack:
         self._written: set[Future[None]] = set()
         self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
+
+    @property
+    def tier_names(self) -> list[str]:
+        """Return the tiers' names, fastest first."""
+        return [tier.name for tier in self._tiers]
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -171,6 +177,23 @@ class TierStack:
                 if is_promoted and offset == 0 and size < len(buffer):
                     self._put_all(self._admitting(self._open[:position], object_id, size), object_id, buffer[:size])
                 return size
+        return None
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
+        return self._lend(object_id, lambda tier: tier.lend(object_id))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and need not wait."""
+        return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
+
+    def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
+        for position, tier in enumerate(self._open):
+            lent = self._ask(tier, "read", partial(lend, tier), None) if isinstance(tier, Lender) else None
+            if lent is not None:
+                if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
+                    self.prefetch([object_id], lent.size)
+                return lent
         return None
 
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:

@@ -3,27 +3,34 @@
 from kvtide.wire.frame import FRAME_HEADER_BYTES, Frame, frame_header, pack_frame, parse_frame, parse_frame_header
 from kvtide.wire.object import (
     HEADER_AND_TABLE_BYTES_MAX,
+    HEADER_BYTES,
     OBJECT_BYTES_MAX,
     SectionEntry,
     StoredObject,
     codec_field,
+    embedded_namespace,
     header_and_table_bytes,
+    object_bytes,
     object_bytes_max,
     pack_object,
     parse_header,
     parse_object,
+    version_tag,
 )
 
 __all__ = [
     "FRAME_HEADER_BYTES",
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "OBJECT_BYTES_MAX",
     "Frame",
     "SectionEntry",
     "StoredObject",
     "codec_field",
+    "embedded_namespace",
     "frame_header",
     "header_and_table_bytes",
+    "object_bytes",
     "object_bytes_max",
     "pack_frame",
     "pack_object",
@@ -31,4 +38,5 @@ __all__ = [
     "parse_frame_header",
     "parse_header",
     "parse_object",
+    "version_tag",
 ]

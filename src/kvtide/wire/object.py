@@ -14,19 +14,23 @@ import xxhash
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
+from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
     "OBJECT_BYTES_MAX",
     "SectionEntry",
     "StoredObject",
     "codec_field",
+    "embedded_namespace",
     "header_and_table_bytes",
+    "object_bytes",
     "object_bytes_max",
     "pack_object",
     "parse_header",
     "parse_object",
+    "version_tag",
 ]
 
 HEADER_BYTES = 256
@@ -41,6 +45,7 @@ _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
 _CODEC_OFFSET = 112
+_NAMESPACE_OFFSET = 48
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
@@ -193,6 +198,22 @@ def codec_field(data: bytes | bytearray | memoryview) -> bytes:
     """Return the codec id as an object's header has it, unchecked, for labels; zeros if these bytes are no object."""
     is_object = len(data) >= HEADER_BYTES and data[: len(_MAGIC)] == _MAGIC
     return bytes(data[_CODEC_OFFSET : _CODEC_OFFSET + _CODEC_BYTES]) if is_object else bytes(_CODEC_BYTES)
+
+
+def object_bytes(head: bytes | bytearray) -> int:
+    """Return how long an object says it is in its first bytes, unchecked but for the format's bound; 0 if it can't."""
+    size: int = _HEADER.unpack_from(head)[-2] if len(head) >= HEADER_BYTES else 0
+    return min(size, OBJECT_BYTES_MAX)
+
+
+def version_tag(head: bytes) -> bytes:
+    """Return the version tag in an object's first bytes, unchecked; zeros if they are too few."""
+    return head[_CHECKSUM_OFFSET:HEADER_BYTES].ljust(HEADER_BYTES - _CHECKSUM_OFFSET, b"\0")
+
+
+def embedded_namespace(head: bytes) -> Namespace:
+    """Return the namespace in an object's first bytes, unchecked; shorter than a digest if they are too few."""
+    return Namespace(head[_NAMESPACE_OFFSET : _NAMESPACE_OFFSET + DIGEST_BYTES])
 
 
 def _order(section_id: SectionId) -> tuple[int, int, int]:

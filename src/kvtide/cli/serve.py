@@ -1,0 +1,63 @@
+"""`kvtide serve` and `kvtide token`: the cache server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
+from kvtide.server.auth import new_token, token_digest
+from kvtide.server.service import Service, store_for
+from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, read_settings
+
+__all__ = ["serve", "token"]
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
+    listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
+    tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
+) -> None:
+    """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
+    changes: dict[str, object] = {}
+    if listen is not None:
+        changes["listen"] = listen
+    if tier:
+        changes["tiers"] = tier
+    if open_to_all:
+        changes["is_open_to_all"] = True
+    settings = read_settings(config, changes)
+    clock = SystemClock()
+    store = store_for(settings, clock)
+    service = Service(settings, store, clock)
+    try:
+        store.open()
+        asyncio.run(_run(service, settings))
+    except (OSError, TierUnavailable) as error:
+        raise ValueError(f"can't serve: {error}") from error
+    finally:
+        store.close()
+
+
+async def _run(service: Service, settings: ServerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def say(address: Address) -> None:
+        print(f"kvtide serves {', '.join(settings.tiers)} on {address}", flush=True)
+
+    await service.run(stop, say)
+
+
+def token() -> None:
+    """Make a token: print it, for the client, and its SHA-256, for the server's configuration."""
+    made = new_token()
+    print(f"token        = {made}\ntoken_sha256 = {token_digest(made)}")
