@@ -13,6 +13,7 @@ from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import http_tier
 from kvtide.tier.memory import MemoryTier
+from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
@@ -61,6 +62,10 @@ def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     return http_tier(url, clock)
 
 
+def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return pool_tier(url, clock)
+
+
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     """Turn an import that fails for want of an optional package into advice."""
@@ -76,6 +81,7 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
     **dict.fromkeys(("http", "https", "http+unix"), _http),
+    **dict.fromkeys(POOL_SCHEMES, _pool),
 }
 
 
