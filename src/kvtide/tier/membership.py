@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PlacementKind, PoolMap, PoolServer
 
@@ -143,7 +141,7 @@ class Watcher:
         with self._lock:
             try:
                 pool = self._source.read()
-            except (TierUnavailable, ValueError, msgspec.MsgspecError) as error:
+            except (TierUnavailable, ValueError) as error:
                 _log.log(
                     logging.DEBUG if self._has_failed else logging.WARNING, "the pool's map stays as it is: %s", error
                 )

@@ -48,7 +48,10 @@ class EtcdMembership:
         start, stop = self._prefix.encode(), _behind(self._prefix)
         found = self._call("/v3/kv/range", {"key": _b64(start), "range_end": _b64(stop), "limit": SERVERS_MAX})
         entries = found.get("kvs", [])
-        servers = [msgspec.json.decode(base64.b64decode(entry["value"]), type=PoolServer) for entry in entries]
+        try:
+            servers = [msgspec.json.decode(base64.b64decode(entry["value"]), type=PoolServer) for entry in entries]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"an entry below {self._prefix} is no server: {error}") from error
         self._revision = int(found["header"]["revision"])
         members = tuple(sorted(servers, key=lambda each: each.name))
         if self._known is None or self._known.servers != members:
