@@ -8,17 +8,21 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.servers import running_server
 
+from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.dashboard import DASHBOARD_POLICY, dashboard_page
 from kvtide.server.metrics import Decision, Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.status import LinkStatus, Status, server_status, status_body
+from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats
 
 BROWSER = shutil.which("chromium")
@@ -97,10 +101,13 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 def browse(server: ThreadingHTTPServer, profile: Path, *flags: str) -> str:
+    return browse_at(f"http://127.0.0.1:{server.server_address[1]}/", profile, *flags)
+
+
+def browse_at(address: str, profile: Path, *flags: str) -> str:
     assert BROWSER is not None
     # Time in the page runs as fast as the page lets it: so many polls of two seconds.
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", f"--virtual-time-budget={POLLS * 2000}", *flags]
-    address = f"http://127.0.0.1:{server.server_address[1]}/"
     return subprocess.run([*command, address], capture_output=True, text=True, check=True, timeout=120).stdout
 
 
@@ -124,7 +131,7 @@ def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: 
         "search 2 48.0 %",
         "west.example:7421 down",
     ):
-        assert shown in text, shown
+        assert shown in text, (shown, text)
     # 400 MiB for the first tenant and its parts for the others, every two seconds.
     assert re.search(r"Sent 417 MiB/s", text)
     assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ in the last", text)
@@ -138,6 +145,31 @@ def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: 
 def test_page_says_that_it_needs_a_token(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     server.polls = None  # type: ignore[attr-defined]
     assert "needs a token with the scope admin" in text_of(browse(server, tmp_path, "--dump-dom"))
+
+
+@needs_browser
+def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
+    token = new_token()
+    grant = Grant(tenant="search", scopes=list(Scope), token_sha256=token_digest(token))
+    with running_server(grants=(grant,)) as serving:
+        connection = HTTPConnection(serving.address.host, serving.address.port, timeout=20)
+        for method, number in (("PUT", 1), ("GET", 1), ("GET", 1), ("GET", 2)):
+            path = f"/v1/{object_id(number).namespace.hex()}/{object_id(number).key.hex()}"
+            body = object_bytes(number, 300_000) if method == "PUT" else None
+            connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+            connection.getresponse().read()
+        connection.close()
+        page = browse_at(f"http://admin:{token}@{serving.address}/", tmp_path, "--dump-dom", "--timeout=4000")
+    text = text_of(page)
+    for shown in (
+        "live",
+        "66.7 % 2 of 3 since the start",
+        "memory 293 KiB of 1.0 GiB 1 object,",
+        "search 1",
+        "586 KiB",
+        "clients up",
+    ):
+        assert shown in text, (shown, text)
 
 
 @needs_browser

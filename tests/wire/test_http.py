@@ -50,9 +50,12 @@ def test_request_head_round_trips(name: str, headers: dict[str, str], length: in
     assert {key: value for key, value in head.headers.items() if key.startswith("x-")} == headers
 
 
-def test_response_head_round_trips() -> None:
-    head = parse_response_head(pack_response_head(206, [("Content-Length", 5), ("Connection", "close")]))
-    assert (head.status, head.content_length, head.is_kept_alive) == (206, 5, False)
+@pytest.mark.parametrize("length", [0, 5])
+@pytest.mark.parametrize("is_kept_alive", [True, False])
+def test_response_head_round_trips(length: int, is_kept_alive: bool) -> None:
+    connection = [] if is_kept_alive else [("Connection", "close")]
+    head = parse_response_head(pack_response_head(206, [("Content-Length", length), *connection]))
+    assert (head.status, head.content_length, head.is_kept_alive) == (206, length, is_kept_alive)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, index, stack, valkey
+from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
 from kvtide.sim import read_trace
+from kvtide.sim.fairness import FairnessSetup
 
 __all__ = ["app", "calibrate"]
 
@@ -79,6 +80,26 @@ def bench_stack(
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
     emit(index.run(quick), index.render, as_json)
+
+
+@app.command("fairness")
+def bench_fairness(
+    slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
+    pace: Annotated[
+        float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
+    ] = 0.93,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """One client with large bodies beside seven with small ones over a link of 1 Gbit/s, under every send policy."""
+    setup = FairnessSetup(slots=slots, duration_s=5.0)
+    emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+
+
+@app.command("server")
+def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The cache server beside nginx and a raw-socket floor: throughput, CPU, a crowd of connections."""
+    emit(server.run(quick), server.table, as_json)
 
 
 @app.command("valkey")

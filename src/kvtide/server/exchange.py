@@ -93,7 +93,8 @@ class Exchange:
         body = json.dumps({"error": str(error)}).encode() + b"\n"
         extra = [*headers, ("Content-Type", "application/json")]
         if error.status == 401:
-            extra.append(("WWW-Authenticate", 'Bearer realm="kvtide", Basic realm="kvtide"'))
+            # A line each: browsers read the first challenge of a line.
+            extra += [("WWW-Authenticate", f'{scheme} realm="kvtide"') for scheme in ("Basic", "Bearer")]
         if error.retry_after_s is not None:
             extra.append(("Retry-After", math.ceil(error.retry_after_s)))
         await self.reply(error.status, body, extra)

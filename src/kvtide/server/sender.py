@@ -59,6 +59,8 @@ class Sender:
         self._workers = workers
         self._stall_s_max = stall_s_max
         self._waiting: dict[Send, asyncio.Future[Slice]] = {}
+        # Runs when the scheduler's link has room again.
+        self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, order: Order) -> None:
         """Send head and body. RequestRefused (429, 504) as long as nothing has been sent.
@@ -116,7 +118,7 @@ class Sender:
             self._waiting.pop(send, None)
 
     def _pump(self) -> None:
-        """Tell those whose slices were granted."""
+        """Tell those whose slices were granted, now and when the link has room again."""
         while granted := self.scheduler.grant(self._loop.time()):
             for piece in granted:
                 waiting = self._waiting.pop(piece.send, None)
@@ -126,6 +128,10 @@ class Sender:
                     self.scheduler.finish(piece, 0, self._loop.time())
                 else:
                     waiting.set_result(piece)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.scheduler.next_grant_s()
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
 
     async def _send_slice(self, order: Order, position: int, stop: int) -> int:
         """Send bytes [position, stop) of the object, and return how many went out before the peer stopped taking."""

@@ -16,6 +16,9 @@ from kvtide.server.scheduler import SchedulerSettings
 
 __all__ = ["Address", "ServerLimits", "ServerSettings", "TlsSettings", "parse_address", "read_settings"]
 
+# What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
+PROCESS_BYTES = 128 << 20
+CONNECTION_BYTES = 64 << 10
 DEFAULT_LISTEN = "127.0.0.1:7421"
 
 
@@ -49,6 +52,11 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def of_tiers(self) -> Limits:
         """Return the bounds that tiers take."""
         return Limits(memory_bytes_max=self.memory_bytes_max, disk_bytes_max=self.disk_bytes_max)
+
+    @property
+    def resident_bytes_max(self) -> int:
+        """Return the most memory that a server with memory tiers of these bounds takes."""
+        return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
 
     def body_s_max(self, size: int) -> float:
         """Return how long a body may take."""

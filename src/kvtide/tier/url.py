@@ -1,4 +1,4 @@
-"""Tiers by URL: `disk:///path`, `valkey://host`, `s3://bucket`, `http://host:port`, … A bare path means a disk tier."""
+"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _needing(extra: str) -> Iterator[None]:
 _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     "memory": _memory,
     "disk": _disk,
+    **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
-    **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(POOL_SCHEMES, _pool),
 }
 

@@ -62,6 +62,8 @@ class _Collector:
         self.headers: dict[str, str] = {}
         self.count = 0
         self.is_complete = False
+        self.is_kept_alive = False
+        self.parser: httptools.HttpRequestParser | httptools.HttpResponseParser | None = None
 
     def on_url(self, url: bytes) -> None:
         self.target += url
@@ -79,12 +81,15 @@ class _Collector:
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
+        # Asked now: after a message without a body llhttp has forgotten.
+        self.is_kept_alive = self.parser is not None and self.parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         raise RequestRefused(400, "the head ends before its empty line")
 
 
 def _fed(parser: httptools.HttpRequestParser | httptools.HttpResponseParser, found: _Collector, data: bytes) -> None:
+    found.parser = parser
     try:
         parser.feed_data(data)
     except httptools.HttpParserCallbackError as error:
@@ -93,6 +98,8 @@ def _fed(parser: httptools.HttpRequestParser | httptools.HttpResponseParser, fou
         raise RequestRefused(400, f"malformed head: {error}") from error
     except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
         raise RequestRefused(400, f"malformed head: {type(error).__name__} {error}") from error
+    finally:
+        found.parser = None
     if not found.is_complete:
         raise RequestRefused(400, "malformed head: it does not end where its lines do")
 
@@ -128,7 +135,7 @@ def parse_request_head(data: bytes) -> RequestHead:
         raise RequestRefused(411, "a body needs a Content-Length, not a Transfer-Encoding")
     method = parser.get_method().decode("ascii")
     target = found.target.decode("latin-1")
-    return RequestHead(method, target, found.headers, _length(found.headers), parser.should_keep_alive())
+    return RequestHead(method, target, found.headers, _length(found.headers), found.is_kept_alive)
 
 
 def parse_response_head(data: bytes) -> ResponseHead:
@@ -144,7 +151,7 @@ def parse_response_head(data: bytes) -> ResponseHead:
     status = parser.get_status_code()
     if "transfer-encoding" in found.headers or (length is None and status >= 200 and status not in _NO_BODY):
         raise RequestRefused(502, "the answer does not say how long it is")
-    return ResponseHead(status, found.headers, length or 0, parser.should_keep_alive())
+    return ResponseHead(status, found.headers, length or 0, found.is_kept_alive)
 
 
 def pack_request_head(method: str, target: str, headers: Headers) -> bytes:
