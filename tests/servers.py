@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.clock import SystemClock
+from kvtide.server.member import Member
 from kvtide.server.service import Service, store_for
 from kvtide.server.settings import Address, ServerSettings
 from kvtide.tier import TierStack
@@ -24,10 +25,10 @@ START_S_MAX = 30.0
 class RunningServer:
     """A server in this process. `service` and `store` can be looked into; `check` says whether anything leaked."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, member: Member | None = None) -> None:
         clock = SystemClock()
         self.store: TierStack = store_for(settings, clock)
-        self.service = Service(settings, self.store, clock)
+        self.service = Service(settings, self.store, clock, member)
         self.address = Address("", 0)
         self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,9 +68,9 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(**settings: Any) -> Iterator[RunningServer]:
+def running_server(member: Member | None = None, **settings: Any) -> Iterator[RunningServer]:
     """Run a server on a free port; afterwards everything that it lent must be back."""
-    server = RunningServer(ServerSettings(listen="127.0.0.1:0", **settings))
+    server = RunningServer(ServerSettings(listen="127.0.0.1:0", **settings), member)
     server.start()
     try:
         yield server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +12,12 @@ import typer
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
+from kvtide.placement import PoolServer
 from kvtide.server.auth import new_token, token_digest
+from kvtide.server.member import Member
 from kvtide.server.service import Service, store_for
-from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, read_settings
+from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
+from kvtide.tier.pool_url import membership_of
 
 __all__ = ["serve", "token"]
 
@@ -22,6 +26,10 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
     listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
     tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    pool: Annotated[
+        str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Its name in the pool; default: where it listens.")] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
     """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
@@ -35,14 +43,28 @@ def serve(
     settings = read_settings(config, changes)
     clock = SystemClock()
     store = store_for(settings, clock)
-    service = Service(settings, store, clock)
+    member = _member(settings, pool, name) if pool is not None else None
+    service = Service(settings, store, clock, member)
     try:
         store.open()
+        if member is not None:
+            member.open()
         asyncio.run(_run(service, settings))
     except (OSError, TierUnavailable) as error:
         raise ValueError(f"can't serve: {error}") from error
     finally:
+        if member is not None:
+            member.close()
         store.close()
+
+
+def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:
+    """Return this server's place in a pool. It is known there by an address that others reach."""
+    address = parse_address(settings.listen)
+    if address.path:
+        raise ValueError("a server of a pool listens on host:port, so that others reach it")
+    me = PoolServer(name or str(address), str(address), host=platform.node())
+    return Member(me, membership_of(pool))
 
 
 async def _run(service: Service, settings: ServerSettings) -> None:

@@ -15,7 +15,8 @@ from typing import TypeVar
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
-from kvtide.server.exchange import Exchange
+from kvtide.server.exchange import Exchange, Headers
+from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
 from kvtide.server.sender import Order, Sender
@@ -24,7 +25,15 @@ from kvtide.tier import Tier
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_object, version_tag
-from kvtide.wire.protocol import REASON_HEADER, REMOVED_HEADER, ByteRange, etag, is_tag_matched, parse_range
+from kvtide.wire.protocol import (
+    EPOCH_HEADER,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    ByteRange,
+    etag,
+    is_tag_matched,
+    parse_range,
+)
 
 __all__ = ["ObjectRequests"]
 
@@ -44,6 +53,7 @@ class ObjectRequests:
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
+        member: Member | None = None,
     ) -> None:
         self._tier = tier
         self._names = names
@@ -52,6 +62,7 @@ class ObjectRequests:
         self._buffers = buffers
         self._limits = limits
         self._workers = workers
+        self._member = member
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
@@ -59,7 +70,8 @@ class ObjectRequests:
         if method in {"GET", "HEAD"}:
             await self._get(exchange, object_id)
         elif method == "PUT":
-            await self._put(exchange, object_id)
+            if not await self._is_sent_on(exchange, object_id):
+                await self._put(exchange, object_id)
         else:
             await self._delete(exchange, object_id)
 
@@ -82,13 +94,23 @@ class ObjectRequests:
             lent = await self._in_thread(partial(_lend, self._tier, stored, self._buffers), _release)
         if lent is None:
             self._metrics.count_miss()
-            await self._reply_absent(exchange, stored)
+            if not await self._is_sent_on(exchange, object_id):
+                await self._reply_absent(exchange, stored)
             return
         self._metrics.count_hit()
         try:
             await self._send(exchange, lent)
         finally:
             lent.release()
+
+    async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
+        """Send a request on to who keeps the object in our pool. False if that is nobody else."""
+        there = self._member.redirect(object_id.key) if self._member else None
+        if there is None:
+            return False
+        place: Headers = [("Location", f"http://{there.address}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
+        await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
+        return True
 
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> None:
         reason = await self._in_thread(partial(self._tier.removed_reason, stored))

@@ -18,6 +18,7 @@ from kvtide.server.auth import Gate
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.gateway import Gateway
 from kvtide.server.listing import Listing
+from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
@@ -50,8 +51,9 @@ def store_for(settings: ServerSettings, clock: Clock) -> TierStack:
 class Service:
     """Serves one tier, which the caller has opened, until it is told to stop."""
 
-    def __init__(self, settings: ServerSettings, tier: TierStack, clock: Clock) -> None:
+    def __init__(self, settings: ServerSettings, tier: TierStack, clock: Clock, member: Member | None = None) -> None:
         self._settings = settings
+        self._member = member
         self._tier = tier
         self._clock = clock
         self._address = parse_address(settings.listen)
@@ -96,7 +98,7 @@ class Service:
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
         sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
-        objects = ObjectRequests(self._tier, self._names, sender, self.buffers, limits, metrics, workers)
+        objects = ObjectRequests(self._tier, self._names, sender, self.buffers, limits, metrics, workers, self._member)
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
         listing, rates = Listing(self._tier, self._names), Rates(limits.tenant_requests_s_max)

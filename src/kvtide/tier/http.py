@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
@@ -200,6 +200,8 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        if answer.status == 307:
+            return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
         text = answer.body[:200].decode(errors="replace").strip()
         return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
 
@@ -232,7 +234,9 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 
-def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> HttpTier:
+def http_tier(
+    url: str, clock: Clock, settings: PeerSettings | None = None, operation_s_max: float = OPERATION_S_MAX
+) -> HttpTier:
     """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
 
     Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
@@ -249,7 +253,7 @@ def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> H
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
     endpoints = _endpoints(url, tls)
     peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
-    return HttpTier(peers, clock)
+    return HttpTier(peers, clock, operation_s_max)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

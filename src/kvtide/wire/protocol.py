@@ -14,6 +14,7 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = [
     "DEADLINE_HEADER",
+    "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
     "LIST_MAX",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+EPOCH_HEADER = "kvtide-epoch"
 REASON_HEADER = "kvtide-reason"
 REMOVED_HEADER = "kvtide-removed"
 EXISTS_KEYS_MAX = 4096
