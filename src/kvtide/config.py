@@ -58,6 +58,8 @@ def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Block names of other connectors hang on it; ours don't.
+        "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         **extra,

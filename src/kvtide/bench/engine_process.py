@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -64,7 +65,11 @@ class EngineProcess:
         with self._log.open("ab") as log:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=log, env=self._environment)
-        self._call(self._start)
+        try:
+            self._call(self._start)
+        except RuntimeError:
+            self.close()
+            raise
         self.start_s = time.perf_counter() - started_s
 
     def close(self) -> None:
@@ -73,7 +78,8 @@ class EngineProcess:
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(CLOSE_S_MAX)
         except subprocess.TimeoutExpired:
@@ -98,6 +104,11 @@ class EngineProcess:
         """Answer one prompt and return its Answer."""
         answer: dict[str, Any] = self.generate([{"ids": list(ids), "answer_tokens": answer_tokens}])["answers"][0]
         return answer
+
+    def ask_timed(self, ids: Sequence[int], answer_tokens: int) -> float:
+        """Answer one prompt and return the seconds that it took."""
+        seconds: float = self.generate([{"ids": list(ids), "answer_tokens": answer_tokens}])["seconds"]
+        return seconds
 
     def do(self, verb: str, is_deep: bool = False) -> dict[str, Any]:
         """Run another job of the session's."""

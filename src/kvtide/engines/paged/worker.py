@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock
+from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, WorkerReport
 from kvtide.engines.paged.pages import PagePool
 from kvtide.types import BlockKey
@@ -41,45 +42,33 @@ class _Load:
         self.started_s = started_s
         self._pool = pool
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
-        self._changed = threading.Condition()
-        self._writers = 0
-        self._is_closed = False
+        self._gate = WriteGate()
         # Of each layer, the blocks that are still to come.
         self._missing = [len(order.blocks)] * pool.layout.layers
 
     def sink(self, position: int, bits: BlockBits) -> None:
-        with self._changed:
-            if self._is_closed:
-                return
-            self._writers += 1
-        try:
-            start = position * self._pages_per_block - self.order.skip_pages
-            pages = self.order.pages[max(0, start) : start + self._pages_per_block]
-            for layer in range(self._pool.layout.layers):
-                self._pool.scatter(layer, bits, pages, max(0, -start))
-                self._note_layer(layer)
-        finally:
-            with self._changed:
-                self._writers -= 1
-                self._changed.notify_all()
+        start = position * self._pages_per_block - self.order.skip_pages
+        pages = self.order.pages[max(0, start) : start + self._pages_per_block]
+        with self._gate.enter() as is_in:
+            if is_in:
+                for layer in range(self._pool.layout.layers):
+                    self._pool.scatter(layer, bits, pages, max(0, -start))
+                    self._note_layer(layer)
 
     def _note_layer(self, layer: int) -> None:
-        with self._changed:
+        with self._gate.changed:
             self._missing[layer] -= 1
             if self._missing[layer] == 0:
-                self._changed.notify_all()
+                self._gate.changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the layer is whole or the load has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._missing[layer] == 0)
+        with self._gate.changed:
+            self._gate.changed.wait_for(lambda: self._gate.is_closed or self._missing[layer] == 0)
 
     def close(self) -> None:
         """Let nothing more be written; return when nothing is. Idempotent."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: self._writers == 0)
-            self._changed.notify_all()
+        self._gate.close()
 
     def unfilled(self, blocks: int) -> tuple[int, ...]:
         """Return the pages behind the first `blocks` blocks."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
+import vllm
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines.paged.identity import files_fingerprint
 from kvtide.engines.paged.pages import CellOrder, HostPages, PagePool, cell_order
@@ -20,7 +20,7 @@ from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
-__all__ = ["ServedModel", "page_pool", "served_model"]
+__all__ = ["ServedModel", "model_folder", "page_pool", "served_model"]
 
 # The connector interface is experimental and changes between versions; these were tested.
 VERSIONS = ("0.32.",)
@@ -111,12 +111,16 @@ def _fingerprint(vllm_config: Any) -> bytes:
     model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _VOLATILE_CONFIG}
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
-    folder = Path(model.model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    return files_fingerprint(model_folder(model.model, model.revision), what)
 
-        folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    return files_fingerprint(folder, what)
+
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a model that vLLM has loaded: the name itself, or where the hub's client put it."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
 def page_pool(model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any) -> PagePool:
@@ -146,8 +150,9 @@ def page_pool(model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_confi
 
 def _probed_order(layer: torch.Tensor, vllm_config: Any) -> CellOrder:
     """Let the engine write a page of its own and look: the order inside depends on the processor."""
-    from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from vllm import _custom_ops as ops
 
     _, heads, tokens, content = layer.shape
     head_dim = content // 2

@@ -1,0 +1,59 @@
+"""kvtide below vLLM's own tiering, in the real engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def _transfer(store: Path) -> dict[str, Any]:
+    tier = {"type": "KVTideTier", "module_path": "kvtide.engines.vllm.tiering", "store": str(store)}
+    config = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "kvtide.engines.vllm.cpu_offload",
+        "cpu_bytes_to_use": 256 << 20,
+        "secondary_tiers": [tier],
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
+def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
+    engine: Any, plain: Any, tokens: list[int], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    with engine(_transfer(store)) as process:
+        process.ask(tokens[:PROMPT_TOKENS], 2)
+    with engine(_transfer(store)) as process:
+        answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+    assert answer["ids"] == plain["long"]["ids"]
+    assert answer["cached_tokens"] == (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+@pytest.mark.parametrize(("size", "heads", "head_dim"), [(2 * 30 * 128 * 2 * 192, 1, 192), (4 * 8192 * 6, 3, 8192)])
+def test_chunk_layout_has_exactly_the_chunks_bytes(size: int, heads: int, head_dim: int) -> None:
+    from kvtide.engines.vllm.tiering import chunk_layout
+
+    layers, tokens = (30, 128) if size % 30 == 0 and heads == 1 else (1, 2)
+    layout = chunk_layout(size, layers, tokens)
+    assert (layout.kv_heads, layout.head_dim, layout.raw_bytes) == (heads, head_dim, size)
+
+
+def test_chunk_of_a_size_that_fits_no_layout_is_refused() -> None:
+    from kvtide.engines.vllm.tiering import chunk_layout
+
+    with pytest.raises(ValueError, match="is not 30 layers"):
+        chunk_layout(12_345, 30, 128)
+
+
+def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
+    from kvtide.config import engine_environment
+
+    assert engine_environment({})["PYTHONHASHSEED"] == "0"
+    assert engine_environment({"X": "1"})["X"] == "1"
+    assert engine_environment({}).keys() >= os.environ.keys()
