@@ -99,7 +99,7 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     engine: Any, plain: Any, soak_prompts: list[list[int]], tmp_path: Path, fault_factor: int
 ) -> None:
     # Pages for three requests of eight, and a disk for a third of the blocks.
-    small = {"num_gpu_blocks_override": 14, "disable_log_stats": False}
+    small = {"num_gpu_blocks_override": 14, "max_model_len": 1024, "disable_log_stats": False}
     transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **NO_MEMORY)
     requests = 500 if fault_factor > 1 else SOAK_REQUESTS
     peaks, failed, wrong, aborted = [], 0, 0, 0

@@ -35,22 +35,6 @@ def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
     assert answer["cached_tokens"] == (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
-@pytest.mark.parametrize(("size", "heads", "head_dim"), [(2 * 30 * 128 * 2 * 192, 1, 192), (4 * 8192 * 6, 3, 8192)])
-def test_chunk_layout_has_exactly_the_chunks_bytes(size: int, heads: int, head_dim: int) -> None:
-    from kvtide.engines.vllm.tiering import chunk_layout
-
-    layers, tokens = (30, 128) if size % 30 == 0 and heads == 1 else (1, 2)
-    layout = chunk_layout(size, layers, tokens)
-    assert (layout.kv_heads, layout.head_dim, layout.raw_bytes) == (heads, head_dim, size)
-
-
-def test_chunk_of_a_size_that_fits_no_layout_is_refused() -> None:
-    from kvtide.engines.vllm.tiering import chunk_layout
-
-    with pytest.raises(ValueError, match="is not 30 layers"):
-        chunk_layout(12_345, 30, 128)
-
-
 def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
     from kvtide.config import engine_environment
 

@@ -120,7 +120,7 @@ def _measure(
 ) -> _Asked:
     found = _Asked({}, {}, {})
     log = work / f"{contender.name}.log"
-    options = {"max_num_batched_tokens": 4096, "num_gpu_blocks_override": size.pages}
+    options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
     context = list(tokens[: size.context_tokens])
     with (
         side_server(contender, log),
