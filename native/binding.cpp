@@ -37,6 +37,7 @@ void join(const ConstBytes& planes, const std::string& format_name, const Bytes&
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels of kvtide: no I/O, no state.";
   kvtide::bind_quantise(module);
+  kvtide::bind_rope(module);
   module.def("split_planes", &kvtide::split, nb::arg("elements").noconvert(), nb::arg("dtype"), nb::arg("planes").noconvert());
   module.def("join_planes", &kvtide::join, nb::arg("planes").noconvert(), nb::arg("dtype"), nb::arg("elements").noconvert());
   kvtide::bind_rans(module);

@@ -13,6 +13,8 @@
 #include <tuple>
 #include <vector>
 
+#include "elements.hpp"
+
 namespace kvtide {
 
 namespace nb = nanobind;
@@ -38,6 +40,17 @@ inline void want(bool holds, const char* message) {
   if (!holds) throw nb::value_error(message);
 }
 
+inline ElementType element_type(int code) {
+  want(code >= 1 && code <= 3, "element type must be 1, 2 or 3");
+  return static_cast<ElementType>(code);
+}
+
+// All elements of an array of any shape.
+template <class Table>
+auto flat(const Table& table) {
+  return std::span{table.data(), table.size()};
+}
+
 // Calls `work` without the GIL.
 template <class Work>
 auto unlocked(Work work) {
@@ -59,6 +72,7 @@ inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
 }
 
 void bind_quantise(nb::module_& module);
+void bind_rope(nb::module_& module);
 void bind_rans(nb::module_& module);
 void bind_prefix(nb::module_& module);
 

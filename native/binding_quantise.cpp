@@ -14,19 +14,9 @@ using ConstScales = Array<const std::uint16_t, 1>;
 
 constexpr float step_min = 1e-30f;
 
-ElementType element_type(int code) {
-  want(code >= 1 && code <= 3, "element type must be 1, 2 or 3");
-  return static_cast<ElementType>(code);
-}
-
 template <class Values>
 void want_values(const Values& values, std::size_t tokens, std::size_t channels, ElementType type) {
   want(values.size() == tokens * channels * element_bytes(type), "values do not have tokens x channels elements");
-}
-
-template <class Table>
-auto flat(const Table& table) {
-  return std::span{table.data(), table.size()};
 }
 
 template <class Anchors, class AnchorScales, class Deltas>

@@ -3,79 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 
 namespace kvtide {
 namespace {
 
 constexpr float anchor_half = 127.0f;
 constexpr float delta_max = 32767.0f;
-
-float from_half(std::uint16_t bits) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
-  const std::uint32_t exponent = (bits >> 10) & 31u;
-  const std::uint32_t mantissa = bits & 0x3ffu;
-  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign ? -magnitude : magnitude;
-  }
-  return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-
-std::uint16_t to_half(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);
-  if (magnitude < 0x38800000u) {
-    // Denormal: adding 0.5 leaves the mantissa in steps of 2^-24, rounded to even by the addition itself.
-    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
-  }
-  const std::uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
-  return static_cast<std::uint16_t>(sign | (rounded - (112u << 23)) >> 13);
-}
-
-std::uint16_t to_bfloat(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-// One load and store for each element type, chosen outside the loops.
-template <ElementType type>
-float load(const std::uint8_t* source) {
-  if constexpr (type == ElementType::float32) {
-    float value;
-    std::memcpy(&value, source, sizeof value);
-    return value;
-  } else {
-    std::uint16_t bits;
-    std::memcpy(&bits, source, sizeof bits);
-    return type == ElementType::float16 ? from_half(bits) : scale_value(bits);
-  }
-}
-
-template <ElementType type>
-void store(float value, std::uint8_t* target) {
-  if constexpr (type == ElementType::float32) {
-    std::memcpy(target, &value, sizeof value);
-  } else {
-    const std::uint16_t bits = type == ElementType::float16 ? to_half(value) : to_bfloat(value);
-    std::memcpy(target, &bits, sizeof bits);
-  }
-}
-
-template <class Work>
-auto with_type(ElementType type, Work work) {
-  switch (type) {
-    case ElementType::float16: return work.template operator()<ElementType::float16>();
-    case ElementType::bfloat16: return work.template operator()<ElementType::bfloat16>();
-    default: return work.template operator()<ElementType::float32>();
-  }
-}
 
 // The largest magnitude of a token; not finite if one value is not.
 template <ElementType type>
@@ -101,16 +34,6 @@ float inverse(float numerator, float scale) {
 
 }  // namespace
 
-std::size_t element_bytes(ElementType type) { return type == ElementType::float32 ? 4 : 2; }
-
-float load_element(const std::uint8_t* source, ElementType type) {
-  return with_type(type, [&]<ElementType element>() { return load<element>(source); });
-}
-
-void store_element(float value, std::uint8_t* target, ElementType type) {
-  with_type(type, [&]<ElementType element>() { store<element>(value, target); });
-}
-
 std::uint16_t scale_bits(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t up = (bits + 0xffffu) >> 16;
@@ -118,7 +41,7 @@ std::uint16_t scale_bits(float value) {
   return static_cast<std::uint16_t>(std::min(up, 0x7f7fu));
 }
 
-float scale_value(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+float scale_value(std::uint16_t bits) { return from_bfloat(bits); }
 
 double delta_energy(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping) {
   return with_type(type, [&]<ElementType element>() {

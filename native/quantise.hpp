@@ -9,14 +9,9 @@
 #include <cstdint>
 #include <span>
 
+#include "elements.hpp"
+
 namespace kvtide {
-
-enum class ElementType : std::uint8_t { float32 = 1, float16 = 2, bfloat16 = 3 };
-
-std::size_t element_bytes(ElementType type);
-float load_element(const std::uint8_t* source, ElementType type);
-// Rounds to nearest even; what float16 can't hold becomes its infinity.
-void store_element(float value, std::uint8_t* target, ElementType type);
 
 // The smallest bfloat16 that is not below a finite `value` >= 0: a scale that no value exceeds.
 std::uint16_t scale_bits(float value);

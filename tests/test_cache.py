@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvtide.keys import block_keys
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier import MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import object_bytes_max
 from tests.stores import stored_records
 
 OpenCache = Callable[..., Cache]
@@ -72,6 +74,67 @@ def test_blocks_stored_by_another_process_later_are_found(
     fill(open_cache(tmp_path), metas)
     assert early.match(ids(metas)) == 2
     assert early.load(metas, sink).blocks == 2
+
+
+def tiers_of(cache: Cache, metas: list[BlockMeta]) -> list[int]:
+    """The masks of the known blocks: 1 memory, 2 disk, 3 both."""
+    return list(cache.index.match([meta.id.key for meta in metas]).tiers)
+
+
+def test_index_knows_what_tier_each_block_is_in(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+    fill(cache, metas)
+    assert tiers_of(cache, metas) == [3, 3, 3, 3]
+    memory, disk = cache.tiers._tiers
+    memory.delete(metas[1].id, "evicted")
+    assert tiers_of(cache, metas) == [3, 2, 3, 3]
+    assert cache.index.match([meta.id.key for meta in metas]).tier_blocks[:2] == (1, 4)
+    cache.tiers.promote(metas[1].id, object_bytes_max(layout))
+    assert tiers_of(cache, metas) == [3, 3, 3, 3]
+    memory.delete(metas[2].id, "evicted")
+    disk.delete(metas[2].id, "evicted")
+    assert tiers_of(cache, metas) == [3, 3]
+    cache.index.check()
+
+
+def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    room = 3 * object_bytes_max(layout)
+    cache, metas = open_cache(tmp_path, "raw", memory_bytes_max=room), metas_of(layout, 12)
+    fill(cache, metas)
+    for _ in range(3):
+        cache.load(metas, Collector())
+    memory = cache.tiers._tiers[0]
+    masks = tiers_of(cache, metas)
+    assert [bool(mask & 1) for mask in masks] == [memory.contains(meta.id) for meta in metas]
+    assert 0 < sum(mask & 1 for mask in masks) < 12
+    assert all(mask & 2 for mask in masks)
+
+
+def test_restored_and_found_blocks_are_known_to_be_on_disk(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    early, metas = open_cache(tmp_path), metas_of(layout, 3)
+    fill(open_cache(tmp_path), metas)
+    assert early.match(ids(metas)) == 3
+    assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
+
+
+def test_what_follows_a_loaded_run_is_read_ahead(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    metas, sink = metas_of(layout, 5), Collector()
+    contents = fill(open_cache(tmp_path), metas)
+    cache = open_cache(tmp_path)
+    assert cache.load(metas[:2], sink, following=metas[2:]).blocks == 2
+    memory, disk = cache.tiers._tiers
+    for _ in range(500):
+        if all(memory.contains(meta.id) for meta in metas[2:]):
+            break
+        time.sleep(0.01)
+    reads = disk.stats().hits
+    assert cache.load(metas[2:], sink).blocks == 3
+    assert disk.stats().hits == reads == 5
+    assert np.array_equal(sink.blocks[2], contents[4])
 
 
 def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -248,7 +311,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
 def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
-    for name, bound, stored in (("lossy", 1 << 20, "cachegen-1"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
+    for name, bound, stored in (("lossy", 1 << 20, "cachegen-2"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
         cache = open_cache(tmp_path / name, "cachegen", encode_scratch_bytes_max=bound)
         fill(cache, metas_of(layout, 1))
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]

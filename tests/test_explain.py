@@ -7,8 +7,11 @@ import pytest
 
 from kvtide.block import BlockLayout
 from kvtide.cache import Cache
+from kvtide.codec import CachegenCodec, CodecRegistry
+from kvtide.codec.calibrate import ProfileFitter
 from kvtide.explain import Verdict, explain
-from kvtide.testing.strategies import namespace
+from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.wire import pack_object
 from tests.stores import stored_records
 from tests.test_cache import fill, metas_of
 
@@ -58,3 +61,18 @@ def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
 def test_other_namespace_is_named(stored: Cache) -> None:
     found = explain(stored.tiers, namespace("another model"), PROMPT, 16)
     assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, Verdict.OTHER_NAMESPACE, (namespace(),))
+
+
+def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    fitter = ProfileFitter("cachegen", "made-up", layout)
+    blocks = [smooth_bits(layout, 1)]
+    fitter.scale(blocks)
+    fitter.add(blocks[0])
+    profile = fitter.profile(texts=1)
+    tier = open_cache(tmp_path).tiers
+    meta, codec = metas_of(layout, 1)[0], CachegenCodec(profile=profile)
+    tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, blocks[0]), profile.digest))
+    found = explain(tier, namespace(), PROMPT, 16, CodecRegistry())
+    assert (found.hit_blocks, found.verdict) == (0, Verdict.CODEC_ABSENT)
+    assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
+    assert explain(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1

@@ -30,7 +30,7 @@ FENCED = {
     "vllm": {"engines"},
     "sglang": {"engines"},
     "transformers": {"engines"},
-    "socket": {"tier", "server"},
+    "socket": {"tier", "server", "bench"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

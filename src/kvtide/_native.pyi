@@ -39,6 +39,24 @@ def chunkwise_quantise(
 def chunkwise_restore(
     symbols: NDArray[np.int16], scales: NDArray[np.uint16], half: int, element_type: int, values: NDArray[np.uint8]
 ) -> None: ...
+def rope_load(
+    keys: NDArray[np.uint8],
+    element_type: int,
+    dim_start: int,
+    neighbours: bool,
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> None: ...
+def rope_store(
+    keys: NDArray[np.float32],
+    dim_start: int,
+    neighbours: bool,
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    element_type: int,
+    out: NDArray[np.uint8],
+) -> None: ...
 def count_bytes(
     values: NDArray[np.uint8], run_symbols: int, run_tables: NDArray[np.uint16], counts: NDArray[np.uint64]
 ) -> None: ...

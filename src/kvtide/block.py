@@ -32,7 +32,7 @@ class KVDtype(Enum):
     @property
     def code(self) -> int:
         """Return the stored number (docs/format.md)."""
-        return {"float32": 1, "float16": 2, "bfloat16": 3}[self.value]
+        return _CODES[self]
 
     @property
     def item_bytes(self) -> int:
@@ -42,10 +42,13 @@ class KVDtype(Enum):
     @classmethod
     def from_code(cls, code: int) -> KVDtype:
         """Return the type with this stored number; ValueError if there is none."""
-        for dtype in cls:
-            if dtype.code == code:
+        for dtype, stored in _CODES.items():
+            if stored == code:
                 return dtype
-        raise ValueError(f"unknown KV dtype code {code}, expected one of {[dtype.code for dtype in cls]}")
+        raise ValueError(f"unknown KV dtype code {code}, expected one of {list(_CODES.values())}")
+
+
+_CODES = {KVDtype.FLOAT32: 1, KVDtype.FLOAT16: 2, KVDtype.BFLOAT16: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,12 @@ class BlockLayout:
     dtype: KVDtype
 
     def __post_init__(self) -> None:
-        for name, bound in (
-            ("layers", LAYERS_MAX),
-            ("tokens", TOKENS_MAX),
-            ("kv_heads", KV_HEADS_MAX),
-            ("head_dim", HEAD_DIM_MAX),
+        for name, value, bound in (
+            ("layers", self.layers, LAYERS_MAX),
+            ("tokens", self.tokens, TOKENS_MAX),
+            ("kv_heads", self.kv_heads, KV_HEADS_MAX),
+            ("head_dim", self.head_dim, HEAD_DIM_MAX),
         ):
-            value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= bound:
                 raise ValueError(f"{name} must be a whole number from 1 to {bound}, got {value!r}")
         if not isinstance(self.dtype, KVDtype):

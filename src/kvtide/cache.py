@@ -79,6 +79,19 @@ class CacheStats(NamedTuple):
     tiers: list[TierStats]
 
 
+class _Placement:
+    """Keeps the index's tiers up to date."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        self._index.place(object_id.key, tier)
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        self._index.remove(object_id.key, tier)
+
+
 class _Scratch(NamedTuple):
     layout: BlockLayout
     stored: memoryview
@@ -113,14 +126,19 @@ class Cache:
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
+        self.tiers.observe(_Placement(self.index))
         self.tiers.open()
         started_s = self._clock.monotonic_s()
-        report = self.guarded("list", lambda: self.index.restore(self.tiers.records()), RestoreReport(0, 0))
+        report = self.guarded("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
         self._storer = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
         self._storer.start()
+
+    def _restore(self) -> RestoreReport:
+        reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
+        return RestoreReport(sum(each.blocks for each in reports), sum(each.orphans for each in reports))
 
     def close(self) -> None:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
@@ -153,14 +171,25 @@ class Cache:
         """
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
-        while known < len(ids) and self.guarded("look up", partial(self.tiers.contains, ids[known]), False):
-            self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None)
+        while known < len(ids):
+            tier = self.guarded("look up", partial(next, self.tiers.places(ids[known]), None), None)
+            if tier is None:
+                break
+            self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
         return known
 
-    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
+    def load(
+        self,
+        metas: Sequence[BlockMeta],
+        sink: BlockSink,
+        deadline_s: float | None = None,
+        following: Sequence[BlockMeta] = (),
+    ) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
+        `following` are the next blocks of the matched run, which the caller will load later: once all of these came,
+        they are brought into the faster tiers in the background as far as those admit them.
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
@@ -177,6 +206,9 @@ class Cache:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
+        if report.reason is None and following:
+            ids = [meta.id for meta in following]
+            self.guarded("read ahead", partial(self.tiers.prefetch, ids, object_bytes_max(following[0].layout)), 0)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
@@ -284,7 +316,11 @@ class Cache:
                 self._counts["stored"] += 1
                 self._counts["raw_bytes"] += meta.layout.raw_bytes
                 self._counts["bytes"] += len(packed)
-        self.index.insert(meta.id.namespace, [meta.id.key], meta.parent)
+        for number, tier in enumerate(self.tiers.places(meta.id)):
+            if number:
+                self.index.place(meta.id.key, tier)
+            else:
+                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""

@@ -5,6 +5,7 @@ KvtideError
 ├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
 ├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
 │   └── TierFull                no room for this object: it is not stored
+├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
 A miss is None, never an error. The user's mistake is ValueError at the edge.
@@ -12,7 +13,15 @@ A miss is None, never an error. The user's mistake is ValueError at the edge.
 
 from __future__ import annotations
 
-__all__ = ["CorruptPayload", "KvtideError", "TierFull", "TierUnavailable", "UnencodableBlock", "UnsupportedModel"]
+__all__ = [
+    "CorruptPayload",
+    "KvtideError",
+    "QueueFull",
+    "TierFull",
+    "TierUnavailable",
+    "UnencodableBlock",
+    "UnsupportedModel",
+]
 
 
 class KvtideError(Exception):
@@ -33,6 +42,10 @@ class TierUnavailable(KvtideError):
 
 class TierFull(TierUnavailable):
     """A tier has no room for an object, even after evicting what it may."""
+
+
+class QueueFull(KvtideError):
+    """A tenant may not queue more now."""
 
 
 class UnsupportedModel(KvtideError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.tier import Tier
@@ -24,11 +25,12 @@ class Verdict(Enum):
     CORRUPT = "the first missing block was corrupt and has been removed"
     REMOVED = "the first missing block was removed by hand (kvtide rm)"
     CORRUPT_NOW = "the first missing block's object is corrupt; the next load removes it"
+    CODEC_ABSENT = "the first missing block is stored, but its codec or profile is not here"
     OTHER_NAMESPACE = "the same tokens are stored under another namespace (model, dtype, block size or tenant)"
 
 
 class Explanation(NamedTuple):
-    """What a look-up of this prompt finds and why it ends there."""
+    """What a look-up of this prompt finds and why it ends there; `needs` names a codec or profile that is not here."""
 
     prompt_tokens: int
     full_blocks: int
@@ -37,33 +39,49 @@ class Explanation(NamedTuple):
     verdict: Verdict
     first_missing: BlockKey | None
     elsewhere: tuple[Namespace, ...]
+    needs: str = ""
 
 
-def explain(tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int) -> Explanation:
-    """Match a prompt against a store and name the reason where the run of blocks ends. Reads, changes nothing."""
+def explain(
+    tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int, registry: CodecRegistry | None = None
+) -> Explanation:
+    """Match a prompt against a store and name the reason where the run of blocks ends. Reads, changes nothing.
+
+    Without a registry every codec and profile counts as being here.
+    """
     prompt = tokens_array(tokens)
     keys = block_keys(namespace, prompt, block_tokens)
     hits = 0
     verdict = Verdict.ALL_FULL_BLOCKS if keys else Verdict.SHORTER_THAN_BLOCK
     elsewhere: tuple[Namespace, ...] = ()
+    needs = ""
     for key in keys:
         found = _state(tier, ObjectId(namespace, key))
-        if found is not None:
+        if isinstance(found, Verdict):
             verdict = found
+            break
+        if registry is not None and registry.get(found.codec_id, found.profile) is None:
+            verdict, needs = Verdict.CODEC_ABSENT, _needs(found)
             break
         hits += 1
     first_missing = keys[hits] if hits < len(keys) else None
     if verdict is Verdict.NEVER_STORED:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
         verdict = Verdict.OTHER_NAMESPACE if elsewhere else verdict
-    return Explanation(len(prompt), len(keys), hits, hits * block_tokens, verdict, first_missing, elsewhere)
+    return Explanation(len(prompt), len(keys), hits, hits * block_tokens, verdict, first_missing, elsewhere, needs)
 
 
-def _state(tier: Tier, object_id: ObjectId) -> Verdict | None:
-    """Return None for a good object, else why it can't be loaded."""
+def _needs(stored: StoredObject) -> str:
+    profile = f" with profile {stored.profile.hex()[:16]}" if stored.profile else ""
+    return f"codec {stored.codec_id}{profile}, of model {stored.meta.model or 'unknown'}"
+
+
+def _state(tier: Tier, object_id: ObjectId) -> StoredObject | Verdict:
+    """Return an object that is good, else why it can't be loaded."""
     try:
-        if read_object(tier, object_id) is not None:
-            return None
+        stored = read_object(tier, object_id)
+        if stored is not None:
+            return stored
     except CorruptPayload:
         return Verdict.CORRUPT_NOW
     reasons = {"evicted": Verdict.EVICTED, "corrupt": Verdict.CORRUPT, "removed": Verdict.REMOVED}

@@ -68,7 +68,7 @@ def test_registry_makes_and_finds_codecs() -> None:
         found = registry.get(made.codec_id, made.profile)
         assert found is not None and found.codec_id == made.codec_id
     assert registry.get("raw-99", None) is None
-    assert registry.get("cachegen-1", b"p" * 32) is None
+    assert registry.get("cachegen-2", b"p" * 32) is None
     assert registry.get("raw-2", b"p" * 32) is None
 
 

@@ -57,7 +57,7 @@ def test_profile_survives_its_own_bytes_and_its_digest_names_it(kind: str) -> No
 
 
 def test_object_of_an_unknown_profile_is_not_decoded() -> None:
-    assert CodecRegistry([]).get("cachegen-1", fitted("cachegen").digest) is None
+    assert CodecRegistry([]).get("cachegen-2", fitted("cachegen").digest) is None
 
 
 def test_profile_of_another_kind_or_shape_is_not_chosen() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtide.codec import ChunkwiseCodec, LosslessCodec
+from kvtide.codec import CachegenCodec, ChunkwiseCodec, LosslessCodec
 from kvtide.engines.judge import Judge
 from kvtide.engines.transformers import model_layout
 
@@ -27,6 +27,15 @@ def test_exact_cache_is_judged_as_perfect(judge: Judge) -> None:
 def test_coarser_cache_is_judged_as_worse(judge: Judge) -> None:
     fine, coarse = (judge.judge(0, judge.code(0, ChunkwiseCodec(level)).decoded) for level in (1, 3))
     assert 0 < fine.kl < coarse.kl
+
+
+def test_leading_refinements_are_counted_and_judged_alone(judge: Judge) -> None:
+    codec = CachegenCodec(level=1)
+    anchors, some, whole = (judge.code(0, codec, refinements) for refinements in (0, 4, None))
+    assert (anchors.refinements, some.refinements, whole.refinements) == (0, 4, 9)
+    assert anchors.stored_bytes < some.stored_bytes < whole.stored_bytes == judge.code(0, codec, 9).stored_bytes
+    kls = [judge.judge(0, coded.decoded).kl for coded in (anchors, some, whole)]
+    assert kls[0] > kls[1] > kls[2] > 0
 
 
 def test_garbage_cache_is_judged_as_bad(judge: Judge) -> None:

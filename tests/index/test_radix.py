@@ -26,7 +26,7 @@ def count(index: RadixIndex, *numbers: int) -> int:
 def test_match_is_the_longest_leading_run() -> None:
     index = index_of()
     index.insert(NS, chain(1, 2, 3))
-    assert index.match(chain(1, 2, 9)) == Match(tuple(chain(1, 2)), (2, 0, 0, 0, 0, 0, 0, 0))
+    assert index.match(chain(1, 2, 9)) == Match(tuple(chain(1, 2)), (2, 0, 0, 0, 0, 0, 0, 0), b"\1\1")
     assert count(index, 1, 2, 3, 4) == 3
     assert count(index, 2) == 0
     assert index.match([]).blocks == ()
@@ -128,6 +128,29 @@ def test_match_says_what_each_tier_has() -> None:
     index.check()
 
 
+def test_insertion_behind_a_parent_says_nothing_of_the_parents_tiers() -> None:
+    index, keys = index_of(), chain(1, 2, 3, 4)
+    index.insert(NS, keys[:3], tier=1)
+    index.insert(NS, keys[3:], keys[2], tier=0)
+    assert index.match(keys).tiers == b"\2\2\2\1"
+    index.insert(NS, keys[2:], keys[1], tier=0)
+    assert index.match(keys).tiers == b"\2\2\3\1"
+    index.check()
+
+
+def test_placed_block_is_in_both_tiers_until_it_leaves_one() -> None:
+    index, keys = index_of(), chain(1, 2, 3)
+    index.insert(NS, keys, tier=1)
+    index.place(keys[1], 0)
+    index.place(chain(9)[0], 0)
+    assert index.match(keys).tiers == b"\2\3\2"
+    assert index.remove(keys[1], 0) == []
+    assert index.match(keys).tiers == b"\2\2\2"
+    index.victims(1)
+    index.place(keys[2], 0)
+    assert index.match(keys).tiers == b"\2\2"
+
+
 def test_evicted_block_that_comes_back_is_in_its_new_tier_only() -> None:
     index = index_of(4, "arc")
     index.insert(NS, chain(1, 2), tier=3)
@@ -164,6 +187,8 @@ def test_key_of_another_namespace_is_refused() -> None:
 def test_tier_out_of_range_is_refused(tier: int) -> None:
     with pytest.raises(ValueError, match="from 0 to 7"):
         index_of().insert(NS, chain(1), tier=tier)
+    with pytest.raises(ValueError, match="tier must be from 0 to 7"):
+        index_of().place(chain(1)[0], tier)
 
 
 def test_bad_bounds_are_refused() -> None:

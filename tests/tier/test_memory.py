@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,7 +119,7 @@ def test_pool_lends_each_buffer_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rankings_order_as_their_names_say() -> None:
     recency, frequency = RecencyRanking(), FrequencyRanking()
-    score = ScoreRanking(lambda each: 10.0 if each == object_id(2) else 1.0)
+    score = ScoreRanking(lambda each: 10.0 if each == object_id(2) else 1.0, half_life=None)
     for number in (1, 1, 1, 2, 2, 3):
         for ranking in (recency, frequency, score):
             ranking.note_use(object_id(number))
@@ -147,3 +149,33 @@ def test_heap_sees_uses_since_a_member_joined_and_forgets_who_left() -> None:
 def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
     with pytest.raises(ValueError, match="multiple"):
         MemoryTier(PAGE, ManualClock(0.0), lambda key: False, frame_bytes=frame_bytes)
+
+
+def test_memory_is_pinned_once_from_open_to_close() -> None:
+    events: list[str] = []
+
+    def pin(memory: memoryview) -> Callable[[], None]:
+        assert is_aligned(memory) and not memory.readonly
+        events.append(f"pin {len(memory)}")
+        return lambda: events.append("unpin")
+
+    tier = MemoryTier(8 * PAGE, ManualClock(), lambda key: False, pin=pin)
+    for _ in range(2):
+        tier.open()
+        tier.open()
+        assert tier.put_from(object_id(1), object_bytes(1))
+        tier.close()
+        tier.close()
+    assert events == [f"pin {8 * PAGE}", "unpin"] * 2
+
+
+def test_memory_that_cannot_be_pinned_serves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(memory: memoryview) -> Callable[[], None]:
+        raise OSError("no GPU")
+
+    tier = MemoryTier(8 * PAGE, ManualClock(), lambda key: False, pin=refuse)
+    tier.open()
+    assert tier.put_from(object_id(1), object_bytes(1))
+    assert read_all(tier, 1) == object_bytes(1)
+    assert "not pinned" in caplog.text
+    tier.close()

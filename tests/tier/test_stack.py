@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,8 @@ def test_eviction_from_memory_writes_nothing() -> None:
 
 
 def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() -> None:
-    stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in (object_id(0), object_id(1)) else 1.0))
+    important = (object_id(0), object_id(1))
+    stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in important else 1.0, half_life=None))
     for number in range(3):
         stack.put_from(object_id(number), object_bytes(number))
     for _ in range(5):
@@ -110,6 +112,31 @@ def test_policies_keep_what_their_names_say(ranking: Callable[[], Ranking], kept
         for _ in range(5 if number < 2 else 2):
             read_all(stack, number)
     assert in_memory(memory) == kept
+
+
+@pytest.mark.parametrize(("half_life", "first_is_ahead"), [(None, True), (1000.0, True), (1.0, False)])
+def test_what_was_used_often_long_ago_gives_way(half_life: float | None, first_is_ahead: bool) -> None:
+    ranking = ScoreRanking(lambda each: 2.0, half_life)
+    for number, uses in ((0, 20), (1, 12)):
+        for _ in range(uses):
+            ranking.note_use(object_id(number))
+    assert (ranking.rank(object_id(0)) > ranking.rank(object_id(1))) == first_is_ahead
+    assert ranking.rank(object_id(1)) > ranking.rank(object_id(2))
+
+
+def test_ranks_never_fall_while_others_are_used() -> None:
+    ranking = ScoreRanking(lambda each: 3.0, half_life=0.5)
+    ranks = []
+    for number in range(200):
+        ranking.note_use(object_id(number % 7))
+        ranks.append(ranking.rank(object_id(0)))
+    assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize("half_life", [0.0, -1.0])
+def test_half_life_that_is_none_is_refused(half_life: float) -> None:
+    with pytest.raises(ValueError, match="half_life"):
+        FrequencyRanking(half_life)
 
 
 def test_first_reading_is_not_copied_up() -> None:
@@ -209,6 +236,84 @@ def test_prefetched_run_is_read_from_memory() -> None:
     before = slow.calls["get"]
     assert [read_all(stack, number) for number in range(5)] == [object_bytes(number) for number in range(5)]
     assert slow.calls["get"] == before == 5
+    stack.close()
+
+
+def test_prefetch_reads_nothing_that_no_faster_tier_would_take() -> None:
+    ranking = ScoreRanking(lambda each: 1.0)
+    stack, _, slow = stack_of_two(ranking, pages=1)
+    stack.put_from(object_id(0), object_bytes(0))
+    slow.put_from(object_id(1), object_bytes(1))
+    stack.prefetch([object_id(1)], 2000)
+    stack.close()
+    assert slow.calls["get"] == 0
+
+
+class Gate:
+    """A sleep that lasts until the gate is opened; it counts who waits."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def __call__(self, seconds: float) -> None:
+        self.arrived.release()
+        assert self.is_open.wait(20)
+
+
+def stack_behind_gate(gate: Gate) -> tuple[TierStack, MemoryTier, MemoryTier]:
+    """Memory before a tier that lets nobody read while the gate is closed."""
+    memory, disk = NamedMemory("memory", 8 * PAGE), NamedMemory("disk", TIER_BYTES)
+    stack = TierStack([memory, Slow(disk, gate, latency_s=1.0)])
+    stack.open()
+    for number in range(1, 9):
+        disk.put_from(object_id(number), object_bytes(number))
+    return stack, memory, disk
+
+
+def test_prefetch_leaves_what_is_being_read_to_its_reader() -> None:
+    gate = Gate()
+    stack, memory, _ = stack_behind_gate(gate)
+    stack.prefetch([object_id(number) for number in range(1, 5)], 2000)
+    reader = threading.Thread(target=read_all, args=(stack, 4))
+    reader.start()
+    for _ in range(3):
+        assert gate.arrived.acquire(timeout=10)
+    gate.is_open.set()
+    reader.join()
+    wait(set(stack._fetched), 10)
+    assert in_memory(memory) == [1, 2, 3]
+    stack.close()
+
+
+def test_close_does_not_wait_for_ever_for_a_tier_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.stack.CLOSE_S_MAX", 0.05)
+    gate, has_closed = Gate(), threading.Event()
+    stack, _, _ = stack_behind_gate(gate)
+    stack.prefetch([object_id(number) for number in range(1, 6)], 2000)
+    assert gate.arrived.acquire(timeout=10)
+    closer = threading.Thread(target=lambda: (stack.close(), has_closed.set()))
+    closer.start()
+    assert has_closed.wait(10)
+    gate.is_open.set()
+    closer.join()
+
+
+def test_slow_tier_delays_only_its_own_readers() -> None:
+    """Eight readers hang in the slow tier while a thousand hits in the fast one are served: none of these waited."""
+    gate = Gate()
+    stack, memory, _ = stack_behind_gate(gate)
+    memory.put_from(object_id(0), object_bytes(0))
+    readers = [threading.Thread(target=read_all, args=(stack, number)) for number in range(1, 9)]
+    for reader in readers:
+        reader.start()
+        assert gate.arrived.acquire(timeout=10)
+    assert sum(read_all(stack, 0) == object_bytes(0) for _ in range(1000)) == 1000
+    assert not gate.arrived.acquire(blocking=False)
+    assert sum(reader.is_alive() for reader in readers) == 8
+    gate.is_open.set()
+    for reader in readers:
+        reader.join()
     stack.close()
 
 

@@ -40,7 +40,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class QualityRow(msgspec.Struct, frozen=True):
-    """One codec at one level. `profile` says where the distributions are: shared, payload, or none needed."""
+    """One codec at one level. `profile` says where the distributions are: shared, payload, or none needed.
+
+    `refinements` are those that were read and decoded; of a codec that has more, only these bytes count.
+    """
 
     codec: str
     level: int
@@ -71,12 +74,23 @@ class CodecQuality(msgspec.Struct, frozen=True):
     rows: list[QualityRow]
 
 
+# Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.
+SINGLE_DELTAS = (0, 1, 3, 6)
+
+
 class _Case(NamedTuple):
+    """`refinements`: how many are read, None for all."""
+
     name: str
     level: int
     coder: str
     profile: str
     codec: Codec
+    refinements: int | None = None
+
+
+# By codec, level, place of distributions, refinements.
+_Verdicts = dict[tuple[str, int, str, int], list[Verdict]]
 
 
 def cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list[_Case]:
@@ -92,7 +106,9 @@ def cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list
                 for number, coder in enumerate(CODERS):
                     where = "shared" if profile else "payload"
                     found.append(_Case(name, level, coder.name, where, maker(level, number, profile)))
-    return found
+    # The paper's own bins, the coarsest: beside deltas that are not here, finer ones are bits for nothing.
+    whole = [case for case in found if (case.name, case.level, case.coder) == ("cachegen", max(LEVELS), "rans")]
+    return found + [whole[-1]._replace(refinements=refinements) for refinements in SINGLE_DELTAS]
 
 
 def run(
@@ -119,7 +135,7 @@ def run(
     progress("contexts", size.contexts, size.contexts)
     every = cases(profiles, layout, size == QUICK)
     rows: list[QualityRow] = []
-    verdicts: dict[tuple[str, int, str], list[Verdict]] = {}
+    verdicts: _Verdicts = {}
     for number, case in enumerate(every):
         progress("codecs", number, len(every))
         rows.append(_row(judge, case, rows, verdicts))
@@ -127,24 +143,22 @@ def run(
     return CodecQuality(model_name, layout.dtype.value, len(kinds), *size[1:], kinds, rows)
 
 
-def _row(
-    judge: Judge, case: _Case, rows: Sequence[QualityRow], verdicts: dict[tuple[str, int, str], list[Verdict]]
-) -> QualityRow:
-    coded = [judge.code(context, case.codec) for context in range(len(judge.contexts))]
+def _row(judge: Judge, case: _Case, rows: Sequence[QualityRow], verdicts: _Verdicts) -> QualityRow:
+    coded = [judge.code(context, case.codec, case.refinements) for context in range(len(judge.contexts))]
     # Coders differ in size and speed, never in what they give back: the model need be asked once.
-    key = (case.name, case.level, case.profile)
+    key = (case.name, case.level, case.profile, coded[0].refinements)
     if key not in verdicts:
         verdicts[key] = [judge.judge(context, found.decoded) for context, found in enumerate(coded)]
     kls = [verdict.kl for verdict in verdicts[key]]
     raw_bytes, stored_bytes = sum(found.raw_bytes for found in coded), sum(found.stored_bytes for found in coded)
     bits = 8 * judge.layout.dtype.item_bytes * stored_bytes / raw_bytes
-    rans = [row for row in rows if (row.codec, row.level, row.profile, row.coder) == (*key, "rans")]
+    rans = [row for row in rows if (row.codec, row.level, row.profile, row.refinements, row.coder) == (*key, "rans")]
     return QualityRow(
         codec=case.name,
         level=case.level,
         coder=case.coder,
         profile=case.profile,
-        refinements=0,
+        refinements=coded[0].refinements,
         bits_per_element=bits,
         kl=fmean(kls),
         kl_stderr=float(np.std(kls) / math.sqrt(len(kls))),
@@ -165,6 +179,7 @@ def render(result: CodecQuality) -> Table:
         "level",
         "coder",
         "tables",
+        "refined",
         "bits",
         "KL",
         "±",
@@ -182,6 +197,7 @@ def render(result: CodecQuality) -> Table:
             str(row.level),
             row.coder,
             row.profile,
+            str(row.refinements),
             f"{row.bits_per_element:.3f}",
             f"{row.kl:.5f}",
             f"{row.kl_stderr:.5f}",
@@ -204,9 +220,13 @@ def plot(result: CodecQuality, path: Path) -> str | None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     lines: dict[str, list[QualityRow]] = {}
+    whole: dict[tuple[str, int], int] = {}
+    for row in result.rows:
+        whole[row.codec, row.level] = max(row.refinements, whole.get((row.codec, row.level), 0))
     for row in result.rows:
         if row.kl > 0 and row.level:
-            lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables", []).append(row)
+            part = f", level {row.level} in part" if row.refinements < whole[row.codec, row.level] else ""
+            lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables{part}", []).append(row)
     for name, rows in lines.items():
         style = "o-" if "rans" in name else "s--"
         axes.plot([row.bits_per_element for row in rows], [row.kl for row in rows], style, label=name, markersize=4)

@@ -1,23 +1,28 @@
-"""The disk tier beside fio: the same pattern, the same file system, alternating within one run.
+"""The disk tier beside fio: the same pattern, the same file system, taking turns within one run.
 
-Our side counts whole objects: found by id, record header checked, every section's checksum verified.
+Our side counts whole objects: found by id, record header checked, every section's checksum verified. The floor of the
+CPU time is what any reader in this process pays: one plain preadv of the same size and one xxh3-128 over it, by the
+same number of threads.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 from rich.table import Table
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
@@ -30,11 +35,16 @@ from kvtide.wire import pack_object, parse_object
 
 __all__ = ["DiskBenchResult", "DiskBenchRow", "run", "table"]
 
+_Place = TypeVar("_Place")
+
 _SIZES = (512 << 10, 2 << 20, 4 << 20, 16 << 20)
 _SEED = 5
+# Readings of each side in a round: a virtual disk's speed changes by a factor of two within a minute.
+_READS = 2
 _LAYERS = 8
-# Writing is one object at a time, so is fio's: `numjobs=1`, one request in flight.
-_FIO_ARGUMENTS = ("--ioengine=psync", "--direct=1", "--numjobs=1", "--output-format=json", "--randrepeat=1")
+# Objects are written one at a time and read as a cache loads them: so many threads, one request each. So does fio.
+_READERS = 2
+_FIO_ARGUMENTS = ("--ioengine=psync", "--direct=1", "--group_reporting", "--output-format=json", "--randrepeat=1")
 
 
 class DiskBenchRow(msgspec.Struct, frozen=True):
@@ -50,15 +60,17 @@ class DiskBenchRow(msgspec.Struct, frozen=True):
     write_vs_fio_spread: tuple[float, float] | None
     read_vs_fio_spread: tuple[float, float] | None
     cpu_s_per_gb_read: float
+    cpu_floor_s_per_gb: float
     fio_cpu_s_per_gb_read: float | None
 
 
 class DiskBenchResult(msgspec.Struct, frozen=True):
-    """All sizes. The ratios are the lowest of the rows, the CPU time is the highest; `note` says what is missing."""
+    """All sizes. The ratios are the lowest of the rows, the CPU times the highest; `note` says what is missing."""
 
     read_vs_fio: float | None
     write_vs_fio: float | None
     cpu_s_per_gb_read: float
+    cpu_floor_s_per_gb: float
     folder: str
     rounds: int
     fio: str | None
@@ -66,13 +78,21 @@ class DiskBenchResult(msgspec.Struct, frozen=True):
     rows: list[DiskBenchRow]
 
 
-class _Round(NamedTuple):
-    write_gb_s: float
-    read_gb_s: float
+class _Pass(NamedTuple):
+    """All bytes once."""
+
+    gb_s: float
     cpu_s_per_gb: float
-    fio_write_gb_s: float | None
-    fio_read_gb_s: float | None
-    fio_cpu_s_per_gb: float | None
+
+
+class _Round(NamedTuple):
+    """One writing and several readings of each side, in turns; the lists of fio are empty without it."""
+
+    write: _Pass
+    reads: list[_Pass]
+    floors: list[_Pass]
+    fio_write: list[_Pass]
+    fio_reads: list[_Pass]
 
 
 def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> DiskBenchResult:
@@ -82,7 +102,7 @@ def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> 
     """
     if folder is not None and not folder.is_dir():
         raise ValueError(f"expected a directory to measure in, got {folder}")
-    clock, rounds, total_bytes = clock or SystemClock(), 3 if quick else 7, (256 if quick else 1024) << 20
+    clock, rounds, total_bytes = clock or SystemClock(), 3 if quick else 5, (256 if quick else 1024) << 20
     fio = shutil.which("fio")
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=folder) as made:
         rows = [_measure(size, total_bytes, rounds, Path(made), fio, clock) for size in _SIZES]
@@ -92,6 +112,7 @@ def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> 
         read_vs_fio=min(reads, default=None),
         write_vs_fio=min(writes, default=None),
         cpu_s_per_gb_read=max(row.cpu_s_per_gb_read for row in rows),
+        cpu_floor_s_per_gb=max(row.cpu_floor_s_per_gb for row in rows),
         folder=str(folder or tempfile.gettempdir()),
         rounds=rounds,
         fio=_fio_version(fio) if fio else None,
@@ -102,23 +123,25 @@ def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> 
 
 def _measure(size: int, total_bytes: int, rounds: int, folder: Path, fio: str | None, clock: Clock) -> DiskBenchRow:
     done = [_round(size, total_bytes // size, folder, fio, clock, number) for number in range(rounds)]
-    writes, reads = [each.write_gb_s for each in done], [each.read_gb_s for each in done]
-    fio_writes = [each.fio_write_gb_s for each in done if each.fio_write_gb_s is not None]
-    fio_reads = [each.fio_read_gb_s for each in done if each.fio_read_gb_s is not None]
-    write_ratios = [ours / theirs for ours, theirs in zip(writes, fio_writes, strict=False)]
-    read_ratios = [ours / theirs for ours, theirs in zip(reads, fio_reads, strict=False)]
+    reads = [each for each_round in done for each in each_round.reads]
+    fio_reads = [each for each_round in done for each in each_round.fio_reads]
+    fio_writes = [each for each_round in done for each in each_round.fio_write]
+    writes = [each.write for each in done]
+    write_ratios = [ours.gb_s / theirs.gb_s for ours, theirs in zip(writes, fio_writes, strict=False)]
+    read_ratios = [ours.gb_s / theirs.gb_s for ours, theirs in zip(reads, fio_reads, strict=False)]
     return DiskBenchRow(
         object_bytes=size,
-        write_gb_s=statistics.median(writes),
-        read_gb_s=statistics.median(reads),
-        fio_write_gb_s=_median(fio_writes),
-        fio_read_gb_s=_median(fio_reads),
+        write_gb_s=statistics.median(each.gb_s for each in writes),
+        read_gb_s=statistics.median(each.gb_s for each in reads),
+        fio_write_gb_s=_median([each.gb_s for each in fio_writes]),
+        fio_read_gb_s=_median([each.gb_s for each in fio_reads]),
         write_vs_fio=_median(write_ratios),
         read_vs_fio=_median(read_ratios),
         write_vs_fio_spread=_spread(write_ratios),
         read_vs_fio_spread=_spread(read_ratios),
-        cpu_s_per_gb_read=statistics.median(each.cpu_s_per_gb for each in done),
-        fio_cpu_s_per_gb_read=_median([each.fio_cpu_s_per_gb for each in done if each.fio_cpu_s_per_gb is not None]),
+        cpu_s_per_gb_read=statistics.median(each.cpu_s_per_gb for each in reads),
+        cpu_floor_s_per_gb=statistics.median(each.cpu_s_per_gb for item in done for each in item.floors),
+        fio_cpu_s_per_gb_read=_median([each.cpu_s_per_gb for each in fio_reads]),
     )
 
 
@@ -131,41 +154,83 @@ def _spread(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, number: int) -> _Round:
-    """Measure both once, ours first in every second round: whoever comes second meets a disk that is still busy."""
-    theirs: list[float | None] = [None, None, None]
-    if fio and number % 2 == 0:
-        theirs = _theirs(fio, size, count, folder / "fio")
-    ours = _ours(size, count, folder / "store", clock)
-    if fio and number % 2 == 1:
-        theirs = _theirs(fio, size, count, folder / "fio")
-    return _Round(*ours, *theirs)
-
-
-def _ours(size: int, count: int, store: Path, clock: Clock) -> list[float]:
-    """Return GB/s written, GB/s read and CPU seconds for each GB read."""
+    """Write once and read several times on both sides; who goes first changes, since the second meets a busy disk."""
     objects = _objects(size, count)
-    memory, buffer = aligned_buffer(size), aligned_buffer(size)
+    path, store = folder / "fio", folder / "store"
     tier = DiskTier(store, 64 * size * count, clock, lambda key: False)
+    done = _Round(_Pass(0.0, 0.0), [], [], [], [])
     tier.open()
-    write_s = 0.0
+    sides: list[Callable[[], object]] = [lambda: done.reads.append(_read(tier, objects, size, clock))]
+    if fio:
+        sides.append(lambda: done.fio_reads.append(_fio(fio, "randread", _READERS, size, count, path)))
+        path.unlink(missing_ok=True)
+        if number % 2:
+            done.fio_write.append(_fio(fio, "write", 1, size, count, path))
+    done = done._replace(write=_write(tier, objects, size, clock))
+    if fio and not number % 2:
+        done.fio_write.append(_fio(fio, "write", 1, size, count, path))
+    for turn in range(_READS):
+        for side in sides if (turn + number) % 2 else reversed(sides):
+            side()
+        done.floors.append(_floor(store, size, count, clock))
+    tier.close()
+    shutil.rmtree(store)
+    return done
+
+
+def _write(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
+    memory, write_s = aligned_buffer(size), 0.0
     for object_id, packed in objects:
         # Filling the buffer is the encoder's work, not the disk's.
         copy_bytes(memory, packed)
         started_s = clock.monotonic_s()
         tier.put_from(object_id, memory)
         write_s += clock.monotonic_s() - started_s
+    return _Pass(size * len(objects) / 1e9 / write_s, 0.0)
+
+
+def _read(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
     order = [object_id for object_id, _ in objects]
     random.Random(_SEED).shuffle(order)
-    cpu_s, started_s = _cpu_s(), clock.monotonic_s()
-    for object_id in order:
-        came = tier.get_into(object_id, buffer)
-        assert came == size, f"{object_id} was stored and is not here"
-        parse_object(buffer, object_id).sections()
-    read_s, cpu_s = clock.monotonic_s() - started_s, _cpu_s() - cpu_s
-    tier.close()
-    shutil.rmtree(store)
-    total = size * count / 1e9
-    return [total / write_s, total / read_s, cpu_s / total]
+
+    def read_share(share: Sequence[ObjectId]) -> None:
+        buffer = aligned_buffer(size)
+        for object_id in share:
+            came = tier.get_into(object_id, buffer)
+            assert came == size, f"{object_id} was stored and is not here"
+            parse_object(buffer, object_id).sections()
+
+    return _timed(read_share, order, size, clock)
+
+
+def _floor(store: Path, size: int, count: int, clock: Clock) -> _Pass:
+    """Read pieces of the same size from the same files and hash them, by one system call and one hash for each."""
+    files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sorted((store / "segments").iterdir())]
+    places = [(file, start) for file in files for start in range(0, os.fstat(file).st_size - size, size)]
+    order = random.Random(_SEED).choices(places, k=count)
+
+    def read_share(share: Sequence[tuple[int, int]]) -> None:
+        buffer = aligned_buffer(size)
+        for file, start in share:
+            os.preadv(file, [buffer], start)
+            xxhash.xxh3_128_digest(buffer)
+
+    try:
+        return _timed(read_share, order, size, clock)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _timed(read_share: Callable[[Sequence[_Place]], None], order: Sequence[_Place], size: int, clock: Clock) -> _Pass:
+    """Let _READERS threads read their shares of the places; return what all of it took."""
+    total = size * len(order) / 1e9
+    with ThreadPoolExecutor(_READERS) as readers:
+        cpu_s, started_s = _cpu_s(), clock.monotonic_s()
+        for done in [readers.submit(read_share, order[first::_READERS]) for first in range(_READERS)]:
+            done.result()
+        took_s, cpu_s = clock.monotonic_s() - started_s, _cpu_s() - cpu_s
+    return _Pass(total / took_s, cpu_s / total)
 
 
 def _objects(size: int, count: int) -> list[tuple[ObjectId, bytearray]]:
@@ -193,21 +258,17 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _theirs(fio: str, size: int, count: int, path: Path) -> list[float | None]:
-    """Return fio's GB/s written and read and its CPU seconds for each GB read."""
-    path.unlink(missing_ok=True)
-    write, _ = _fio(fio, "write", size, count, path)
-    return [write, *_fio(fio, "randread", size, count, path)]
-
-
-def _fio(fio: str, pattern: str, size: int, count: int, path: Path) -> tuple[float, float]:
-    """Return GB/s and CPU seconds a GB for the same number of transfers of the same size as ours."""
-    arguments = [f"--name={pattern}", f"--filename={path}", f"--rw={pattern}", f"--bs={size}", f"--size={size * count}"]
-    command = [fio, *arguments, "--fallocate=posix", *_FIO_ARGUMENTS]
+def _fio(fio: str, pattern: str, jobs: int, size: int, count: int, path: Path) -> _Pass:
+    """Let fio do the same number of transfers of the same size as ours, each job in its part of the file."""
+    part = size * (count // jobs)
+    arguments = [f"--name={pattern}", f"--filename={path}", f"--rw={pattern}", f"--bs={size}", f"--numjobs={jobs}"]
+    places = [f"--size={part}", f"--offset_increment={part}", "--fallocate=posix"]
+    command = [fio, *arguments, *places, *_FIO_ARGUMENTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     job = json.loads(found.stdout)["jobs"][0]
     gb_s = float(job["write" if pattern == "write" else "read"]["bw_bytes"]) / 1e9
-    return gb_s, (float(job["usr_cpu"]) + float(job["sys_cpu"])) / 100 / gb_s
+    # Shares of one core, the mean over the jobs.
+    return _Pass(gb_s, jobs * (float(job["usr_cpu"]) + float(job["sys_cpu"])) / 100 / gb_s)
 
 
 def _fio_version(fio: str) -> str:
@@ -226,12 +287,14 @@ def table(result: DiskBenchResult) -> Table:
         "fio",
         "ratio",
         "CPU s/GB read",
+        "floor",
         "fio",
         title=title,
     )
     for row in result.rows:
         write, read = (row.write_gb_s, row.fio_write_gb_s), (row.read_gb_s, row.fio_read_gb_s)
-        figures = (*write, row.write_vs_fio, *read, row.read_vs_fio, row.cpu_s_per_gb_read, row.fio_cpu_s_per_gb_read)
+        cpu = (row.cpu_s_per_gb_read, row.cpu_floor_s_per_gb, row.fio_cpu_s_per_gb_read)
+        figures = (*write, row.write_vs_fio, *read, row.read_vs_fio, *cpu)
         shown.add_row(f"{row.object_bytes / 2**20:g} MiB", *(_figure(value) for value in figures))
     shown.caption = result.note or None
     return shown

@@ -17,6 +17,7 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
+from kvtide.sim import Trace
 from kvtide.tier import (
     Counting,
     FrequencyRanking,
@@ -29,7 +30,7 @@ from kvtide.tier import (
 )
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["StackBenchResult", "StackBenchRow", "read_importance", "read_trace", "run", "synthetic_trace", "table"]
+__all__ = ["StackBenchResult", "StackBenchRow", "read_importance", "run", "synthetic_trace", "table", "trace_requests"]
 
 # One request: the ids of its blocks, from the first token on.
 Request = Sequence[int]
@@ -217,28 +218,18 @@ def synthetic_trace(requests: int, seed: int = _SEED) -> Iterator[Request]:
         yield tuple(session)
 
 
-def read_trace(path: Path) -> Iterator[Request]:
-    """Yield the requests of a file with one JSON object a line and the block ids under `hash_ids`.
-
-    ValueError for a line that is not that.
-    """
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                ids = json.loads(line)["hash_ids"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: expected a JSON object with hash_ids: {error}") from error
-            if not isinstance(ids, list) or not all(isinstance(block, int) and block >= 0 for block in ids):
-                raise ValueError(f"{path}, line {number}: hash_ids must be a list of numbers")
-            yield ids
+def trace_requests(trace: Trace) -> Iterator[Request]:
+    """Yield a trace's requests; blocks are numbered from 0 in the order in which the trace first names them."""
+    for request in trace.requests:
+        yield [int.from_bytes(key, "little") for key in request.keys]
 
 
 def read_importance(path: Path) -> dict[int, float]:
-    """Return important tokens by block id from a JSON object of both. ValueError if it is not that."""
+    """Return important tokens by block number from a JSON object of both. ValueError if it is not that."""
     try:
         return {int(block): float(tokens) for block, tokens in json.loads(path.read_text(encoding="utf-8")).items()}
     except (json.JSONDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON object of block ids and important tokens: {error}") from error
+        raise ValueError(f"{path}: expected a JSON object of block numbers and important tokens: {error}") from error
 
 
 def table(result: StackBenchResult) -> Table:

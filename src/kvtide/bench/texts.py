@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,10 +78,11 @@ def read_texts(paths: list[Path]) -> list[Text]:
 
 
 def _found(names: tuple[tuple[str, str], ...]) -> Iterator[Text]:
-    folders = {"std": Path(sysconfig.get_path("stdlib")), "site": Path(sysconfig.get_path("purelib"))}
+    # Packages may come from several folders: a .pth file adds some that the installation's own scheme does not name.
+    folders = {"std": [Path(sysconfig.get_path("stdlib"))], "site": [Path(each) for each in sys.path if each]}
     for kind, name in names:
-        folder, _, pattern = name.partition("/")
-        for path in sorted(folders[folder].glob(pattern))[:1]:
+        source, _, pattern = name.partition("/")
+        for path in [found for folder in folders[source] for found in sorted(folder.glob(pattern))][:1]:
             content = path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="replace")
             if len(content) >= TEXT_BYTES_MIN:
                 yield Text(path.name, kind, content)

@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, index, stack
+from kvtide.bench import codec_speed, disk, index, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
 from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+from kvtide.sim import read_trace
 
 __all__ = ["app", "calibrate"]
 
@@ -60,8 +61,10 @@ def bench_disk(
 
 @app.command("stack")
 def bench_stack(
-    trace: Annotated[Path | None, typer.Option("--trace", help="JSON lines with hash_ids; default: made up.")] = None,
-    importance: Annotated[Path | None, typer.Option("--importance", help="JSON: important tokens by block id.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="In a format of `sim trace`; default: made up.")] = None,
+    importance: Annotated[
+        Path | None, typer.Option("--importance", help="JSON: important tokens by block number.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,7 +72,7 @@ def bench_stack(
     for path in (trace, importance):
         if path is not None and not path.is_file():
             raise ValueError(f"no file at {path}")
-    requests = stack.read_trace(trace) if trace else None
+    requests = stack.trace_requests(read_trace(trace)) if trace else None
     weights = stack.read_importance(importance) if importance else None
     result = stack.run(quick, requests, weights, trace.name if trace else "made-up")
     emit(result, stack.table, as_json)
@@ -79,6 +82,12 @@ def bench_stack(
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
     emit(index.run(quick), index.render, as_json)
+
+
+@app.command("valkey")
+def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
+    emit(valkey.run(quick), valkey.table, as_json)
 
 
 @app.command("codec-quality")

@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`."""
+"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim stream`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from kvtide.cli.report import emit
+from kvtide.cli.sim_stream import stream
 from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
@@ -23,10 +24,11 @@ from kvtide.sim.report import (
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Replay traces and generated prompts through the real index.", no_args_is_help=True)
+app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app.command("stream")(stream)
 
-SHARES = [0.01, 0.03, 0.1, 0.3]
-SHARES_QUICK = [0.03, 0.1]
+SHARES = ["1%", "3%", "10%", "30%"]
+SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
@@ -38,9 +40,10 @@ def trace(
     file: Annotated[Path, typer.Argument(help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not.")],
     policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     capacity: Annotated[
-        list[float] | None, typer.Option("--capacity", help="Blocks, or below 1 a share of the unique blocks; repeats.")
+        list[str] | None, typer.Option("--capacity", help="Blocks, or as in 3% a share of the unique ones; repeats.")
     ] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
+    weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
@@ -52,19 +55,24 @@ def trace(
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
     loaded = read_trace(file, WekaReplay(sessions_max=sessions or None))
-    shares = _shares(capacity or (SHARES_QUICK if quick else SHARES), loaded.unique_blocks)
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
-    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares))
+    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost))
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
 
 
-def _shares(capacities: list[float], unique_blocks: int) -> list[float]:
-    for capacity in capacities:
-        if not capacity > 0:
-            raise ValueError(f"--capacity must be positive, got {capacity}")
-    return [min(1.0, capacity if capacity < 1 else capacity / unique_blocks) for capacity in capacities]
+def _share(capacity: str, unique_blocks: int) -> float:
+    """Return a capacity as a share of the unique blocks, at most all of them."""
+    number = capacity.removesuffix("%")
+    try:
+        value = float(number) / 100 if number != capacity else int(number) / unique_blocks
+    except ValueError:
+        raise ValueError(f"--capacity is a number of blocks or a share as in 3%, got {capacity!r}") from None
+    if not value > 0:
+        raise ValueError(f"--capacity must be positive, got {capacity!r}")
+    return min(1.0, value)
 
 
 @app.command("prompts")

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
+from kvtide.engines.profiles import read_profile, shipped_profiles
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import Explanation, Verdict, read_header, read_object
 from kvtide.explain import explain as explain_prompt
@@ -191,6 +193,7 @@ class ExplainRow(msgspec.Struct, frozen=True):
     reason: str
     first_missing_key: str | None
     elsewhere: list[str]
+    needs: str
 
 
 def explain(
@@ -199,10 +202,12 @@ def explain(
     model: Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens.")] = None,
     block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
+    profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that ship.")] = None,
     url: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, other namespace."""
+    """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
+    known = [*shipped_profiles(), *(read_profile(path) for path in profile or ())]
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
     with open_store(url) as tier:
@@ -211,7 +216,7 @@ def explain(
         else:
             assert tokens is not None
             digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
-        found = explain_prompt(tier, digest, ids, block_tokens)
+        found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known))
     row = _explain_row(url, digest, found)
     if as_json:
         emit_json(row)
@@ -220,6 +225,8 @@ def explain(
     CONSOLE.print(f"reason: {row.reason}")
     if row.first_missing_key:
         CONSOLE.print(f"first missing block: {row.first_missing_key[:16]} at token {row.hit_tokens}")
+    if row.needs:
+        CONSOLE.print(f"it needs {row.needs}")
     for other in row.elsewhere:
         CONSOLE.print(f"stored under namespace {other[:12]}; `kvtide stats` names its model")
 
@@ -239,6 +246,7 @@ def _explain_row(url: str, digest: Namespace, found: Explanation) -> ExplainRow:
         reason=reason,
         first_missing_key=found.first_missing.hex() if found.first_missing else None,
         elsewhere=[other.hex() for other in found.elsewhere],
+        needs=found.needs,
     )
 
 

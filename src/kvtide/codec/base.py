@@ -17,7 +17,6 @@ __all__ = [
     "layer_section_ids",
     "layer_views",
     "sections_by_layer",
-    "sections_of_kinds",
 ]
 
 
@@ -49,8 +48,9 @@ class Codec(Protocol):
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write the block that the sections hold into `out`, of `meta.layout`.
 
-        Sections come verified, in any order. CorruptPayload if they are not a block of this codec and layout; `out`
-        then holds anything. ValueError if `out` is not of this layout.
+        Sections come verified, in any order. A codec with refinements takes any of them, as long as every layer has its
+        base, and uses those that count (docs/codec.md). CorruptPayload if they are not a block of this codec and
+        layout; `out` then holds anything. ValueError if `out` is not of this layout.
         """
 
 
@@ -71,15 +71,3 @@ def sections_by_layer(layout: BlockLayout, sections: Sequence[Section]) -> list[
     if [section.id for section in ordered] != layer_section_ids(layout):
         raise CorruptPayload(f"expected one section for each of {layout.layers} layers, got {len(sections)}")
     return ordered
-
-
-def sections_of_kinds(
-    layout: BlockLayout, sections: Sequence[Section], kinds: Sequence[SectionKind]
-) -> list[tuple[bytes | bytearray | memoryview, ...]]:
-    """Return the data of each layer's base sections of these kinds. CorruptPayload unless each is there once."""
-    by_id = {section.id: section.data for section in sections}
-    wanted = [[SectionId(kind, 0, layer, layer + 1) for kind in kinds] for layer in range(layout.layers)]
-    if len(by_id) != len(sections) or by_id.keys() != {section_id for layer in wanted for section_id in layer}:
-        names = " and ".join(kind.name.lower() for kind in kinds)
-        raise CorruptPayload(f"expected {names} of each of {layout.layers} layers once, got {len(sections)} sections")
-    return [tuple(by_id[section_id] for section_id in layer) for layer in wanted]

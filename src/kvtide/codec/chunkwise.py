@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.base import layer_views, sections_by_layer
 from kvtide.codec.integers import IntegerRuns, Integers
 from kvtide.codec.profile import Profile
@@ -76,7 +76,7 @@ class ChunkwiseCodec(ProfiledCodec):
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write the block that the sections make into `out`."""
-        check_bits(out, meta.layout)
+        self.check_out(meta, out)
         ordered = sections_by_layer(meta.layout, sections)
         for layer, (section, values) in enumerate(zip(ordered, layer_views(out), strict=True)):
             self._decode_layer(meta.layout, layer, memoryview(section.data), values.reshape(2, -1))

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
-from kvtide.codec.entropy import RansTables
 from kvtide.codec.integers import (
     CODERS,
     Distribution,
     IntegerRuns,
     Integers,
+    coder_of,
     decode_integers,
     encode_integers,
     fit_distribution,
@@ -46,16 +46,16 @@ class SharedDistributions:
         self._arrays: Mapping[str, NDArray[Any]] = profile.arrays
         self._layers = profile.layers
         # A race makes the same table twice, which does no harm.
-        self._built: dict[tuple[str, int, int], Distribution] = {}
+        self._built: dict[tuple[str, range, int], Distribution] = {}
 
-    def get(self, name: str, layer: int, coder: int) -> Distribution:
-        """Return the distributions of a layer. CorruptPayload if the profile has none of this name."""
-        key = (name, layer, coder)
+    def get(self, name: str, layers: range, coder: int) -> Distribution:
+        """Return the distributions of these layers. CorruptPayload if the profile has none of this name."""
+        key = (name, layers, coder)
         if key not in self._built:
-            self._built[key] = self._build(name, layer, coder)
+            self._built[key] = Distribution.join([self._stored(name, layer) for layer in layers], coder)
         return self._built[key]
 
-    def _build(self, name: str, layer: int, coder: int) -> Distribution:
+    def _stored(self, name: str, layer: int) -> Distribution:
         try:
             shifts = self._arrays[f"{name}.shift"]
             tables, sizes = self._arrays[f"{name}.tables"], self._arrays[f"{name}.tables_bytes"]
@@ -68,12 +68,7 @@ class SharedDistributions:
             raise CorruptPayload(f"the profile's tables {name!r} have {tables.size} bytes, {int(stops[-1])} expected")
         stop = int(stops[layer])
         data = shifts[layer].tobytes() + tables[stop - int(sizes[layer]) : stop].tobytes()
-        distribution = Distribution.parse(0, memoryview(data), shifts.shape[1])
-        if coder == 0:
-            return distribution
-        assert isinstance(distribution.tables, RansTables)
-        counts = distribution.tables.frequencies.astype(np.uint64)
-        return Distribution(coder, CODERS[coder].build(counts), distribution.shifts)
+        return Distribution.parse(0, memoryview(data), shifts.shape[1])
 
 
 class ProfiledCodec:
@@ -110,22 +105,31 @@ class ProfiledCodec:
         if self._profile and not self._profile.fits(meta.layout):
             raise UnencodableBlock(f"the profile is of {self._profile.model}, whose shape is another")
 
+    def check_out(self, meta: BlockMeta, out: BlockBits) -> None:
+        """ValueError if `out` is not of the layout; CorruptPayload if the profile is of another model shape."""
+        check_bits(out, meta.layout)
+        if self._profile and not self._profile.fits(meta.layout):
+            raise CorruptPayload(f"the payload names a profile of {self._profile.model}, whose shape is another")
+
     def code(self, name: str, layer: int, values: Integers) -> bytes:
         """Return the coded form of `values`: (streams, runs, symbols), under the distributions of this name."""
         runs = IntegerRuns(*values.shape)
-        if self._shared:
-            return encode_integers(values, runs, self._shared.get(name, layer, self._coder), is_shared=True)
-        counts = value_counts(values.reshape(runs.distributions, runs.symbols))
-        own = fit_distribution(counts, self._coder, is_open=False)
-        return encode_integers(values, runs, own, is_shared=False)
+        shared = self.shared(name, range(layer, layer + 1), self._coder)
+        if shared:
+            return encode_integers(values, runs, shared, is_shared=True)
+        return encode_integers(values, runs, self.fit(values.reshape(runs.distributions, -1)), is_shared=False)
 
     def uncode(self, name: str, layer: int, data: memoryview, runs: IntegerRuns) -> Integers:
         """Return what `code` was given. CorruptPayload if `data` is not its result."""
-        shared: Distribution | None = None
-        if self._shared and data:
-            # The first byte names the coder; one that does not exist is refused where it is read.
-            shared = self._shared.get(name, layer, min(data[0], len(CODERS) - 1))
-        return decode_integers(data, runs, shared)
+        return decode_integers(data, runs, self.shared(name, range(layer, layer + 1), coder_of(data)))
+
+    def shared(self, name: str, layers: range, coder: int) -> Distribution | None:
+        """Return the profile's distributions of these layers, None without a profile."""
+        return self._shared.get(name, layers, coder) if self._shared else None
+
+    def fit(self, values: Integers) -> Distribution:
+        """Return the distributions that code the rows of `values` best, and nothing else."""
+        return fit_distribution(value_counts(values), self._coder, is_open=False)
 
 
 def read_scales(data: memoryview, streams: int) -> NDArray[np.uint16]:

@@ -38,10 +38,11 @@ def _metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
 
 
 class CodedContext(NamedTuple):
-    """A context's blocks through a codec: whole objects counted, headers and all."""
+    """A context's blocks through a codec: whole objects counted, or what was read of them, headers and all."""
 
     decoded: list[BlockBits]
     stored_bytes: int
+    refinements: int
     raw_bytes: int
     encode_s: float
     decode_s: float
@@ -93,22 +94,31 @@ class Judge:
         greedy = self._greedy_ids(blocks, ids[: self._context_tokens + 1])
         self.contexts.append(_Context(ids, _metas(context_ids, self.layout), blocks, exact, greedy))
 
-    def code(self, context: int, codec: Codec) -> CodedContext:
-        """Encode and decode a context's blocks as objects. CorruptPayload if the codec can't read what it wrote."""
+    def code(self, context: int, codec: Codec, refinements: int | None = None) -> CodedContext:
+        """Encode a context's blocks as objects, and decode them with so many refinements, None for all.
+
+        What leads up to the last section that is decoded is counted: one range of the object. CorruptPayload if the
+        codec can't read what it wrote.
+        """
         found = self.contexts[context]
-        decoded, stored_bytes = [], 0
+        decoded, stored_bytes, steps = [], 0, {0}
         encode_s = decode_s = 0.0
         for meta, bits in zip(found.metas, found.blocks, strict=True):
             start = time.perf_counter()
             packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
             middle = time.perf_counter()
             out = np.empty_like(bits)
-            codec.decode(meta, parse_object(packed, meta.id).sections(), out)
+            stored = parse_object(packed, meta.id)
+            leading = [e for e in stored.entries if refinements is None or e.id.refinement <= refinements]
+            codec.decode(meta, [stored.section(position) for position in range(len(leading))], out)
             encode_s += middle - start
             decode_s += time.perf_counter() - middle
             decoded.append(out)
-            stored_bytes += len(packed)
-        return CodedContext(decoded, stored_bytes, len(decoded) * self.layout.raw_bytes, encode_s, decode_s)
+            stored_bytes += leading[-1].offset + leading[-1].size
+            steps |= {entry.id.refinement for entry in leading}
+        return CodedContext(
+            decoded, stored_bytes, len(steps) - 1, len(decoded) * self.layout.raw_bytes, encode_s, decode_s
+        )
 
     def judge(self, context: int, decoded: list[BlockBits]) -> Verdict:
         """Say the continuation and the greedy answer with a decoded cache and compare."""

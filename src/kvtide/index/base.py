@@ -11,10 +11,14 @@ __all__ = ["Index", "IndexStats", "Match", "Record", "RestoreReport"]
 
 
 class Match(NamedTuple):
-    """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first."""
+    """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first.
+
+    `tiers` has a byte for each block, whose bit `t` says that it is in tier `t`.
+    """
 
     blocks: tuple[BlockKey, ...]
     tier_blocks: tuple[int, ...]
+    tiers: bytes
 
 
 class Record(NamedTuple):
@@ -55,17 +59,23 @@ class Index(Protocol):
     def insert(
         self, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None = None, tier: int = 0
     ) -> list[BlockKey]:
-        """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
+        """Note a use of a prefix and make the blocks of `keys` known in a tier; return those that had to go for them.
 
         `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A
         chain whose parent is not held is not inserted: nothing could match it. ValueError if the keys are no chain.
         """
 
-    def restore(self, records: Iterable[Record]) -> RestoreReport:
+    def restore(self, records: Iterable[Record], tier: int = 0) -> RestoreReport:
         """Make known what a tier lists, in any order."""
 
-    def remove(self, key: BlockKey) -> list[BlockKey]:
-        """Drop a block and all that hang below it; return them. Unknown ones are ignored. A pin outlives it."""
+    def place(self, key: BlockKey, tier: int) -> None:
+        """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
+
+    def remove(self, key: BlockKey, tier: int | None = None) -> list[BlockKey]:
+        """Drop a block from one tier or from all; if none has it then, all blocks below go too.
+
+        Returns what was dropped, deepest first. Unknown blocks are ignored. A pin outlives it.
+        """
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction, once more for each call; they need not be known yet."""

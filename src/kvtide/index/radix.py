@@ -8,7 +8,7 @@ Invariant: a block is held only if all blocks before it are; held <= blocks_max 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -17,8 +17,9 @@ from kvtide.clock import Clock
 from kvtide.index.base import IndexStats, Match, Record, RestoreReport
 from kvtide.index.ledger import Account, Ledger, Rules
 from kvtide.index.policies.base import Policy, Use
+from kvtide.index.rebuild import Rebuild
 from kvtide.index.run import Run
-from kvtide.index.tree import TIERS_MAX, Anchor, Tree, tier_blocks
+from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
 
 __all__ = ["RadixIndex"]
@@ -53,7 +54,7 @@ class RadixIndex:
         with self._lock:
             known = self._tree.known_count(keys)
             if not known or not self._tree.is_at(keys[known - 1], known):
-                return Match((), (0,) * TIERS_MAX)
+                return Match((), (0,) * TIERS_MAX, b"")
             oldest_s = self._oldest_s()
             count, masks = 0, bytearray()
             for run in self._tree.path_of(keys[known - 1]):
@@ -63,7 +64,7 @@ class RadixIndex:
                 masks += run.tiers[: count - run.start]
                 if run.held < len(run.keys):
                     break
-        return Match(tuple(keys[:count]), tier_blocks(masks))
+        return Match(tuple(keys[:count]), tier_blocks(masks), bytes(masks))
 
     def _oldest_s(self) -> float:
         return float("-inf") if self._ttl_s is None else self._clock.monotonic_s() - self._ttl_s
@@ -76,14 +77,17 @@ class RadixIndex:
         tier: int = 0,
         priority: int = 0,
         value: float = 1.0,
+        cost: float | None = None,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
         Blocks of the prefix itself may be among these: those that have no place or are worth less than all others.
-        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks.
+        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks, `cost` what
+        recomputing one of them costs for its bytes, by any measure; None leaves it to the policy.
         """
-        if not 0 <= tier < TIERS_MAX:
-            raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+        tier_bit = tier_bit_of(tier)
+        if cost is not None and not cost > 0:
+            raise ValueError(f"cost must be positive, got {cost}")
         evicted: list[BlockKey] = []
         with self._lock:
             self._expire(evicted)
@@ -95,17 +99,19 @@ class RadixIndex:
             account = self._ledger.account_of(namespace, priority)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
             if last is not None and _may_grow(last, anchor, account):
-                self._tree.extend(last, keys, 1 << tier)
+                self._tree.extend(last, keys, tier_bit)
                 account.policy.adopt(last, len(keys))
                 self._hold(last)
                 self._offer(last)
             else:
-                path = self._path(anchor, keys, known, account, value)
-                self._use(path, anchor.depth + known, 1 << tier)
+                path = self._path(anchor, keys, known, account, value, cost)
+                self._use(path, anchor.depth, known, tier_bit)
             self._enforce(namespace, evicted)
         return evicted
 
-    def _path(self, anchor: Anchor, keys: Sequence[BlockKey], known: int, account: Account, value: float) -> list[Run]:
+    def _path(
+        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, account: Account, value: float, cost: float | None
+    ) -> list[Run]:
         """Return the runs from the namespace's first block to the last key, the new ones made."""
         end = keys[known - 1] if known else anchor.key
         path: list[Run] = []
@@ -121,7 +127,7 @@ class RadixIndex:
         for part in [fresh[:-1], fresh[-1:]] if account.policy.splits_tail else [fresh]:
             if part:
                 run = self._tree.grow(path[-1] if path else anchor.root, part)
-                run.account, run.value = account, value
+                run.account, run.value, run.given_cost = account, value, cost
                 account.policy.adopt(run, len(part))
                 path.append(run)
         return path
@@ -137,7 +143,8 @@ class RadixIndex:
             self._by_use[upper] = None
         lower.account.policy.split(upper, lower)
 
-    def _use(self, path: list[Run], known: int, tier_bit: int) -> None:
+    def _use(self, path: list[Run], depth: int, known: int, tier_bit: int) -> None:
+        """Note a use of the path; the blocks behind the first `depth` ones, `known` of them known, are in that tier."""
         now_s = self._clock.monotonic_s()
         self._uses += 1
         held = 0
@@ -149,7 +156,7 @@ class RadixIndex:
             run.uses += 1
             run.last_s = now_s
             run.last_use = self._uses
-        use = Use(now_s, path[-1].stop, known, held)
+        use = Use(now_s, path[-1].stop, depth + known, held)
         # A prefix that more urgent requests use has a policy of its own.
         for account, runs in groupby(path, key=attrgetter("account")):
             account.policy.touch(list(runs), use)
@@ -158,8 +165,7 @@ class RadixIndex:
                 # What was evicted is in no tier any more.
                 run.tiers[run.held :] = bytes((tier_bit,)) * (len(run.keys) - run.held)
                 self._hold(run)
-            if run.tiers.count(tier_bit) != len(run.tiers):
-                run.tiers = bytearray(mask | tier_bit for mask in run.tiers)
+            mark_tier(run, max(0, depth - run.start), tier_bit)
         if self._ttl_s is not None:
             for run in reversed(path):
                 self._by_use[run] = None
@@ -299,6 +305,15 @@ class RadixIndex:
             self._collect(count - len(evicted), self._ledger.payers(), evicted)
         return evicted
 
+    def place(self, key: BlockKey, tier: int) -> None:
+        """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
+        bit = tier_bit_of(tier)
+        with self._lock:
+            run = self._tree.run_of(key)
+            position = run.keys.index(key) if run is not None else 0
+            if run is not None and position < run.held:
+                run.tiers[position] |= bit
+
     def remove(self, key: BlockKey, tier: int | None = None) -> list[BlockKey]:
         """Drop a block from one tier or from all; if none has it then, all blocks below go too. Deepest first."""
         with self._lock:
@@ -318,25 +333,13 @@ class RadixIndex:
             self._offer(run)
         return removed
 
-    def restore(self, records: Iterable[Record]) -> RestoreReport:
+    def restore(self, records: Iterable[Record], tier: int = 0) -> RestoreReport:
         """Make known what a tier lists, in any order; blocks whose parent is not listed are passed over."""
-        children: defaultdict[tuple[Namespace, BlockKey], set[BlockKey]] = defaultdict(set)
-        for namespace, key, parent in records:
-            children[namespace, parent].add(key)
-        listed = sum(map(len, children.values()))
-        pending = [edge for edge in children if bytes(edge[0]) == edge[1]]
-        restored = 0
-        while pending:
-            namespace, parent = pending.pop()
-            for key in children.pop((namespace, parent)):
-                chain = [key]
-                while len(children.get((namespace, chain[-1]), ())) == 1:
-                    chain += children.pop((namespace, chain[-1]))
-                self.insert(namespace, chain, parent)
-                restored += len(chain)
-                if (namespace, chain[-1]) in children:
-                    pending.append((namespace, chain[-1]))
-        return RestoreReport(restored, listed - restored)
+        rebuild, restored = Rebuild(records), 0
+        for namespace, parent, chain in rebuild.chains():
+            self.insert(namespace, chain, parent, tier)
+            restored += len(chain)
+        return RestoreReport(restored, rebuild.listed - restored)
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction, once more for each call; they need not be known yet."""

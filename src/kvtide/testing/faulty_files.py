@@ -67,6 +67,10 @@ class FaultyFiles(Files):
         self._check("truncate")
         super().truncate(descriptor, size)
 
+    def sync(self, descriptor: int) -> None:
+        self._check("sync")
+        super().sync(descriptor)
+
     def unlink(self, path: Path | str) -> None:
         self._check("unlink")
         super().unlink(path)

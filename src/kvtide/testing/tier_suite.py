@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -39,7 +40,12 @@ def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | Non
 
 
 class TierSuite:
-    """Conformance of a tier."""
+    """Conformance of a tier.
+
+    A tier on servers that count their own overhead says so; then its bytes are not those of the objects alone.
+    """
+
+    counts_overhead: ClassVar[bool] = False
 
     def test_put_then_get_gives_same_bytes(self, tier: Tier) -> None:
         assert tier.put_from(object_id(1), object_bytes(1))
@@ -91,7 +97,7 @@ class TierSuite:
             tier.put_from(object_id(number), object_bytes(number, 50_000))
             assert tier.stats().used_bytes <= tier.stats().bytes_max
         stats = tier.stats()
-        assert stats.objects == stats.used_bytes // 50_000
+        assert self.counts_overhead or stats.objects == stats.used_bytes // 50_000
         assert stats.evictions == 100 - stats.objects
         assert read_all(tier, 99) == object_bytes(99, 50_000)
 

@@ -39,7 +39,7 @@ class Arena:
     def __init__(self, bytes_max: int, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
         self.frames = bytes_max // self.frame_bytes
-        self._memory = aligned_buffer(self.frames * self.frame_bytes)
+        self.memory = aligned_buffer(self.frames * self.frame_bytes)
         # Ordered, with a gap between any two: neighbours are one run.
         self._free = [Run(0, self.frames)] if self.frames else []
         self._free_frames = self.frames
@@ -91,7 +91,7 @@ class Arena:
         """Return the memory of an object of this size."""
         views = []
         for run in runs:
-            view = self._memory[run.start * self.frame_bytes : run.stop * self.frame_bytes][:size]
+            view = self.memory[run.start * self.frame_bytes : run.stop * self.frame_bytes][:size]
             views.append(view)
             size -= len(view)
         return views

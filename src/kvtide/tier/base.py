@@ -5,17 +5,19 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "Recorded", "Tier", "TierStats"]
+__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
 IsPinned = Callable[[BlockKey], bool]
+# Told of objects that are no longer in a tier.
+OnRemoved = Callable[[Sequence[ObjectId]], None]
 
 
 class ObjectInfo(NamedTuple):
@@ -87,3 +89,11 @@ class Recorded(Protocol):
 
     def records(self) -> Iterator[Record]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A tier that tells what it evicts or deletes by itself; what other processes remove is found out by reading."""
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""

@@ -72,6 +72,10 @@ class Files:
         """Set a file's length and give back what lies behind."""
         os.ftruncate(descriptor, size)
 
+    def sync(self, descriptor: int) -> None:
+        """Wait until a file's content is on the disk for good."""
+        os.fdatasync(descriptor)
+
     def unlink(self, path: Path | str) -> None:
         """Remove a file's name."""
         os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
@@ -119,8 +123,8 @@ class Files:
 
     def read_full(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Read until the parts are full or the file ends; return how many bytes came."""
-        rest, done = list(parts), 0
-        while rest:
+        rest, done, wanted = list(parts), 0, sum(map(len, parts))
+        while done < wanted:
             try:
                 count = self.preadv(descriptor, rest, offset + done)
             except OSError as error:
@@ -130,7 +134,8 @@ class Files:
             if count == 0:
                 break
             done += count
-            rest = [memoryview(part) for part in self._rest(descriptor, rest, count)]
+            if done < wanted:
+                rest = [memoryview(part) for part in self._rest(descriptor, rest, count)]
         return done
 
     def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:

@@ -36,7 +36,7 @@ from kvtide.tier.record import (
 )
 from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter
 from kvtide.types import ObjectId
-from kvtide.wire import codec_field
+from kvtide.wire import ObjectLabel, object_label
 
 __all__ = ["SegmentLog"]
 
@@ -136,13 +136,13 @@ class SegmentLog:
         """Store an object. TierFull if there is no room."""
         with self._write_lock:
             writer = self._writer_for(record_bytes(len(body)))
-            self._append_to(writer, object_id, body, codec_field(body))
+            self._append_to(writer, object_id, body, object_label(body))
 
-    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, codec: bytes) -> Entry:
+    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> Entry:
         assert self._pool is not None
         now_ms = self._now_ms()
         number = writer.header.number
-        header = RecordHeader(object_id, codec, number, writer.sequence, writer.tail, len(body), now_ms)
+        header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
             writer.append(header, body, self._pool)
         except OSError:
@@ -252,7 +252,7 @@ class SegmentLog:
     def _move(self, entry: Entry, writer: SegmentWriter) -> None:
         body = aligned_buffer(entry.header.size)
         if self.read(entry, body, 0) is RecordState.LIVE:
-            moved = self._append_to(writer, entry.header.id, body, entry.header.codec)
+            moved = self._append_to(writer, entry.header.id, body, entry.header.label)
             moved.last_use_ms = entry.last_use_ms
 
     def mark_removed(self, object_id: ObjectId) -> bool:

@@ -5,24 +5,30 @@ Invariant: frames that somebody reads or writes are never given to another objec
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.tier.arena import Arena, Run, frame_bytes_for
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, TierStats
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.types import ObjectId
 
-__all__ = ["MemoryTier"]
+__all__ = ["MemoryTier", "Pin"]
+
+_log = logging.getLogger(__name__)
 
 REMEMBERED_MAX = 4096
+
+# Locks memory for fast transfers to a GPU and returns what takes that back. OSError if it can't be locked.
+Pin = Callable[[memoryview], Callable[[], None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +44,8 @@ class MemoryTier:
     """Keeps copies of objects in at most `bytes_max`. Without a ranking the least recently used goes first.
 
     A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads. Objects
-    take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
+    take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`. `pin` is given
+    all of the memory once at `open`; what it can't lock serves as ordinary memory.
     """
 
     name = "memory"
@@ -50,6 +57,7 @@ class MemoryTier:
         is_pinned: IsPinned,
         ranking: Ranking | None = None,
         frame_bytes: int | None = None,
+        pin: Pin | None = None,
     ) -> None:
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the memory tier must be positive, got {bytes_max}")
@@ -61,6 +69,8 @@ class MemoryTier:
         self._is_pinned = is_pinned
         self._ranking = ranking or RecencyRanking()
         self._is_ranking_mine = ranking is None
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._residents: dict[ObjectId, _Resident] = {}
@@ -70,17 +80,30 @@ class MemoryTier:
         self._removed: OrderedDict[ObjectId, str] = OrderedDict()
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions."""
+        self._on_removed = on_removed
 
     def open(self) -> None:
-        """Reserve the memory; the system gives it as it is first used."""
+        """Reserve the memory; the system gives it as it is first used, or at once if it is pinned."""
         with self._lock:
-            if self._arena is None:
-                self._arena = Arena(self._bytes_max, self._frame_bytes)
+            if self._arena is not None:
+                return
+            self._arena = Arena(self._bytes_max, self._frame_bytes)
+            if self._pin is not None:
+                try:
+                    self._unpin = self._pin(self._arena.memory)
+                except OSError as error:
+                    _log.warning("memory tier: %s; its memory is not pinned", error)
 
     def close(self) -> None:
         """Drop everything; then nothing is found and nothing stored. Memory that is lent stays until it is back."""
         with self._lock:
-            self._arena = None
+            if self._unpin is not None:
+                self._unpin()
+            self._arena = self._unpin = None
             self._residents.clear()
             self._unlisted.clear()
             self._heap = RankHeap(self._ranking)
@@ -206,6 +229,7 @@ class MemoryTier:
             self._unlisted.append(resident)
         else:
             arena.give_back(resident.runs)
+        self._on_removed([object_id])
         self._removed[object_id] = reason
         self._removed.move_to_end(object_id)
         while len(self._removed) > REMEMBERED_MAX:

@@ -7,6 +7,7 @@ lowest by looking again at its top.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ __all__ = ["FrequencyRanking", "Importance", "Rank", "RankHeap", "Ranking", "Rec
 
 # Objects whose uses are remembered, whether they are in a fast tier or not.
 REMEMBERED_MAX = 1 << 18
+# In uses of each remembered object. docs/benchmarks.md has the others that were tried.
+SCORE_HALF_LIFE = 1.0
 
 # The number of important tokens in a block, as a probe found them; 1.0 for each token of a block that nobody looked at
 # is as good as any other constant, since only the order counts.
@@ -31,7 +34,7 @@ class Rank(NamedTuple):
     tick: int
 
 
-_NEVER_USED = Rank(0.0, 0)
+_NEVER_USED = Rank(-math.inf, 0)
 
 
 class Ranking(Protocol):
@@ -45,28 +48,44 @@ class Ranking(Protocol):
 
 
 class _Uses(NamedTuple):
+    """`weight_log2` is the logarithm of the sum of the uses' weights."""
+
     times: int
     tick: int
+    weight_log2: float
+
+
+_NO_USES = _Uses(0, 0, -math.inf)
 
 
 class FrequencyRanking:
-    """Most used first (LFU)."""
+    """Most used first (LFU). With `half_life`, a use counts half after so many uses of each object that is remembered.
 
-    def __init__(self) -> None:
+    Ranks must not fall by themselves, so new uses weigh more instead of old ones less: twice as much each half-life.
+    """
+
+    def __init__(self, half_life: float | None = None) -> None:
+        if half_life is not None and not half_life > 0:
+            raise ValueError(f"half_life must be positive, got {half_life}")
         self._lock = threading.Lock()
+        self._half_life = half_life
         self._uses: OrderedDict[ObjectId, _Uses] = OrderedDict()
         self._tick = 0
+        self._age = 0.0
 
     def note_use(self, object_id: ObjectId) -> int:
         """Note a use."""
         with self._lock:
             self._tick += 1
-            count = self._uses.get(object_id, _Uses(0, 0)).times + 1
-            self._uses[object_id] = _Uses(count, self._tick)
+            if self._half_life is not None:
+                self._age += 1 / (self._half_life * max(1, len(self._uses)))
+            old = self._uses.get(object_id, _NO_USES)
+            low, high = sorted((old.weight_log2, self._age))
+            self._uses[object_id] = _Uses(old.times + 1, self._tick, high + math.log2(1 + 2.0 ** (low - high)))
             self._uses.move_to_end(object_id)
             if len(self._uses) > REMEMBERED_MAX:
                 self._uses.popitem(last=False)
-            return count
+            return old.times + 1
 
     def rank(self, object_id: ObjectId) -> Rank:
         """Return the rank now."""
@@ -75,7 +94,7 @@ class FrequencyRanking:
         return _NEVER_USED if uses is None else Rank(self._score(object_id, uses), uses.tick)
 
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
-        return float(uses.times)
+        return uses.weight_log2
 
 
 class RecencyRanking(FrequencyRanking):
@@ -86,14 +105,15 @@ class RecencyRanking(FrequencyRanking):
 
 
 class ScoreRanking(FrequencyRanking):
-    """Uses times important tokens, highest first (IMPRESS, FAST '25)."""
+    """Uses times important tokens, highest first (IMPRESS, FAST '25). Uses fade, as sessions drift; None: never."""
 
-    def __init__(self, importance: Importance) -> None:
-        super().__init__()
+    def __init__(self, importance: Importance, half_life: float | None = SCORE_HALF_LIFE) -> None:
+        super().__init__(half_life)
         self._importance = importance
 
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
-        return uses.times * self._importance(object_id)
+        important_tokens = self._importance(object_id)
+        return uses.weight_log2 + math.log2(important_tokens) if important_tokens > 0 else -math.inf
 
 
 class RankHeap:

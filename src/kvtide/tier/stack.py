@@ -17,13 +17,13 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Tier, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
-__all__ = ["SelectiveTier", "TierStack"]
+__all__ = ["Observer", "SelectiveTier", "TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -35,6 +35,19 @@ PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
+
+
+class Observer(Protocol):
+    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
+
+    Called from any thread, possibly under a tier's locks: it must not call the stack.
+    """
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """An object was stored in a tier."""
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """An object is no longer in a tier."""
 
 
 @runtime_checkable
@@ -65,15 +78,31 @@ class TierStack:
         self._write_back = frozenset(write_back)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
+        self._observer: Observer | None = None
         self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._logged: set[tuple[str, str]] = set()
         self._flight = SingleFlight()
         self._prefetcher: ThreadPoolExecutor | None = None
         self._writer: ThreadPoolExecutor | None = None
+        # Queued to be fetched ahead; whoever reads one takes it out.
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
+        # Work of the background threads that has not ended.
         self._written: set[Future[None]] = set()
+        self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
+
+    def observe(self, observer: Observer) -> None:
+        """Tell it from now on where objects are. Call it before `open`."""
+        self._observer = observer
+        for position, tier in enumerate(self._tiers):
+            if isinstance(tier, Reporting):
+                tier.report_to(partial(self._note_removed, position))
+
+    def _note_removed(self, position: int, object_ids: Sequence[ObjectId]) -> None:
+        if self._observer is not None:
+            for object_id in object_ids:
+                self._observer.removed(object_id, position)
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
@@ -87,12 +116,18 @@ class TierStack:
                 self._note_fault(tier, "open", error)
 
     def close(self) -> None:
-        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent."""
+        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
+
+        Reading ahead that a tier does not come back from is left behind after as long again.
+        """
         self.flush(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):
             if workers is not None:
-                workers.shutdown(wait=True, cancel_futures=True)
+                workers.shutdown(wait=False, cancel_futures=True)
         self._prefetcher = self._writer = None
+        with self._lock:
+            under_way = self._written | self._fetched
+        wait(under_way, CLOSE_S_MAX)
         for tier in self._tiers:
             tier.close()
         self._open = []
@@ -106,11 +141,20 @@ class TierStack:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
-        return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in self._open)
+        return next(self.places(object_id), None) is not None
+
+    def places(self, object_id: ObjectId) -> Iterator[int]:
+        """Yield the numbers of the tiers that have the object now, the fastest first; each is asked in its turn."""
+        for tier in self._open:
+            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                yield self._tiers.index(tier)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
+        if self._prefetching:
+            with self._lock:
+                self._prefetching.discard(object_id)
         tiers = self._open
         for tier in tiers[:1]:
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
@@ -147,8 +191,13 @@ class TierStack:
         return is_stored
 
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
-        stored = [self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False) for tier in tiers]
-        return any(stored)
+        is_stored = False
+        for tier in tiers:
+            if self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False):
+                is_stored = True
+                if self._observer is not None:
+                    self._observer.placed(object_id, self._tiers.index(tier))
+        return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
         with self._lock:
@@ -157,10 +206,17 @@ class TierStack:
         if not has_room or self._writer is None:
             return self._put_all([tier], object_id, buffer)
         future = self._writer.submit(self._write_later, tier, object_id, bytes(buffer))
-        with self._lock:
-            self._written.add(future)
-        future.add_done_callback(self._forget_write)
+        self._follow(future, self._written)
         return False
+
+    def _follow(self, future: Future[None], unfinished: set[Future[None]]) -> None:
+        with self._lock:
+            unfinished.add(future)
+        future.add_done_callback(partial(self._end, unfinished))
+
+    def _end(self, unfinished: set[Future[None]], future: Future[None]) -> None:
+        with self._lock:
+            unfinished.discard(future)
 
     def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
         try:
@@ -169,34 +225,32 @@ class TierStack:
             with self._lock:
                 self._unwritten_bytes -= len(data)
 
-    def _forget_write(self, future: Future[None]) -> None:
-        with self._lock:
-            self._written.discard(future)
-
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
         """Bring the next objects of a matched run into the faster tiers in the background, in order.
 
         Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
-        are those that no faster tier would admit.
+        are those that no faster tier would admit, or that somebody has begun to read meanwhile.
         """
         queued = 0
-        for object_id in object_ids:
+        for object_id in object_ids if len(self._open) > 1 else ():
             with self._lock:
                 if self._prefetcher is None or len(self._prefetching) >= PREFETCH_MAX:
                     return queued
                 if object_id in self._prefetching:
                     continue
                 self._prefetching.add(object_id)
-                self._prefetcher.submit(self._prefetch, object_id, size_max)
-                queued += 1
+                future = self._prefetcher.submit(self._prefetch, object_id, size_max)
+            self._follow(future, self._fetched)
+            queued += 1
         return queued
 
     def _prefetch(self, object_id: ObjectId, size_max: int) -> None:
-        try:
+        with self._lock:
+            if object_id not in self._prefetching:
+                return
+            self._prefetching.discard(object_id)
+        if self._admitting(self._open[:-1], object_id, size_max):
             self.promote(object_id, size_max)
-        finally:
-            with self._lock:
-                self._prefetching.discard(object_id)
 
     def promote(self, object_id: ObjectId, size_max: int) -> bool:
         """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
@@ -258,11 +312,11 @@ class TierStack:
                     seen.add(info.id)
                     yield info
 
-    def records(self) -> Iterator[Record]:
-        """Yield what the tiers that keep objects over a restart have, each with its parent; twice if two have it."""
+    def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
+        """Yield the tiers that keep objects over a restart, by number, with what each has."""
         for tier in self._open:
             if isinstance(tier, Recorded):
-                yield from tier.records()
+                yield self._tiers.index(tier), tier.records()
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""

@@ -1,7 +1,9 @@
-"""Tiers by URL: `memory://`, `disk:///path`. A bare path means a disk tier."""
+"""Tiers by URL: `memory://`, `disk:///path`, `valkey://host`, `s3://bucket`. A bare path means a disk tier."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -22,14 +24,51 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
         raise ValueError("a store URL must not be empty; give memory:// or disk:///path")
     if "://" not in url:
         return DiskTier(Path(url), limits.disk_bytes_max, clock, is_pinned)
+    scheme = urlsplit(url).scheme
+    if scheme not in _OPENERS:
+        expected = ", ".join(f"{known}://" for known in _OPENERS)
+        raise ValueError(f"unknown store scheme {scheme!r}, expected one of {expected}")
+    return _OPENERS[scheme](url, limits, clock, is_pinned)
+
+
+def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return MemoryTier(limits.memory_bytes_max, clock, is_pinned)
+
+
+def _disk(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     parts = urlsplit(url)
-    if parts.scheme == "memory":
-        return MemoryTier(limits.memory_bytes_max, clock, is_pinned)
-    if parts.scheme == "disk":
-        if not parts.path or parts.netloc:
-            raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
-        return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
-    raise ValueError(f"unknown store scheme {parts.scheme!r} in {url!r}, expected memory:// or disk:///path")
+    if not parts.path or parts.netloc:
+        raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
+    return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
+
+
+def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    with _needing("valkey"):
+        from kvtide.tier.valkey import ValkeyTier
+    return ValkeyTier(url, clock)
+
+
+def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    with _needing("s3"):
+        from kvtide.tier.s3 import S3Tier
+    return S3Tier(url, clock)
+
+
+@contextmanager
+def _needing(extra: str) -> Iterator[None]:
+    """Turn an import that fails for want of an optional package into advice."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this store needs {error.name}: pip install 'kvtide[{extra}]'") from error
+
+
+_OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
+    "memory": _memory,
+    "disk": _disk,
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
+    **dict.fromkeys(("s3", "gs", "az"), _s3),
+}
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Tier, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, OnRemoved, Reporting, Tier, TierStats
 from kvtide.types import ObjectId
 
 __all__ = ["Counting", "Faulty", "Slow", "WrappedTier"]
@@ -64,6 +64,11 @@ class WrappedTier:
         """Remove from the wrapped tier."""
         self.before("delete", 0)
         return self.tier.delete(object_id, reason)
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Pass it on if the wrapped tier reports."""
+        if isinstance(self.tier, Reporting):
+            self.tier.report_to(on_removed)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Ask the wrapped tier."""

@@ -8,21 +8,25 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
+from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
+    "HEADER_BYTES",
+    "NO_LABEL",
     "OBJECT_BYTES_MAX",
+    "ObjectLabel",
+    "SectionEntry",
     "StoredObject",
-    "codec_field",
     "header_and_table_bytes",
     "object_bytes_max",
+    "object_label",
     "pack_object",
     "parse_header",
     "parse_object",
@@ -39,40 +43,64 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
-_CODEC_OFFSET = 112
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
 _ENTRY = struct.Struct("<BBHHHQQQ16s")
 _NO_PROFILE = bytes(32)
+_KINDS = tuple(SectionKind)
 
 assert _HEADER.size == _CHECKSUM_OFFSET
 assert _ENTRY.size == ENTRY_BYTES
+assert tuple(range(len(_KINDS))) == _KINDS
 
 
-class _Entry(NamedTuple):
+class SectionEntry(NamedTuple):
+    """What an object's section table says of one section: its place in the object, and the checksum of its bytes."""
+
     id: SectionId
     offset: int
     size: int
     checksum: bytes
 
+    def to_bytes(self) -> bytes:
+        """Return the entry as it is stored."""
+        kind, refinement, layer_start, layer_stop = self.id
+        return _ENTRY.pack(kind, 0, refinement, layer_start, layer_stop, self.offset, self.size, 0, self.checksum)
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> SectionEntry:
+        """Return a stored entry. CorruptPayload for an unknown kind, reserved bytes that are set, or no layers."""
+        kind, zero, refinement, layer_start, layer_stop, offset, size, reserved, checksum = _ENTRY.unpack(data)
+        if kind not in SectionKind.__members__.values() or zero or reserved:
+            raise CorruptPayload(f"a section is of unknown kind {kind} or has reserved bytes set")
+        section_id = SectionId(SectionKind(kind), refinement, layer_start, layer_stop)
+        if layer_start >= layer_stop:
+            raise CorruptPayload(f"section {section_id} has no layers")
+        return cls(section_id, offset, size, checksum)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A checked header and section table over the bytes that they were read from."""
+    """A checked header and section table over the bytes that they were read from; `entries` in stored order."""
 
     meta: BlockMeta
     codec_id: str
     profile: bytes | None
     object_bytes: int
     version_tag: bytes
-    _entries: tuple[_Entry, ...]
+    entries: Sequence[SectionEntry]
     _data: memoryview
+
+    @property
+    def head(self) -> bytes:
+        """Return header and section table as they are stored."""
+        return bytes(self._data[: self.entries[0].offset])
 
     @property
     def section_ids(self) -> tuple[SectionId, ...]:
         """Return the ids of all sections in stored order."""
-        return tuple(entry.id for entry in self._entries)
+        return tuple(entry.id for entry in self.entries)
 
     def section(self, position: int) -> Section:
         """Return the section at this place in the table, its checksum verified.
@@ -80,7 +108,7 @@ class StoredObject:
         The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
         the bytes are not all there or not those that were stored.
         """
-        entry = self._entries[position]
+        entry = self.entries[position]
         data = self._data[entry.offset : entry.offset + entry.size]
         if len(data) != entry.size:
             raise CorruptPayload(f"{self.meta.id}: section {entry.id} has {entry.size} bytes, {len(data)} are here")
@@ -90,7 +118,7 @@ class StoredObject:
 
     def sections(self) -> list[Section]:
         """Return all sections, each verified. CorruptPayload as in `section`."""
-        return [self.section(position) for position in range(len(self._entries))]
+        return [self.section(position) for position in range(len(self.entries))]
 
 
 def object_bytes_max(layout: BlockLayout) -> int:
@@ -119,11 +147,9 @@ def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], pro
     packed = bytearray(object_bytes)
     offset = body_start
     for position, (section_id, data) in enumerate(ordered):
-        checksum = xxhash.xxh3_128_digest(data)
-        kind, refinement, layer_start, layer_stop = section_id
+        entry = SectionEntry(section_id, offset, len(data), xxhash.xxh3_128_digest(data))
         entry_offset = HEADER_BYTES + position * ENTRY_BYTES
-        entry = (kind, 0, refinement, layer_start, layer_stop, offset, len(data), 0, checksum)
-        _ENTRY.pack_into(packed, entry_offset, *entry)
+        packed[entry_offset : entry_offset + ENTRY_BYTES] = entry.to_bytes()
         packed[offset : offset + len(data)] = data
         offset += len(data)
     assert offset == object_bytes
@@ -165,10 +191,23 @@ def _header_checksum(data: memoryview, section_count: int) -> bytes:
     return digest.digest()
 
 
-def codec_field(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the codec id as an object's header has it, unchecked, for labels; zeros if these bytes are no object."""
-    is_object = len(data) >= HEADER_BYTES and data[: len(_MAGIC)] == _MAGIC
-    return bytes(data[_CODEC_OFFSET : _CODEC_OFFSET + _CODEC_BYTES]) if is_object else bytes(_CODEC_BYTES)
+class ObjectLabel(NamedTuple):
+    """What listings need of an object's header, as it stands there."""
+
+    codec: bytes
+    parent: bytes
+    start: int
+
+
+NO_LABEL = ObjectLabel(bytes(_CODEC_BYTES), bytes(DIGEST_BYTES), 0)
+
+
+def object_label(data: bytes | bytearray | memoryview) -> ObjectLabel:
+    """Return the label in an object's header, unchecked; NO_LABEL if these bytes are no object."""
+    if len(data) < HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
+        return NO_LABEL
+    fields = _HEADER.unpack_from(data)
+    return ObjectLabel(codec=fields[7], parent=fields[6], start=fields[13])
 
 
 def _order(section_id: SectionId) -> tuple[int, int, int]:
@@ -217,15 +256,10 @@ def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None
 
 
 def _checked_object(
-    view: memoryview, fields: tuple[object, ...], section_count: int, version_tag: bytes, expected: ObjectId | None
+    view: memoryview, fields: tuple[Any, ...], section_count: int, version_tag: bytes, expected: ObjectId | None
 ) -> StoredObject:
     key, namespace, parent, codec, profile, layers, tokens, kv_heads, head_dim = fields[:9]
     start, dtype_code, padding, object_bytes, label = fields[9:]
-    assert isinstance(key, bytes) and isinstance(namespace, bytes) and isinstance(parent, bytes)
-    assert isinstance(codec, bytes) and isinstance(profile, bytes) and isinstance(label, bytes)
-    assert isinstance(layers, int) and isinstance(tokens, int) and isinstance(kv_heads, int)
-    assert isinstance(head_dim, int) and isinstance(start, int) and isinstance(dtype_code, int)
-    assert isinstance(object_bytes, int)
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
     if expected is not None and object_id != expected:
         raise CorruptPayload(f"asked for {expected}, the bytes are those of {object_id}")
@@ -237,37 +271,36 @@ def _checked_object(
         codec_id = codec.rstrip(b"\0").decode("ascii")
     except ValueError as error:
         raise CorruptPayload(f"{object_id}: {error}") from error
-    entries = _parse_entries(view, section_count, layout.layers, object_bytes, object_id)
     return StoredObject(
         meta=meta,
         codec_id=codec_id,
         profile=None if profile == _NO_PROFILE else profile,
         object_bytes=object_bytes,
         version_tag=version_tag,
-        _entries=entries,
+        entries=_parse_entries(view, section_count, layers, object_bytes, object_id),
         _data=view,
     )
 
 
 def _parse_entries(
     view: memoryview, section_count: int, layers: int, object_bytes: int, object_id: ObjectId
-) -> tuple[_Entry, ...]:
-    entries: list[_Entry] = []
-    next_offset = HEADER_BYTES + ENTRY_BYTES * section_count
+) -> list[SectionEntry]:
+    """Check the table in one pass. Kept flat: for small objects it costs as much as hashing the bytes."""
+    table = view[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count]
+    entries: list[SectionEntry] = []
+    next_offset = HEADER_BYTES + len(table)
     last_order = (-1, -1, -1)
-    for position in range(section_count):
-        raw = _ENTRY.unpack_from(view, HEADER_BYTES + position * ENTRY_BYTES)
-        kind, zero, refinement, layer_start, layer_stop, offset, size, reserved, checksum = raw
-        if kind not in SectionKind.__members__.values() or zero or reserved:
-            raise CorruptPayload(f"{object_id}: section {position} is of unknown kind {kind} or has reserved bytes set")
-        section_id = SectionId(SectionKind(kind), refinement, layer_start, layer_stop)
-        if not layer_start < layer_stop <= layers:
-            raise CorruptPayload(f"{object_id}: section {section_id} is outside the {layers} layers")
-        if _order(section_id) <= last_order or offset != next_offset:
-            raise CorruptPayload(f"{object_id}: section {section_id} is out of order or leaves a gap")
-        last_order = _order(section_id)
+    for kind, zero, refinement, start, stop, offset, size, reserved, checksum in _ENTRY.iter_unpack(table):
+        if kind >= len(_KINDS) or zero or reserved:
+            raise CorruptPayload(f"{object_id}: section {len(entries)} is of unknown kind {kind} or has reserved bytes")
+        order = (refinement, start, kind)
+        if not start < stop <= layers:
+            raise CorruptPayload(f"{object_id}: section {len(entries)}, layers {start} to {stop}, is outside {layers}")
+        if order <= last_order or offset != next_offset:
+            raise CorruptPayload(f"{object_id}: section {len(entries)} is out of order or leaves a gap")
+        last_order = order
         next_offset = offset + size
-        entries.append(_Entry(section_id, offset, size, checksum))
+        entries.append(SectionEntry(SectionId(_KINDS[kind], refinement, start, stop), offset, size, checksum))
     if next_offset != object_bytes or object_bytes > OBJECT_BYTES_MAX:
         raise CorruptPayload(f"{object_id}: sections end at {next_offset}, the object at {object_bytes}")
-    return tuple(entries)
+    return entries

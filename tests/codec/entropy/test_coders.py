@@ -42,6 +42,13 @@ def test_symbols_survive(coder: EntropyCoder, count: int) -> None:
 
 
 @every_coder
+def test_weights_make_the_same_tables(coder: EntropyCoder) -> None:
+    rows = [row for row in COUNT_ROWS.values() if sum(row)]
+    tables = coder.build(counts_of(rows))
+    assert coder.build(tables.weights).to_bytes() == tables.to_bytes()
+
+
+@every_coder
 def test_nothing_takes_no_bytes(coder: EntropyCoder) -> None:
     tables = coder.build(bell_counts())
     runs = Runs(np.zeros((2, 0), np.uint16), 64)

@@ -70,6 +70,10 @@ class EntropyTables(Protocol):
     def count(self) -> int:
         """Return the number of tables."""
 
+    @property
+    def weights(self) -> NDArray[np.uint64]:
+        """Return counts, (tables, 32), of which the coder's `build` makes these same tables."""
+
     def to_bytes(self) -> bytes:
         """Return the tables in the form that the coder's `parse` reads."""
 

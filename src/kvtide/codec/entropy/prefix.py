@@ -15,6 +15,8 @@ from kvtide.errors import CorruptPayload
 
 __all__ = ["PrefixCoder", "PrefixTables"]
 
+LENGTH_MAX = 10
+
 
 class PrefixTables(NativeTables):
     """Code lengths, and the codes and look-up tables that follow from them."""
@@ -29,6 +31,11 @@ class PrefixTables(NativeTables):
     def lengths(self) -> NDArray[np.uint8]:
         """Return (tables, 32), read-only."""
         return self._lengths
+
+    @property
+    def weights(self) -> NDArray[np.uint64]:
+        """Return counts that give these tables; see EntropyTables."""
+        return np.where(self._lengths > 0, np.uint64(1 << LENGTH_MAX) >> self._lengths.astype(np.uint64), np.uint64(0))
 
     def to_bytes(self) -> bytes:
         """Return the tables in the form that `PrefixCoder.parse` reads."""

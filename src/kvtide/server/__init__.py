@@ -1,0 +1,1 @@
+"""The cache server: tiers over HTTP, byte-fair between tenants."""

@@ -1,0 +1,45 @@
+"""Plans: pure functions from what is wanted, here and known of the link to what to do next."""
+
+from kvtide.stream.plan.base import (
+    PLAN_FETCHES_MAX,
+    Chunk,
+    Fetch,
+    Plan,
+    Policy,
+    Progress,
+    Reason,
+    Request,
+    is_ready,
+    mean_kl,
+)
+from kvtide.stream.plan.breakeven import Decision, Way, decide
+from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered, TwoEnded
+from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.stream.plan.prefill import PrefillSpeed
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "PLAN_FETCHES_MAX",
+    "AnchorFirst",
+    "CachegenRule",
+    "Chunk",
+    "Decision",
+    "Fetch",
+    "FixedLevel",
+    "ImportanceFirst",
+    "Layered",
+    "Plan",
+    "Policy",
+    "PrefillSpeed",
+    "Progress",
+    "Reason",
+    "Request",
+    "TwoEnded",
+    "Way",
+    "cut",
+    "cut_for_meeting",
+    "decide",
+    "is_ready",
+    "mean_kl",
+]

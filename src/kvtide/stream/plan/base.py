@@ -1,0 +1,224 @@
+"""What a plan is made from and what it says: values that never change, and one protocol of all policies.
+
+A context is cut into chunks; each can be had in steps over the link (`here`), or computed by the engine (`computed`).
+Invariant: a policy reads its arguments and nothing else, so that the simulator and a load over a real link plan alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from kvtide.stream.plan.prefill import PrefillSpeed
+
+__all__ = ["Chunk", "Fetch", "Plan", "Policy", "Progress", "Reason", "Request", "is_ready", "mean_kl"]
+
+CHUNKS_MAX = 8192
+# A plan names at most so many fetches: enough to keep a link busy until the next plan.
+PLAN_FETCHES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, stop) and what they can be had for.
+
+    sizes: bytes of each step. kl: quality loss with the steps up to this one here. Steps of a layered context are base
+    and refinements, which add up; otherwise they are levels, smallest first, any one of which will do.
+    """
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    kl: tuple[float, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Return the chunk's length."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is wanted: a whole context in the engine.
+
+    deadline_s: when the engine should start, in seconds since the request; infinite if only `kl_goal` counts, 0 for as
+    soon as it can. kl_goal: mean loss at which there is nothing more to wait for. ValueError for chunks that do not
+    follow each other from token 0, steps without bytes, losses that grow, negative or nan deadlines and goals.
+    """
+
+    chunks: tuple[Chunk, ...]
+    is_layered: bool
+    prefill: PrefillSpeed
+    deadline_s: float
+    kl_goal: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.chunks) <= CHUNKS_MAX:
+            raise ValueError(f"a context has 1 to {CHUNKS_MAX} chunks, got {len(self.chunks)}")
+        if not (self.deadline_s >= 0 and self.kl_goal >= 0):
+            raise ValueError(f"deadline and KL goal must not be negative, got {self.deadline_s} s, {self.kl_goal}")
+        if math.isinf(self.deadline_s) and not self.kl_goal:
+            raise ValueError("without a deadline a KL goal above 0 must say when to start")
+        position, steps = 0, len(self.chunks[0].sizes)
+        for chunk in self.chunks:
+            if chunk.start != position or chunk.tokens < 1:
+                raise ValueError(f"expected a chunk that starts at token {position}, got [{chunk.start}, {chunk.stop})")
+            if not steps == len(chunk.sizes) == len(chunk.kl) >= 1:
+                raise ValueError(f"expected {steps} steps in every chunk, got {len(chunk.sizes)} and {len(chunk.kl)}")
+            if min(chunk.sizes) < 1:
+                raise ValueError(f"every step has bytes, got {chunk.sizes}")
+            if not (chunk.kl[-1] >= 0 and all(a >= b for a, b in pairwise(chunk.kl))):
+                raise ValueError(f"each step must lose no more than the one before it, got KL {chunk.kl}")
+            position = chunk.stop
+
+    @property
+    def tokens(self) -> int:
+        """Return the context's length."""
+        return self.chunks[-1].stop
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps each chunk has."""
+        return len(self.chunks[0].sizes)
+
+
+class Fetch(NamedTuple):
+    """One thing to ask for: a refinement of a layered chunk, or a level of another."""
+
+    chunk: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is.
+
+    here, asked: for each chunk the steps that are here, and those that are here or asked for; with levels level + 1, or
+    0 for none. computed, assigned: the chunks that the engine has computed, and those given to it. bytes_per_s: the
+    link's rate as estimated, None before the first transfer.
+    """
+
+    now_s: float
+    here: tuple[int, ...]
+    asked: tuple[int, ...]
+    computed: frozenset[int] = frozenset()
+    assigned: frozenset[int] = frozenset()
+    bytes_per_s: float | None = None
+
+    @classmethod
+    def start(cls, request: Request) -> Progress:
+        """Return the state in which nothing is here."""
+        nothing = (0,) * len(request.chunks)
+        return cls(0.0, nothing, nothing)
+
+    def at(self, now_s: float, bytes_per_s: float | None) -> Progress:
+        """Return the same at a later time."""
+        assert now_s >= self.now_s
+        return Progress(now_s, self.here, self.asked, self.computed, self.assigned, bytes_per_s)
+
+    def asking(self, fetch: Fetch) -> Progress:
+        """Return what is so once `fetch` has been asked for."""
+        asked = _with(self.asked, fetch)
+        return Progress(self.now_s, self.here, asked, self.computed, self.assigned, self.bytes_per_s)
+
+    def arrived(self, fetch: Fetch) -> Progress:
+        """Return what is so once `fetch`, asked for before, is here."""
+        assert self.asked[fetch.chunk] > fetch.step
+        here = _with(self.here, fetch)
+        return Progress(self.now_s, here, self.asked, self.computed, self.assigned, self.bytes_per_s)
+
+    def assigning(self, chunks: Sequence[int]) -> Progress:
+        """Return what is so once the engine has been given `chunks`."""
+        assigned = self.assigned.union(chunks)
+        return Progress(self.now_s, self.here, self.asked, self.computed, assigned, self.bytes_per_s)
+
+    def computing_done(self, chunk: int) -> Progress:
+        """Return what is so once the engine has computed a chunk given to it."""
+        assert chunk in self.assigned
+        computed = self.computed | {chunk}
+        return Progress(self.now_s, self.here, self.asked, computed, self.assigned, self.bytes_per_s)
+
+    def is_usable(self, chunk: int) -> bool:
+        """Tell whether the engine could run with this chunk."""
+        return self.here[chunk] > 0 or chunk in self.computed
+
+
+def _with(counts: tuple[int, ...], fetch: Fetch) -> tuple[int, ...]:
+    return (*counts[: fetch.chunk], fetch.step + 1, *counts[fetch.chunk + 1 :])
+
+
+class Reason(Enum):
+    """Why a plan says what it says."""
+
+    FIXED = "the level that was asked for"
+    FIRST = "no rate is known yet: a middle level"
+    TEXT = "recomputing the rest fits the deadline"
+    LEVEL = "the best level with which the rest fits the deadline"
+    SMALLEST = "nothing fits the deadline: the smallest level"
+    BASE = "the base of every chunk comes first"
+    REFINE = "every base is here or asked for: the refinement with the most quality per byte"
+    LATE = "the deadline has passed: only what the engine can't start without"
+    COMPLETE = "nothing is left to ask for"
+
+
+class Plan(NamedTuple):
+    """What to do next: ask for these in this order, have the engine compute these in this order."""
+
+    fetches: tuple[Fetch, ...]
+    computes: tuple[int, ...]
+    reason: Reason
+
+
+class Policy(Protocol):
+    """Decides what to do next; holds no state that planning changes."""
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Say what to do beyond what is asked for and given to the engine already.
+
+        At most `PLAN_FETCHES_MAX` fetches and never a step that is asked for, of a computed chunk, or at or after the
+        deadline of a chunk that is usable. An empty plan means that there is nothing left to do.
+        """
+
+
+def mean_kl(request: Request, progress: Progress) -> float:
+    """Return the loss with what is here, by tokens: 0 for computed chunks, inf if a chunk is not usable.
+
+    The loss of a mixture is taken to be the mean of its parts' losses: measured curves are for whole contexts.
+    """
+    if not _is_usable(progress):
+        return math.inf
+    return sum(_lost(request, progress)) / request.tokens
+
+
+def is_ready(request: Request, progress: Progress) -> bool:
+    """Tell whether the engine should start now: every chunk is usable, and the deadline or the goal is reached."""
+    if not _is_usable(progress):
+        return False
+    return progress.now_s >= request.deadline_s or _is_good(request, progress)
+
+
+def _is_usable(progress: Progress) -> bool:
+    # Asked for at every event: the counts alone mostly tell.
+    missing = progress.here.count(0)
+    if missing > len(progress.computed):
+        return False
+    return not missing or all(here or chunk in progress.computed for chunk, here in enumerate(progress.here))
+
+
+def _is_good(request: Request, progress: Progress) -> bool:
+    left = request.kl_goal * request.tokens
+    for lost in _lost(request, progress):
+        left -= lost
+        if left < 0:
+            return False
+    return True
+
+
+def _lost(request: Request, progress: Progress) -> Iterator[float]:
+    for index, (chunk, here) in enumerate(zip(request.chunks, progress.here, strict=True)):
+        if index not in progress.computed:
+            yield chunk.tokens * chunk.kl[here - 1]

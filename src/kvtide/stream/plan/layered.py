@@ -1,0 +1,164 @@
+"""Policies for layered contexts: the base of every chunk first, then refinements until the deadline.
+
+What to send next never depends on what the link will carry: an embedded code loses nothing by being cut off. So none of
+these needs a bandwidth estimate, and a wrong one costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from kvtide.stream.plan.base import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, Progress, Reason, Request
+
+__all__ = ["AnchorFirst", "ImportanceFirst", "Layered", "TwoEnded"]
+
+# Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
+# what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
+_ENGINE_SHARE = 0.95
+
+
+class _BaseFirst(ABC):
+    """All bases, then refinements in the order of `_rank`. Nothing is computed."""
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next. ValueError for a context stored in levels."""
+        _check(request)
+        chunks = range(len(request.chunks))
+        return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
+
+    @abstractmethod
+    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+        """Return a key: what is to be asked for first has the smallest."""
+
+    def _refinements(self, request: Request, progress: Progress, chunks: Iterable[int]) -> Plan:
+        steps = request.steps
+        waiting = []
+        for index in chunks:
+            step = progress.asked[index]
+            if 0 < step < steps and index not in progress.computed:
+                fetch = Fetch(index, step)
+                waiting.append((self._rank(request.chunks[index], fetch), fetch))
+        heapq.heapify(waiting)
+        fetches: list[Fetch] = []
+        while waiting and len(fetches) < PLAN_FETCHES_MAX:
+            fetch = waiting[0][1]
+            fetches.append(fetch)
+            following = Fetch(fetch.chunk, fetch.step + 1)
+            if following.step < steps:
+                heapq.heapreplace(waiting, (self._rank(request.chunks[fetch.chunk], following), following))
+            else:
+                heapq.heappop(waiting)
+        return Plan(tuple(fetches), (), Reason.REFINE if fetches else Reason.COMPLETE)
+
+
+class Layered(_BaseFirst):
+    """Refinements by quality gained for a byte; of equals the earlier step, then the chunk nearest the end."""
+
+    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+        gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
+        return (-gain, fetch.step, -fetch.chunk)
+
+
+class AnchorFirst(_BaseFirst):
+    """The order of the CacheGen experiment log: anchors of all chunks, then single deltas, chunk after chunk."""
+
+    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+        return (fetch.chunk, fetch.step)
+
+
+class ImportanceFirst(_BaseFirst):
+    """Each refinement for all chunks before the next one, the chunk that matters most first.
+
+    order: every chunk once, the most important first. ValueError if it is no permutation, or not of a request's chunks.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        if sorted(order) != list(range(len(order))):
+            raise ValueError(f"an order names each of {len(order)} chunks once")
+        self._rank_of = {chunk: rank for rank, chunk in enumerate(order)}
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next. ValueError for a context stored in levels, or of another number of chunks."""
+        if len(self._rank_of) != len(request.chunks):
+            raise ValueError(f"an order of {len(self._rank_of)} chunks for a context of {len(request.chunks)}")
+        return super().plan(request, progress)
+
+    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+        return (fetch.step, self._rank_of[fetch.chunk])
+
+
+class TwoEnded(Layered):
+    """Layered from the end of the context, while the engine computes from its start: they meet.
+
+    Only the start can be computed with nothing loaded, as every token attends to all before it. Chunks by owner:
+
+        [0, front)        computed: exact
+        [front, floor)    the engine gets there by the deadline: loaded last, in case that it doesn't
+        [floor, chunks)   loaded: bases from the end on, then refinements
+
+    Before the deadline the engine goes on over what is loaded, since what it computes is exact. After it, or with a
+    goal that ends the wait, floor is front and whoever gets to a chunk first has it. A chunk that never comes is
+    computed in the end, on top of what is loaded before it.
+    """
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next, and give the engine the next chunk. ValueError for a context stored in levels."""
+        _check(request)
+        chunks = len(request.chunks)
+        front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
+        chunk = self._next_to_compute(request, progress, front)
+        computes = () if chunk is None or chunk in progress.assigned else (chunk,)
+        for first in (_floor(request, progress, front), front):
+            backwards = range(chunks - 1, first - 1, -1)
+            plan = _bases(request, progress, backwards) or self._refinements(request, progress, backwards)
+            if plan.fetches:
+                break
+        return plan._replace(computes=computes)
+
+    @staticmethod
+    def _next_to_compute(request: Request, progress: Progress, front: int) -> int | None:
+        if front == len(request.chunks):
+            return None
+        chunk = request.chunks[front]
+        stop_s = progress.now_s + request.prefill.seconds(chunk.start, chunk.stop)
+        if not progress.here[front] or stop_s <= request.deadline_s:
+            return front
+        return next((chunk for chunk in range(front, len(request.chunks)) if not progress.is_usable(chunk)), None)
+
+
+def _check(request: Request) -> None:
+    if not request.is_layered:
+        raise ValueError("expected a layered context, got one stored in levels")
+
+
+def _bases(request: Request, progress: Progress, chunks: Iterable[int]) -> Plan | None:
+    """Return a plan for the missing bases, the plan to ask for nothing if it is late, else None."""
+    missing = [Fetch(chunk, 0) for chunk in chunks if not progress.asked[chunk] and chunk not in progress.computed]
+    is_late = progress.now_s >= request.deadline_s
+    if missing:
+        return Plan(tuple(missing[:PLAN_FETCHES_MAX]), (), Reason.LATE if is_late else Reason.BASE)
+    return Plan((), (), Reason.LATE) if is_late else None
+
+
+def _floor(request: Request, progress: Progress, front: int) -> int:
+    """Return the first chunk that the engine will not have computed by the deadline."""
+    left_s = request.deadline_s - progress.now_s
+    if request.kl_goal > 0 or left_s <= 0 or front == len(request.chunks):
+        return front
+    reach = request.prefill.reach(request.chunks[front].start, _ENGINE_SHARE * left_s)
+    while front < len(request.chunks) and request.chunks[front].stop <= reach:
+        front += 1
+    return front
+
+
+@lru_cache(maxsize=4096)
+def _gains_per_byte(sizes: tuple[int, ...], kl: tuple[float, ...]) -> tuple[float, ...]:
+    """Return for each step what a byte gains, or a byte of it and those behind it that make it worthwhile."""
+    gains = [0.0]
+    for step in range(1, len(sizes)):
+        runs = range(step, len(sizes))
+        gains.append(max((kl[step - 1] - kl[last]) / sum(sizes[step : last + 1]) for last in runs))
+    return tuple(gains)

@@ -1,0 +1,164 @@
+"""Puts the objects of a run together from sections that arrive in any order, late, or never.
+
+Invariant: nothing is handed out that its object's table does not name and vouch for. What does not belong is refused, a
+damaged section is as if it had not come, and memory is bounded by the objects' own sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import groupby
+from typing import NamedTuple
+
+from kvtide.errors import CorruptPayload
+from kvtide.stream.arrival import Arrival
+from kvtide.types import Section, SectionId
+from kvtide.wire import SectionEntry, StoredObject, parse_frame
+
+__all__ = ["RECEIVE_BYTES_MAX", "Missing", "Offer", "Outcome", "Receiver", "Usable"]
+
+# Default bound on the bytes of all objects that one receiver puts together.
+RECEIVE_BYTES_MAX = 4 << 30
+
+
+class Outcome(Enum):
+    """What became of what was offered."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    REFUSED = "refused"
+
+
+class Offer(NamedTuple):
+    """The outcome; which block's which section it was, as far as that is known; why it was refused."""
+
+    outcome: Outcome
+    block: int | None = None
+    section: SectionId | None = None
+    reason: str = ""
+
+
+class Usable(NamedTuple):
+    """Layers `[layer_start, layer_stop)` of tokens `[token_start, token_stop)`, and how many refinements they have."""
+
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+    refinements: int
+
+
+class Missing(NamedTuple):
+    """A section that has not arrived: of which block, and where it lies in that block's object."""
+
+    block: int
+    entry: SectionEntry
+
+
+class Receiver:
+    """Takes frames, or bytes of the objects, and says at any moment what is usable. Not thread-safe.
+
+    Blocks are numbered as the objects were given.
+    """
+
+    def __init__(self, objects: Sequence[StoredObject], bytes_max: int = RECEIVE_BYTES_MAX) -> None:
+        """ValueError for no objects, one twice, or more than `bytes_max`; CorruptPayload for a table out of bounds."""
+        object_bytes = sum(stored.object_bytes for stored in objects)
+        if not objects or object_bytes > bytes_max:
+            raise ValueError(f"expected objects of at most {bytes_max} bytes, got {len(objects)} of {object_bytes}")
+        self._block_of = {stored.version_tag: block for block, stored in enumerate(objects)}
+        if len(self._block_of) != len(objects):
+            raise ValueError("one object was given twice")
+        self._arrivals = [Arrival(stored) for stored in objects]
+
+    def offer(self, frame: bytes | bytearray | memoryview) -> Offer:
+        """Take a frame, if it belongs here and is whole. The bytes are copied."""
+        try:
+            header, data = parse_frame(frame)
+        except CorruptPayload as error:
+            return Offer(Outcome.REFUSED, reason=str(error))
+        block, section = self._block_of.get(header.version_tag), header.entry.id
+        if block is None:
+            return Offer(Outcome.REFUSED, section=section, reason="a section of another object")
+        arrival = self._arrivals[block]
+        position = arrival.position_of(header.entry)
+        if position is None:
+            return Offer(Outcome.REFUSED, block, section, "the object's table has no such section")
+        if arrival.is_here(position):
+            return Offer(Outcome.DUPLICATE, block, section)
+        arrival.put(position, data)
+        return Offer(Outcome.ACCEPTED, block, section)
+
+    def offer_bytes(self, block: int, offset: int, data: bytes | bytearray | memoryview) -> list[Offer]:
+        """Take bytes of a block's object from `offset` on; return an offer for each section that they complete.
+
+        Chunks may be of any size. They count where they continue a section from its first byte on, and are copied
+        once. Bytes that contradict the header and table, or lie beyond the object, are refused.
+        """
+        arrival, view = self._arrival(block), memoryview(data)
+        if offset < 0:
+            raise ValueError(f"the offset must not be negative, got {offset}")
+        if offset + len(view) > arrival.stored.object_bytes:
+            reason = f"{len(view)} bytes at {offset} of an object of {arrival.stored.object_bytes}"
+            return [Offer(Outcome.REFUSED, block, reason=reason)]
+        if arrival.differs_from_head(offset, view):
+            return [Offer(Outcome.REFUSED, block, reason="bytes of another object")]
+        offers = []
+        for position, is_good in arrival.fill(offset, view):
+            section = arrival.stored.entries[position].id
+            if is_good:
+                offers.append(Offer(Outcome.ACCEPTED, block, section))
+            else:
+                offers.append(Offer(Outcome.REFUSED, block, section, "checksum of the section does not match"))
+        return offers
+
+    def usable(self) -> list[Usable]:
+        """Return what can be decoded now: by block, then by layer, in runs of one quality."""
+        found = []
+        for arrival in self._arrivals:
+            meta = arrival.stored.meta
+            tokens = (meta.start, meta.start + meta.layout.tokens)
+            layer = 0
+            for refinements, run in groupby(arrival.quality.by_layer().tolist()):
+                start, layer = layer, layer + len(list(run))
+                if refinements >= 0:
+                    found.append(Usable(start, layer, *tokens, refinements))
+        return found
+
+    def is_ready(self, layer: int, refinements: int = 0) -> bool:
+        """Tell whether a layer of all blocks can be decoded with at least so many refinements."""
+        layers = min(arrival.stored.meta.layout.layers for arrival in self._arrivals)
+        if not 0 <= layer < layers:
+            raise ValueError(f"layer must be from 0 to {layers - 1}, got {layer}")
+        return all(arrival.quality.by_layer()[layer] >= refinements for arrival in self._arrivals)
+
+    def missing(self, refinement_max: int | None = None) -> list[Missing]:
+        """Return the sections that have not arrived, up to a refinement step if asked: by block, in stored order."""
+        return [
+            Missing(block, entry)
+            for block, arrival in enumerate(self._arrivals)
+            for position, entry in enumerate(arrival.stored.entries)
+            if not arrival.is_here(position) and (refinement_max is None or entry.id.refinement <= refinement_max)
+        ]
+
+    def has_range(self, block: int, start: int, stop: int) -> bool:
+        """Tell whether every section that lies in bytes [start, stop) of a block's object has arrived."""
+        arrival = self._arrival(block)
+        inside = (i for i, each in enumerate(arrival.stored.entries) if start <= each.offset < stop)
+        return all(arrival.is_here(position) for position in inside)
+
+    def sections(self, block: int) -> list[Section]:
+        """Return what has arrived of a block, for `Codec.decode`. The data stay valid and unchanged."""
+        return self._arrival(block).sections()
+
+    def _arrival(self, block: int) -> Arrival:
+        if not 0 <= block < len(self._arrivals):
+            raise ValueError(f"block must be from 0 to {len(self._arrivals) - 1}, got {block}")
+        return self._arrivals[block]
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        for block, arrival in enumerate(self._arrivals):
+            assert self._block_of[arrival.stored.version_tag] == block
+            arrival.check()

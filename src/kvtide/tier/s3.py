@@ -1,0 +1,240 @@
+"""Objects in a bucket: S3 and whatever speaks it, Google's and Azure's stores, through obstore.
+
+Names begin with two digits of the key, so that requests spread over the store's partitions: XX/NAMESPACE/KEY.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+from obstore.store import from_url
+
+from kvtide.clock import Clock
+from kvtide.errors import TierUnavailable
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.removals import Removals
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["S3Tier"]
+
+_Result = TypeVar("_Result")
+
+# One request moves at most so much; larger objects are read and written in parts, some at a time.
+PART_BYTES = 8 << 20
+PARTS_AT_ONCE = 4
+CONNECT_S_MAX = 2
+REQUEST_S_MAX = 30
+RETRIES_MAX = 2
+# What a listing found counts for so long: it costs a request for every thousand objects.
+STATS_AGE_S_MAX = 60.0
+_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/([0-9a-f]{64})")
+
+
+class _Counted(NamedTuple):
+    objects: int
+    used_bytes: int
+    at_s: float
+
+
+class S3Tier:
+    """A tier in a bucket, `s3://BUCKET[/PREFIX][?OPTION=VALUE…]`, also `gs://` and `az://`.
+
+    Options are obstore's settings of the store (`region`, `endpoint`, `allow_http`, …); credentials come from where the
+    store's own tools take them. Nothing is evicted: the bucket's lifecycle rules do that. ValueError for a bad URL.
+    """
+
+    name = "s3"
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        parts = urlsplit(url)
+        self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if not parts.netloc:
+            raise ValueError(f"expected a bucket, as in s3://bucket/prefix, got {self._shown!r}")
+        client, retry = _bounds()
+        try:
+            options: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+            if options.pop("allow_http", "false") == "true":
+                client["allow_http"] = True
+            self._store: Any = from_url(self._shown, config=options, client_options=client, retry_config=retry)
+        except (BaseError, ValueError) as error:
+            # The error may quote the options, and those may hold a secret.
+            raise ValueError(f"bad options of {self._shown}: {type(error).__name__}") from None
+        self._clock = clock
+        self._removals = Removals()
+        self._lock = threading.Lock()
+        self._workers: ThreadPoolExecutor | None = None
+        self._counted: _Counted | None = None
+        self._hits = self._misses = self._faults = 0
+
+    def open(self) -> None:
+        """Start the threads that read parts. The store is asked only when something is needed of it."""
+        self._workers = self._workers or ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="kvtide-s3")
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask for the object's head."""
+        return self._size(object_id) is not None
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read a range of the object; a long one in parts, several at a time."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        path, stop = _path(object_id), offset + len(buffer)
+        if not len(buffer):
+            return 0 if self.contains(object_id) else None
+        try:
+            size = self._read(path, buffer[:PART_BYTES], offset)
+        except (NotFoundError, FileNotFoundError):
+            self._note(is_hit=False)
+            return None
+        except BaseError as error:
+            # A range behind the object's end is refused, in words that differ from store to store.
+            if offset == 0 or (self._size(object_id) or stop) > offset:
+                raise self._fault(error) from error
+            return 0
+        stop = min(stop, size)
+        self._read_rest(path, buffer[: stop - offset], offset)
+        self._note(is_hit=True)
+        return stop - offset
+
+    def _read_rest(self, path: str, view: memoryview, start: int) -> None:
+        """Read what comes behind the first part, several parts at a time."""
+        offsets = range(PART_BYTES, len(view), PART_BYTES)
+        workers = self._workers
+        if workers is None:
+            raise TierUnavailable(f"{self._shown} is not open")
+        parts = [workers.submit(self._read, path, view[offset:][:PART_BYTES], start + offset) for offset in offsets]
+        # All have ended before the caller gets its buffer back.
+        wait(parts)
+        self._asked(lambda: [part.result() for part in parts], None)
+
+    def _read(self, path: str, view: memoryview, start: int) -> int:
+        """Read the part of an object that fits into the view; return the object's size."""
+        found = obstore.get(self._store, path, options={"range": (start, start + len(view))})
+        size = int(found.meta["size"])
+        data = memoryview(found.bytes())
+        if len(data) != min(size - start, len(view)):
+            raise TierUnavailable(f"{path}: expected {min(size - start, len(view))} bytes, got {len(data)}")
+        copy_bytes(view[: len(data)], data)
+        return size
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store an object unless it is here; the store refuses the second of two writers. In parts if it is long."""
+        path, is_long = _path(object_id), len(buffer) > PART_BYTES
+        # Stores make only whole writes conditional. The second of two long ones replaces equal bytes.
+        if is_long and self._size(object_id) is not None:
+            return True
+        mode = "overwrite" if is_long else "create"
+
+        def put() -> bool:
+            try:
+                obstore.put(
+                    self._store,
+                    path,
+                    memoryview(buffer),
+                    mode=mode,
+                    use_multipart=is_long,
+                    chunk_size=PART_BYTES,
+                    max_concurrency=PARTS_AT_ONCE,
+                )
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            return True
+
+        if self._asked(put, False):
+            with self._lock:
+                if self._counted is not None:
+                    objects, used_bytes, at_s = self._counted
+                    self._counted = _Counted(objects + 1, used_bytes + len(buffer), at_s)
+        return True
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object."""
+        if self._size(object_id) is None:
+            return False
+        self._asked(lambda: obstore.delete(self._store, _path(object_id)), None)
+        self._removals.note(object_id, reason)
+        with self._lock:
+            self._counted = None
+        return True
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why this process removed the object last."""
+        return self._removals.reason(object_id)
+
+    def _size(self, object_id: ObjectId) -> int | None:
+        return self._asked(lambda: int(obstore.head(self._store, _path(object_id))["size"]), None)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what the bucket lists; when an object was used last is not known, when it was stored is."""
+        try:
+            for chunk in obstore.list(self._store):
+                for meta in chunk:
+                    name = _NAME.fullmatch(meta["path"])
+                    if name:
+                        namespace, key = (bytes.fromhex(digits) for digits in name.groups())
+                        object_id = ObjectId(Namespace(namespace), BlockKey(key))
+                        yield ObjectInfo(object_id, meta["size"], meta["last_modified"].timestamp())
+        except BaseError as error:
+            raise self._fault(error) from error
+
+    def stats(self) -> TierStats:
+        """Return counters, and what a listing at most STATS_AGE_S_MAX ago found; zeros without one."""
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            counted = self._counted
+        if counted is None or now_s - counted.at_s > STATS_AGE_S_MAX:
+            try:
+                sizes = [info.size for info in self.objects()]
+                counted = _Counted(len(sizes), sum(sizes), now_s)
+            except TierUnavailable:
+                counted = None
+        with self._lock:
+            self._counted = counted
+            objects, used_bytes, _ = counted or _Counted(0, 0, now_s)
+            return TierStats(self.name, objects, used_bytes, sys.maxsize, self._hits, self._misses, 0, self._faults)
+
+    def _note(self, is_hit: bool) -> None:
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
+
+    def _asked(self, request: Callable[[], _Result], absent: _Result) -> _Result:
+        try:
+            return request()
+        except (NotFoundError, FileNotFoundError):
+            return absent
+        except BaseError as error:
+            raise self._fault(error) from error
+
+    def _fault(self, error: BaseError) -> TierUnavailable:
+        with self._lock:
+            self._faults += 1
+        return TierUnavailable(f"{self._shown}: {str(error).splitlines()[0][:300]}")
+
+
+def _path(object_id: ObjectId) -> str:
+    key = object_id.key.hex()
+    return f"{key[:2]}/{object_id.namespace.hex()}/{key}"
+
+
+def _bounds() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return obstore's client and retry settings: every wait and retry has a bound."""
+    client = {"connect_timeout": timedelta(seconds=CONNECT_S_MAX), "timeout": timedelta(seconds=REQUEST_S_MAX)}
+    retry = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=REQUEST_S_MAX)}
+    return client, retry

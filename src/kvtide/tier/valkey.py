@@ -1,0 +1,219 @@
+"""Objects as strings of a Valkey or Redis server, or of a cluster of them: one key, one value, one owner.
+
+Bodies go past redis-py, straight between the socket and the caller's memory. Invariant: an answer is used only if its
+length is what the object's length and the caller's range give.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.removals import Removals
+from kvtide.tier.resp import Refusal, pack_command
+from kvtide.tier.valkey_nodes import ValkeyNodes
+from kvtide.tier.valkey_url import Address, parse_valkey_url
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["ValkeyTier"]
+
+REDIRECTS_MAX = 5
+SCAN_COUNT = 1000
+# Shorter buffers are for headers and the like, before any object was seen.
+_RANGE_BYTES = 64 << 10
+_NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
+_NOTHING = memoryview(bytearray())
+# Answers of a server that can't serve now, or is no longer whom we should ask.
+_STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
+
+
+class ValkeyTier:
+    """A tier on servers that others may use too: what it stores begins with the URL's prefix.
+
+    The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (valkey_url.py has its form).
+    """
+
+    name = "valkey"
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        target = parse_valkey_url(url)
+        self._options = target.options
+        self._prefix = self._options.prefix.encode() + b":"
+        self._nodes = ValkeyNodes(target, clock)
+        self._clock = clock
+        self._removals = Removals()
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._faults = 0
+        # A buffer that is longer than any object seen so far is for a whole object: the server sends that without
+        # copying it first, as it must for a range.
+        self._longest_bytes = _RANGE_BYTES
+        self._evicted_before = 0
+
+    def open(self) -> None:
+        """Connect; a server that can't be reached now is tried again when somebody needs it."""
+        self._nodes.open()
+        self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._nodes.close()
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the owner."""
+        return self._ask(object_id, [b"EXISTS"])[0] == 1
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the object whole, or a range of it with its length in the same round trip."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        if offset == 0 and len(buffer) > self._longest_bytes:
+            total = size = self._ask(object_id, [b"GET"], buffer=buffer)[0]
+        else:
+            bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
+            total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffer=buffer)
+        expected = max(0, min(len(buffer), (total or 0) - offset))
+        with self._lock:
+            # An empty or shortened answer: the object is not here, or went away between the two commands.
+            is_hit = bool(total) and size is not None and size >= expected
+            self._hits += is_hit
+            self._misses += not is_hit
+            self._longest_bytes = max(self._longest_bytes, total or 0)
+        return expected if is_hit else None
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""
+        if len(buffer) > self._options.value_bytes_max:
+            limit = self._options.value_bytes_max
+            raise TierFull(f"{object_id} has {len(buffer)} bytes, a value of the valkey tier may have {limit}")
+        if not len(buffer):
+            return False
+        expiry = [b"EX", b"%d" % self._options.ttl_s] if self._options.ttl_s else []
+        self._ask(object_id, [b"SET", buffer, b"NX", *expiry])
+        return True
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object; its memory is freed in the server's background."""
+        is_deleted = self._ask(object_id, [b"UNLINK"])[0] == 1
+        if is_deleted:
+            self._removals.note(object_id, reason)
+        return is_deleted
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why this process removed the object last."""
+        return self._removals.reason(object_id)
+
+    def _key(self, object_id: ObjectId) -> bytes:
+        return self._prefix + object_id.namespace.hex().encode() + b":" + object_id.key.hex().encode()
+
+    def _ask(self, object_id: ObjectId, *commands: Sequence[Buffer], buffer: memoryview = _NOTHING) -> list[int | None]:
+        """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
+
+        A command is its name and what comes behind the key. A string that comes in reply is in `buffer`.
+        """
+        key = self._key(object_id)
+        request = [(name, key, *rest) for name, *rest in commands]
+        try:
+            address, is_asking = self._nodes.owner(key), False
+            for _ in range(REDIRECTS_MAX):
+                replies = self._exchange(address, request, is_asking, buffer)
+                refusal = next((each for each in replies if isinstance(each, Refusal)), None)
+                if refusal is None:
+                    return [each for each in replies if not isinstance(each, Refusal)]
+                address, is_asking = self._redirected(refusal, address)
+        except TierUnavailable:
+            with self._lock:
+                self._faults += 1
+            raise
+        raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
+
+    def _exchange(
+        self, address: Address, request: Sequence[Sequence[Buffer]], is_asking: bool, buffer: memoryview
+    ) -> list[int | Refusal | None]:
+        with self._nodes.connection(address) as connection:
+            asking = pack_command(b"ASKING") if is_asking else []
+            connection.send([part for words in request for part in (*asking, *pack_command(*words))])
+            replies = []
+            for _ in request:
+                if is_asking:
+                    connection.receive(_NOTHING)
+                replies.append(connection.receive(buffer))
+            return replies
+
+    def _redirected(self, refusal: Refusal, address: Address) -> tuple[Address, bool]:
+        """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""
+        if refusal.code in {"MOVED", "ASK"}:
+            words = refusal.text.split()
+            host, colon, port = words[-1].rpartition(":")
+            if len(words) == 3 and words[1].isdigit() and colon and port.isdigit():
+                there = Address(host or address.host, int(port))
+                if refusal.code == "MOVED":
+                    self._nodes.note_moved(int(words[1]), there)
+                return there, refusal.code == "ASK"
+        if refusal.code in _STALE_MAP:
+            self._nodes.refresh_soon()
+        kind = TierFull if refusal.code == "OOM" else TierUnavailable
+        raise kind(f"{address}: {refusal.text}")
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what is stored under the prefix, server by server. Not for the hot path: it walks all keys."""
+        now_s = self._clock.wall_s()
+        # A scan may name a key twice, and so may two servers between which it moves.
+        seen: set[bytes] = set()
+        try:
+            for client in self._nodes.clients():
+                cursor = -1
+                while cursor:
+                    cursor, keys = client.scan(max(cursor, 0), self._prefix.decode() + "*", SCAN_COUNT)
+                    new = {key for key in keys if _NAME.fullmatch(key, len(self._prefix))} - seen
+                    seen |= new
+                    yield from _infos(client, list(new), len(self._prefix), now_s)
+        except (RedisError, OSError) as error:
+            raise TierUnavailable(f"can't list: {error}") from error
+
+    def stats(self) -> TierStats:
+        """Return the servers' own figures (all keys, data and its overhead, `maxmemory`) and this process's counters.
+
+        Zeros while they can't be reached.
+        """
+        objects, used_bytes, bytes_max, evicted = self._counts()
+        with self._lock:
+            evictions = max(0, evicted - self._evicted_before)
+            return TierStats(
+                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
+            )
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        infos: list[dict[str, Any]] = []
+        try:
+            for client in self._nodes.clients():
+                infos.append({**client.info("memory"), **client.info("stats"), "keys": client.dbsize()})
+        except (RedisError, OSError):
+            return 0, 0, 0, 0
+        return (
+            sum(each["keys"] for each in infos),
+            sum(each["used_memory_dataset"] for each in infos),
+            sum(each["maxmemory"] or each["total_system_memory"] for each in infos),
+            sum(each["evicted_keys"] for each in infos),
+        )
+
+
+def _infos(client: Any, keys: Sequence[bytes], prefix_bytes: int, now_s: float) -> Iterator[ObjectInfo]:
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.strlen(key)
+        # Refused under an LFU policy: then nobody knows.
+        pipeline.object("idletime", key)
+    replies = pipeline.execute(raise_on_error=False)
+    for key, size, idle_s in zip(keys, replies[::2], replies[1::2], strict=True):
+        name = _NAME.fullmatch(key, prefix_bytes)
+        if name and isinstance(size, int) and size:
+            namespace, block = (bytes.fromhex(digits.decode()) for digits in name.groups())
+            last_use_s = now_s - idle_s if isinstance(idle_s, int) else 0.0
+            yield ObjectInfo(ObjectId(Namespace(namespace), BlockKey(block)), size, last_use_s)

@@ -1,0 +1,107 @@
+"""Small models with random weights, and what they cache before and after their rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+Keys = NDArray[np.float32]
+TOKENS = 40
+
+_PLAIN = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GPTJ = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 32, "n_positions": 256, "rotary_dim": 8}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_LAYER_TYPES = ["sliding_attention", "full_attention"]
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 256, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 128, "layer_types": _LAYER_TYPES},
+    "qwen3": {"head_dim": 32},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 32},
+    "mixtral": _EXPERTS,
+    "gpt_oss": {**_EXPERTS, "head_dim": 32},
+    "olmo": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 1},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "helium": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 32},
+    "cohere2": {"sliding_window": 128, "layer_types": _LAYER_TYPES},
+    "smollm3": {"num_hidden_layers": 4},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+}
+
+
+class CachedKeys(NamedTuple):
+    """One layer's keys of tokens at positions 0, 1, …, and of the same tokens all at position 0."""
+
+    rotated: Keys
+    at_zero: Keys
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    sizes = _GPTJ if family in {"gptj", "codegen"} else {**_PLAIN, **_SPECIAL.get(family, {})}
+    return AutoConfig.for_model(family, **{**sizes, **changes})
+
+
+def random_model(config: Any) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def cached_keys(config: Any, tokens: int = TOKENS) -> list[CachedKeys]:
+    """Run a model whose attention says nothing, so that every layer's keys depend on their own token alone.
+
+    A key at position 0 is not rotated: a batch of single tokens gives all keys before RoPE, for any architecture.
+    """
+    model = random_model(config)
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in {"o_proj", "out_proj", "dense", "wo"} and "mlp" not in name:
+            for parameter in module.parameters():
+                parameter.data.zero_()
+    ids = torch.arange(tokens) % 64
+    row, column = run(model, ids[None]), run(model, ids[:, None])
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    found = []
+    for at, zero in zip(row.layers, column.layers, strict=True):
+        # transformers keeps the latent as keys and the rotated part as values.
+        both = [torch.cat([pages.keys, pages.values], -1) if is_latent else pages.keys for pages in (at, zero)]
+        found.append(CachedKeys(both[0][0].transpose(0, 1).numpy(), both[1][:, :, 0].numpy()))
+    return found
+
+
+def run(model: Any, ids: torch.Tensor) -> DynamicCache:
+    past = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids, past_key_values=past, use_cache=True)
+    return past

@@ -1,0 +1,328 @@
+"""Keys of small random models of each family, taken back to before RoPE: the models' own code is the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.codec.rope_models import Keys, cached_keys, config_of, random_model, run
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvtide.block import KVDtype
+from kvtide.codec.rope_families import FAMILIES, UNROTATED_FAMILIES
+from kvtide.codec.rope_scaling import ROPE_TYPES, Frequencies
+from kvtide.codec.rotary import Pairs, Rotary, RotaryTables
+from kvtide.errors import CorruptPayload
+
+PLAIN = {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 256}
+
+
+def turned(keys: Keys, rotary: Rotary, tables: RotaryTables) -> Keys:
+    """The twin: each pair (a, b) of the rotated dims becomes (a cos - b sin, b cos + a sin)."""
+    out = keys.copy()
+    dims = out[..., rotary.dim_start : rotary.dim_stop]
+    step = 2 if rotary.pairs is Pairs.NEIGHBOURS else 1
+    first = dims[..., ::2] if step == 2 else dims[..., : rotary.pair_count]
+    second = dims[..., 1::2] if step == 2 else dims[..., rotary.pair_count :]
+    a, b = first.copy(), second.copy()
+    cos, sin = tables.cos[:, None], tables.sin[:, None]
+    first[:], second[:] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def rotary_of(config: Any) -> Rotary:
+    found = Rotary.from_config(json.loads(json.dumps(config.to_dict(), default=str)))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_keys_of_each_family_are_taken_back(family: str) -> None:
+    config = config_of(family)
+    rotary = rotary_of(config)
+    for layer, (rotated, at_zero) in enumerate(cached_keys(config)):
+        found = turned(rotated, rotary, rotary.inverse_tables(0, len(rotated), layer))
+        assert np.abs(found * rotary.frequencies(layer).scale - at_zero).max() < 2e-6
+        is_still = not any(rotary.frequencies(layer).values)
+        assert (np.abs(rotated - at_zero).max() < 1e-6) == is_still
+
+
+@pytest.mark.parametrize(
+    ("family", "hooked"), [("llama", "k_proj"), ("qwen2", "k_proj"), ("qwen3", "k_norm"), ("phi", "k_proj")]
+)
+def test_unrotated_keys_are_what_the_projection_gave(family: str, hooked: str) -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = random_model(config_of(family, rope_parameters=scaling))
+    seen: list[Any] = []
+    for name, module in model.named_modules():
+        if name.endswith(hooked):
+            module.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    past = run(model, (torch.arange(60) % 64)[None])
+    rotary = rotary_of(model.config)
+    for layer, (pages, projected) in enumerate(zip(past.layers, seen, strict=True)):
+        rotated = pages.keys[0].transpose(0, 1).numpy()
+        found = turned(rotated, rotary, rotary.inverse_tables(0, 60, layer))
+        expected = projected.detach().reshape(rotated.shape).numpy()
+        assert np.allclose(found, expected, atol=2e-6)
+        assert np.allclose(turned(found, rotary, rotary.tables(0, 60, layer)), rotated, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", sorted(UNROTATED_FAMILIES))
+def test_models_without_rope_leave_the_step_out(family: str) -> None:
+    assert Rotary.from_config(AutoConfig.for_model(family).to_dict()) is None
+
+
+def test_alibi_is_no_rope() -> None:
+    assert Rotary.from_config(config_of("falcon", alibi=True).to_dict()) is None
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "proportional": {"partial_rotary_factor": 0.25},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+    "longrope": {
+        "short_factor": [1.0 + i / 10 for i in range(32)],
+        "long_factor": [2.0] * 32,
+        "original_max_position_embeddings": 512,
+    },
+}
+YARN_MORE = [
+    {"mscale": 1.0, "mscale_all_dim": 0.8},
+    {"attention_factor": 1.3},
+    {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+]
+CASES = [(name, {}) for name in SCALINGS] + [("yarn", more) for more in YARN_MORE]
+
+
+@pytest.mark.parametrize(("rope_type", "more"), CASES)
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_frequencies_are_those_of_the_reference(rope_type: str, more: dict[str, Any], theta: float) -> None:
+    parameters = {"rope_type": rope_type, "rope_theta": theta, **SCALINGS[rope_type], **more}
+    config = config_of("llama", head_dim=64, max_position_embeddings=2048, rope_parameters=parameters)
+    rotary = rotary_of(config)
+    if rope_type == "default":
+        values, scale = theta ** -(torch.arange(0, 64, 2) / 64), 1.0
+    else:
+        values, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    assert np.allclose(rotary.kinds[0].values, values.numpy(), rtol=3e-6, atol=0)
+    assert math.isclose(rotary.kinds[0].scale, scale, rel_tol=1e-6)
+
+
+@given(
+    rope_type=st.sampled_from(["linear", "llama3", "yarn", "longrope"]),
+    factor=st.floats(1.0, 64.0),
+    theta=st.floats(1e3, 5e6),
+    trained=st.integers(64, 16384),
+    half_dim=st.integers(2, 64),
+)
+@settings(max_examples=100, deadline=None)
+def test_scaled_frequencies_are_those_of_the_reference_for_any_parameters(
+    rope_type: str, factor: float, theta: float, trained: int, half_dim: int
+) -> None:
+    parameters = {**SCALINGS[rope_type], "factor": factor, "rope_type": rope_type, "rope_theta": theta}
+    parameters["original_max_position_embeddings"] = trained
+    if rope_type == "longrope":
+        parameters |= {"short_factor": [1.5] * half_dim, "long_factor": [2.0] * half_dim}
+    config = config_of("llama", head_dim=2 * half_dim, max_position_embeddings=32768, rope_parameters=parameters)
+    values, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    found = rotary_of(config).kinds[0]
+    # The reference rounds to float32 at each step; where it weighs two ends against each other that shows.
+    assert np.allclose(found.values, values.numpy(), rtol=2e-5, atol=1e-9)
+    assert math.isclose(found.scale, scale, rel_tol=1e-6)
+
+
+def test_every_rope_type_of_the_reference_is_known() -> None:
+    assert set(ROPE_TYPES) >= set(ROPE_INIT_FUNCTIONS)
+
+
+def test_length_dependent_types_say_how_far_they_hold() -> None:
+    config = {**PLAIN, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert Rotary.from_config(config).kinds[0].steady_tokens == 256  # type: ignore[union-attr]
+
+
+def test_older_configs_say_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    new = {**PLAIN, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    old = {**PLAIN, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
+    assert Rotary.from_config(new) == Rotary.from_config(old)
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.5}
+    found = Rotary.from_config({**neox, "rotary_emb_base": 1000})
+    assert found is not None and (found.dim_stop, found.kinds[0].values[1]) == (8, np.float32(1000**-0.25))
+
+
+def test_older_gemma3_configs_have_local_and_global_bases() -> None:
+    old = {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 7, "rope_local_base_freq": 100.0}
+    found = Rotary.from_config({**old, "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert found is not None and len(found.layer_kinds) == 7
+    local, full = found.frequencies(0), found.frequencies(5)
+    assert (local.values[0], full.values[0]) == (1.0, 0.125)
+    assert local == found.frequencies(6) and np.isclose(local.values[4], 0.1)
+
+
+# Scaling is no default of ours: configs of gpt_oss state theirs.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt_oss"}))
+def test_what_a_config_leaves_unsaid_is_its_class_default(family: str) -> None:
+    stated = config_of(family).to_dict()
+    bare = {key: value for key, value in stated.items() if not key.startswith(("rope_param", "partial_rotary"))}
+    assert Rotary.from_config(bare) == Rotary.from_config(stated)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "not known how"),
+        ({"model_type": "qwen2_vl"}, "not known how"),
+        ({**PLAIN, "rope_scaling": {"type": "magic"}}, "magic"),
+        ({**PLAIN, "rope_scaling": {"mrope_section": [1, 2]}}, "mrope"),
+        ({**PLAIN, "rope_scaling": {"type": "linear"}}, "needs 'factor'"),
+        ({**PLAIN, "rope_scaling": {"type": "linear", "factor": float("nan")}}, "finite"),
+        ({**PLAIN, "rope_theta": -1.0}, "rope_theta"),
+        ({**PLAIN, "head_dim": 15}, "even"),
+        ({**PLAIN, "partial_rotary_factor": 2.0}, "from 2 to 16"),
+        ({**PLAIN, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "8 positive"),
+        ({"model_type": "llama"}, "neither"),
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": None}, "rotated dims"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_its_reason(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rotary.from_config(config)
+
+
+def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
+    rotary = rotary_of(config_of("llama"))
+    whole, part = rotary.tables(0, 64), rotary.tables(48, 16)
+    assert np.array_equal(whole.cos[48:], part.cos) and np.array_equal(whole.sin[48:], part.sin)
+    assert part.cos.dtype == np.float32 and part.cos.shape == (16, 8)
+    with pytest.raises(ValueError, match="positions"):
+        rotary.tables(-1, 4)
+    with pytest.raises(ValueError, match="layer must be"):
+        rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
+
+
+BITS = {KVDtype.FLOAT32: np.uint32, KVDtype.FLOAT16: np.uint16, KVDtype.BFLOAT16: np.uint16}
+
+
+def as_floats(bits: Any, dtype: KVDtype) -> Keys:
+    if dtype is KVDtype.BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32) if dtype is KVDtype.FLOAT16 else bits.view(np.float32)
+
+
+def as_bits(values: Keys, dtype: KVDtype) -> Any:
+    """Round to nearest even, as torch does."""
+    names = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
+    tensor = torch.from_numpy(values).to(names[dtype])
+    return tensor.view(torch.int32 if dtype is KVDtype.FLOAT32 else torch.int16).numpy().view(BITS[dtype])
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(KVDtype),
+    shape=st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(0, 5)),
+    dim_start=st.integers(0, 3),
+    pairs=st.sampled_from(Pairs),
+    pair_count=st.integers(1, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_native_kernel_is_its_twin(
+    seed: int, dtype: KVDtype, shape: tuple[int, int, int], dim_start: int, pairs: Pairs, pair_count: int
+) -> None:
+    tokens, heads, behind = shape
+    rng = np.random.default_rng(seed)
+    frequencies = Frequencies(tuple(rng.random(pair_count)), 1.25, 0)
+    rotary = Rotary(pairs, dim_start, dim_start + 2 * pair_count, (frequencies,))
+    shape = (tokens, heads, rotary.dim_stop + behind)
+    spread = rng.choice([1e-6, 1.0, 1e4])
+    bits = as_bits((rng.normal(size=shape) * spread).astype(np.float32), dtype)
+    back, forth = rotary.inverse_tables(seed % 5000, tokens), rotary.tables(seed % 5000, tokens)
+    loaded = rotary.load(bits, dtype, back)
+    assert np.array_equal(loaded, turned(as_floats(bits, dtype), rotary, back))
+    out = np.empty_like(bits)
+    rotary.store(loaded, dtype, forth, out)
+    assert np.array_equal(out, as_bits(turned(loaded, rotary, forth), dtype))
+    ulp = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 1e-3, KVDtype.BFLOAT16: 8e-3}[dtype]
+    assert np.allclose(as_floats(out, dtype), as_floats(bits, dtype), rtol=ulp, atol=2e-6 * spread)
+
+
+def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
+    """Also infinities and NaN, which no dims turn: pass-through dims keep every value's worth."""
+    rotary = Rotary(Pairs.HALVES, 0, 2, (Frequencies((0.0,), 1.0, 0),))
+    bits = np.zeros((1, 1, 2 + 65536), dtype=np.uint16)
+    bits[0, 0, 2:] = np.arange(65536)
+    loaded = rotary.load(bits, KVDtype.FLOAT16, rotary.tables(0, 1))
+    assert np.array_equal(loaded, bits.view(np.float16).astype(np.float32), equal_nan=True)
+    out = np.empty_like(bits)
+    rotary.store(loaded, KVDtype.FLOAT16, rotary.tables(0, 1), out)
+    is_nan = np.isnan(loaded)
+    assert np.array_equal(out[~is_nan], bits[~is_nan]) and np.isnan(out[is_nan].view(np.float16)).all()
+
+
+def test_keys_of_another_shape_are_value_errors() -> None:
+    rotary = rotary_of(config_of("llama"))
+    tables, keys = rotary.tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
+    bits = keys.view(np.uint32)
+    wrong: list[Any] = [bits[:, :, :14], bits[0], np.zeros((4, 2, 8), np.uint32)]
+    for array in wrong:
+        with pytest.raises(ValueError, match="keys must be"):
+            rotary.load(array, KVDtype.FLOAT32, tables)
+    for array, dtype in ((bits[:3], KVDtype.FLOAT32), (bits, KVDtype.BFLOAT16)):
+        with pytest.raises(ValueError, match=r"token|same elements"):
+            rotary.load(array, dtype, tables)
+    with pytest.raises(ValueError, match="contiguous"):
+        rotary.store(keys, KVDtype.FLOAT32, tables, np.zeros((4, 2, 32), np.uint32)[:, :, ::2])
+    with pytest.raises(ValueError, match="same elements"):
+        rotary.store(keys, KVDtype.FLOAT32, tables, bits[:3])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v2", "phi"])
+def test_bytes_round_trip_and_every_cut_is_refused(family: str) -> None:
+    rotary = rotary_of(config_of(family))
+    data = rotary.to_bytes()
+    assert Rotary.parse(data) == rotary
+    for stop in range(len(data)):
+        with pytest.raises(CorruptPayload):
+            Rotary.parse(data[:stop])
+
+
+@given(data=st.binary(max_size=80), version=st.sampled_from([1, 2]))
+@settings(max_examples=300, deadline=None)
+def test_foreign_bytes_are_refused_or_whole(data: bytes, version: int) -> None:
+    foreign = bytes([version]) + data
+    with contextlib.suppress(CorruptPayload):
+        assert Rotary.parse(foreign).to_bytes() == foreign
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dim_stop": 0},
+        {"dim_stop": 3},
+        {"dim_start": -2},
+        {"kinds": ()},
+        {"kinds": (Frequencies((1.0,), 1.0, 0),)},
+        {"kinds": (Frequencies((1.0, math.inf), 1.0, 0),)},
+        {"kinds": (Frequencies((1.0, 1.0), 0.0, 0),)},
+        {"layer_kinds": (1,)},
+    ],
+)
+def test_parts_that_do_not_fit_are_value_errors(arguments: dict[str, Any]) -> None:
+    fitting = {"pairs": Pairs.HALVES, "dim_start": 0, "dim_stop": 4, "kinds": (Frequencies((1.0, 0.1), 1.0, 0),)}
+    with pytest.raises(ValueError, match=r"expected|must be|may be"):
+        Rotary(**{**fitting, **arguments})

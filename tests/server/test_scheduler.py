@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from kvtide.server.scheduler import POLICIES, Scheduler, SchedulerSettings, policy_named
+from kvtide.testing.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
+
+BYTE_FAIR = ("drr", "vtc")
+
+
+class TestEveryPolicy(SchedulerSuite):
+    @pytest.fixture(params=POLICIES)
+    def policy(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+
+def shares(scheduler: Scheduler, bodies: dict[str, int], slices: int) -> Counter[str]:
+    """Keep one body of each tenant queued on two connections; return the bytes of each after so many slices."""
+    sent: Counter[str] = Counter()
+    for tenant, size in bodies.items():
+        for connection in (1, 2):
+            scheduler.enqueue(tenant, f"{tenant}{connection}", size, 0.0)
+    for _ in range(slices):
+        (part,) = scheduler.grant(0.0)
+        scheduler.finish(part, part.size, 0.0)
+        sent[part.send.tenant] += part.size
+        if not part.send.unsent_bytes:
+            scheduler.enqueue(part.send.tenant, part.send.client, part.send.size, 0.0)
+    return sent
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_bytes_are_shared_whatever_the_sizes(policy: str) -> None:
+    sent = shares(scheduler_for(policy), {"a": 3200, "b": 100, "c": 70, "d": 30}, 4000)
+    assert max(sent.values()) - min(sent.values()) <= 2 * SLICE_BYTES
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_bytes_follow_the_weights(policy: str) -> None:
+    scheduler = scheduler_for(policy, weights={"a": 4.0, "b": 2.0, "d": 0.5})
+    sent = shares(scheduler, {"a": 1600, "b": 100, "c": 70, "d": 100}, 3000)
+    served = [sent["a"] / 4, sent["b"] / 2, sent["c"], sent["d"] / 0.5]
+    assert max(served) - min(served) <= 4 * SLICE_BYTES
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_large_body_does_not_block_a_small_one(policy: str) -> None:
+    scheduler = scheduler_for(policy)
+    scheduler.enqueue("a", "a1", 32 * SLICE_BYTES, 0.0)
+    (first,) = scheduler.grant(0.0)
+    small = scheduler.enqueue("b", "b1", SLICE_BYTES, 0.0)
+    scheduler.finish(first, first.size, 0.0)
+    assert small in [part.send for part in drain(scheduler, 2)]
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_who_comes_back_gets_its_share_and_no_more(policy: str) -> None:
+    scheduler = scheduler_for(policy)
+    scheduler.enqueue("late", "l", 100, 0.0)
+    drain(scheduler)
+    scheduler.enqueue("busy", "b", 50_000, 0.0)
+    drain(scheduler, 200)
+    scheduler.enqueue("late", "l", 50_000, 0.0)
+    sent = Counter(part.send.tenant for part in drain(scheduler, 100))
+    assert abs(sent["late"] - sent["busy"]) <= 2
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_who_leaves_after_each_body_gains_nothing(policy: str) -> None:
+    # `hasty` queues its next body only when the last one is out, so that it leaves and comes back all the time.
+    scheduler = scheduler_for(policy)
+    scheduler.enqueue("steady", "s", 10**6, 0.0)
+    sent: Counter[str] = Counter()
+    scheduler.enqueue("hasty", "h", SLICE_BYTES, 0.0)
+    for _ in range(400):
+        (part,) = scheduler.grant(0.0)
+        scheduler.finish(part, part.size, 0.0)
+        sent[part.send.tenant] += part.size
+        if part.send.tenant == "hasty":
+            scheduler.enqueue("hasty", "h", SLICE_BYTES, 0.0)
+    assert abs(sent["hasty"] - sent["steady"]) <= 2 * SLICE_BYTES
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_stalled_reader_saves_up_no_claim(policy: str) -> None:
+    scheduler = scheduler_for(policy, slots=2, tenant_slots_max=2)
+    scheduler.enqueue("stalled", "x", 10**6, 0.0)
+    (stuck,) = scheduler.grant(0.0)
+    scheduler.enqueue("steady", "y", 10**6, 0.0)
+    for _ in range(1000):
+        (part,) = scheduler.grant(0.0)
+        scheduler.finish(part, part.size, 0.0)
+    scheduler.finish(stuck, stuck.size, 0.0)
+    for number in range(20):
+        scheduler.enqueue("stalled", f"x{number}", 10**6, 0.0)
+    sent = Counter(part.send.tenant for part in drain(scheduler, 200))
+    assert sent["steady"] >= 90
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_only_sent_bytes_are_charged(policy: str) -> None:
+    # One reader takes a tenth of each slice: its tenant gets as many bytes as the other, in ten times as many slices.
+    scheduler, sent = scheduler_for(policy), Counter[str]()
+    for tenant in "ab":
+        scheduler.enqueue(tenant, tenant, 10**6, 0.0)
+    for _ in range(1100):
+        (part,) = scheduler.grant(0.0)
+        sent_bytes = part.size // 10 if part.send.tenant == "a" else part.size
+        scheduler.finish(part, sent_bytes, 0.0)
+        sent[part.send.tenant] += sent_bytes
+    assert abs(sent["a"] - sent["b"]) <= 2 * SLICE_BYTES
+
+
+def test_fifo_sends_whole_bodies_in_order_of_arrival() -> None:
+    scheduler = scheduler_for("fifo")
+    sends = [
+        scheduler.enqueue(tenant, f"{tenant}{size}", size, 0.0) for tenant, size in (("b", 900), ("a", 10), ("b", 5))
+    ]
+    assert [(part.send, part.size) for part in drain(scheduler)] == [(send, send.size) for send in sends]
+
+
+def test_lottery_draws_by_the_softmax_of_inverse_waiting_requests() -> None:
+    # Four, one and two requests wait: softmax of 1/4, 1 and 1/2.
+    exponentials = {"a": math.exp(1 / 4), "b": math.exp(1.0), "c": math.exp(1 / 2)}
+    drawn, rng = Counter[str](), random.Random(3)
+    for _ in range(3000):
+        scheduler = Scheduler(SchedulerSettings(policy="lottery", slots=1), rng)
+        for tenant in "aaaabcc":
+            scheduler.enqueue(tenant, tenant, 10, 0.0)
+        drawn[scheduler.grant(0.0)[0].send.tenant] += 1
+    for tenant, each in exponentials.items():
+        assert drawn[tenant] / 3000 == pytest.approx(each / sum(exponentials.values()), abs=0.03)
+
+
+def test_lottery_does_not_share_bytes() -> None:
+    scheduler = scheduler_for("lottery")
+    sent = shares(scheduler, {"a": 3200, "b": 100}, 2000)
+    assert sent["a"] > 20 * sent["b"]
+
+
+def test_wait_is_the_time_to_the_first_slice() -> None:
+    scheduler = scheduler_for("vtc")
+    send = scheduler.enqueue("a", "a", 200, 1.0)
+    (part,) = scheduler.grant(3.5)
+    scheduler.finish(part, part.size, 4.0)
+    scheduler.grant(9.0)
+    assert send.wait_s == 2.5
+
+
+def test_loads_say_what_each_tenant_has_here() -> None:
+    scheduler = scheduler_for("vtc")
+    for number in range(3):
+        scheduler.enqueue("a", f"a{number}", 150, 0.0)
+    scheduler.grant(0.0)
+    assert [tuple(load) for load in scheduler.loads()] == [("a", 2, 1, 450)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"slots": 0}, {"slice_bytes": -1}, {"tenant_sends_max": 0}, {"tenant_slots_max": 0}]
+)
+def test_bounds_must_be_positive(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        SchedulerSettings(**changes)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e-9])
+def test_weight_out_of_range_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="tenant 'a'"):
+        SchedulerSettings(weights={"a": weight})
+
+
+def test_unknown_policy_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match="expected one of fifo, lottery, drr, vtc"):
+        policy_named("random", SLICE_BYTES, random.Random(0))

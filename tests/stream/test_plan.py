@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.stream.plan import (
+    Chunk,
+    Fetch,
+    PrefillSpeed,
+    Progress,
+    Request,
+    Way,
+    cut,
+    cut_for_meeting,
+    decide,
+    is_ready,
+    mean_kl,
+)
+
+SPEED = PrefillSpeed(1000)
+CHUNKS = (Chunk(0, 1000, (100, 50), (0.4, 0.1)), Chunk(1000, 4000, (300, 150), (0.4, 0.1)))
+REQUEST = Request(CHUNKS, True, SPEED, 2.0)
+
+
+def loaded(*here: int, now_s: float = 0.0, computed: tuple[int, ...] = ()) -> Progress:
+    return Progress(now_s, here, here, frozenset(computed), frozenset(computed))
+
+
+def test_loss_is_by_tokens_and_computed_chunks_lose_nothing() -> None:
+    assert mean_kl(REQUEST, loaded(1, 2)) == pytest.approx((1000 * 0.4 + 3000 * 0.1) / 4000)
+    assert mean_kl(REQUEST, loaded(0, 2, computed=(0,))) == pytest.approx(3000 * 0.1 / 4000)
+    assert mean_kl(REQUEST, loaded(1, 1, computed=(0, 1))) == 0
+    assert mean_kl(REQUEST, loaded(2, 0)) == math.inf
+
+
+def test_engine_starts_at_the_deadline_with_what_is_there() -> None:
+    assert not is_ready(REQUEST, loaded(1, 1, now_s=1.9))
+    assert is_ready(REQUEST, loaded(1, 1, now_s=2.0))
+    assert not is_ready(REQUEST, loaded(2, 0, now_s=9.0))
+
+
+def test_engine_starts_early_when_the_goal_is_reached() -> None:
+    eager = dataclasses.replace(REQUEST, kl_goal=0.2)
+    assert not is_ready(eager, loaded(1, 1))
+    assert is_ready(eager, loaded(1, 2))
+    assert is_ready(REQUEST, loaded(0, 0, computed=(0, 1)))
+
+
+def test_progress_keeps_what_it_was_made_from() -> None:
+    start = Progress.start(REQUEST)
+    later = start.asking(Fetch(1, 0)).arrived(Fetch(1, 0)).assigning([0]).computing_done(0).at(1.0, 5.0)
+    assert later == Progress(1.0, (0, 1), (0, 1), frozenset({0}), frozenset({0}), 5.0)
+    assert start == Progress(0.0, (0, 0), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ((), "1 to 8192 chunks"),
+        ((Chunk(1, 2, (1,), (0.0,)),), "starts at token 0"),
+        ((Chunk(0, 0, (1,), (0.0,)),), "starts at token 0"),
+        ((Chunk(0, 5, (1,), (0.0,)), Chunk(6, 7, (1,), (0.0,))), "starts at token 5"),
+        ((Chunk(0, 5, (), ()),), "expected 0 steps"),
+        ((Chunk(0, 5, (1, 1), (0.0,)),), "expected 2 steps"),
+        ((Chunk(0, 5, (1,), (0.0,)), Chunk(5, 7, (1, 1), (0.0, 0.0))), "expected 1 steps"),
+        ((Chunk(0, 5, (0,), (0.0,)),), "every step has bytes"),
+        ((Chunk(0, 5, (1, 1), (0.1, 0.2)),), "lose no more"),
+        ((Chunk(0, 5, (1,), (math.nan,)),), "lose no more"),
+    ],
+)
+def test_contexts_that_can_not_be_are_refused(chunks: tuple[Chunk, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request(chunks, True, SPEED, 1.0)
+
+
+@pytest.mark.parametrize(("deadline_s", "goal"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -0.1), (math.inf, 0.0)])
+def test_deadlines_and_goals_that_can_not_be_are_refused(deadline_s: float, goal: float) -> None:
+    with pytest.raises(ValueError, match=r"deadline|KL goal"):
+        Request(CHUNKS, True, SPEED, deadline_s, goal)
+
+
+def test_prefill_slows_down_with_position() -> None:
+    speed = PrefillSpeed(1000, double_at=2000)
+    assert speed.seconds(0, 1000) == pytest.approx(1.25)
+    assert speed.seconds(2000, 3000) == pytest.approx(2.25)
+    assert SPEED.seconds(5000, 6000) == pytest.approx(1.0)
+
+
+@given(st.floats(10, 1e5), st.floats(100, 1e6) | st.just(math.inf), st.integers(0, 100_000), st.integers(1, 100_000))
+def test_reach_undoes_seconds(rate: float, double_at: float, start: int, tokens: int) -> None:
+    speed = PrefillSpeed(rate, double_at)
+    assert speed.reach(start, speed.seconds(start, start + tokens)) == pytest.approx(start + tokens, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rate", "double_at"), [(0, 1), (-1, 1), (math.inf, 1), (1, 0), (math.nan, 1), (1, math.nan)])
+def test_prefill_speeds_that_can_not_be_are_refused(rate: float, double_at: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        PrefillSpeed(rate, double_at)
+
+
+# 600 bytes of bases, 4 s of recomputing.
+EVEN = Request(tuple(Chunk(1000 * i, 1000 * i + 1000, (150,), (0.1,)) for i in range(4)), True, SPEED, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "way", "seconds"),
+    [
+        (None, Way.UNKNOWN_LINK, (math.inf, 4, math.inf)),
+        (0.0, Way.RECOMPUTE, (math.inf, 4, 4)),
+        # In 3.9 s not one chunk: nothing would be saved.
+        (30.0, Way.RECOMPUTE, (20, 4, 4)),
+        # Three chunks computed while the last one comes.
+        (50.0, Way.BOTH, (12, 4, 3)),
+        (150.0, Way.BOTH, (4, 4, 2)),
+        # 0.3 s for all, and the engine has not one chunk by then.
+        (2000.0, Way.LOAD, (0.3, 4, 0.3)),
+    ],
+)
+def test_break_even_takes_the_earliest_start(rate: float | None, way: Way, seconds: tuple[float, float, float]) -> None:
+    decision = decide(EVEN, rate)
+    assert decision.way is way
+    assert decision[1:] == pytest.approx(seconds)
+
+
+def test_latency_alone_can_decide_for_recomputing() -> None:
+    assert decide(EVEN, 1e9, latency_s=0.1).way is Way.LOAD
+    assert decide(EVEN, 1e9, latency_s=4.0).way is Way.RECOMPUTE
+
+
+@pytest.mark.parametrize(("rate", "latency_s"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -1.0)])
+def test_links_that_can_not_be_are_refused(rate: float, latency_s: float) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        decide(EVEN, rate, latency_s)
+
+
+def test_cutting_covers_every_token_once() -> None:
+    assert cut(10, 4) == [(0, 4), (4, 8), (8, 10)]
+    # The engine is at token 1,000 at the deadline, between 800 and 1,200 if it is faster or slower.
+    chunks = cut_for_meeting(2000, 200, SPEED, 1.0, chunk_tokens=400)
+    assert chunks == [(0, 400), (400, 800), (800, 1000), (1000, 1200), (1200, 1600), (1600, 2000)]
+
+
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 1), (1, 0)])
+def test_cuts_that_can_not_be_are_refused(tokens: int, chunk_tokens: int) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        cut(tokens, chunk_tokens)
+
+
+def test_block_longer_than_a_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 to 100 tokens"):
+        cut_for_meeting(1000, 200, SPEED, 1.0, chunk_tokens=100)

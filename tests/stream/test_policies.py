@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+
+from kvtide.stream.plan import (
+    AnchorFirst,
+    CachegenRule,
+    Chunk,
+    Fetch,
+    FixedLevel,
+    ImportanceFirst,
+    Layered,
+    Policy,
+    PrefillSpeed,
+    Progress,
+    Reason,
+    Request,
+    TwoEnded,
+)
+from kvtide.testing.plan_suite import PlanSuite
+
+SPEED = PrefillSpeed(1000)
+
+
+def context(
+    chunks: int,
+    sizes: tuple[int, ...],
+    kl: tuple[float, ...],
+    deadline_s: float,
+    kl_goal: float = 0.0,
+    is_layered: bool = True,
+) -> Request:
+    cut = tuple(Chunk(1000 * i, 1000 * i + 1000, sizes, kl) for i in range(chunks))
+    return Request(cut, is_layered, SPEED, deadline_s, kl_goal)
+
+
+def asked(request: Request, policy: Policy, plans: int) -> list[Fetch]:
+    """Ask for whole plans, nothing arrives."""
+    progress, fetches = Progress.start(request), []
+    for _ in range(plans):
+        for fetch in policy.plan(request, progress).fetches:
+            progress = progress.asking(fetch)
+            fetches.append(fetch)
+    return fetches
+
+
+class TestFixedLevel(PlanSuite):
+    is_layered = False
+
+    def policy_for(self, request: Request) -> Policy:
+        return FixedLevel(request.steps - 1)
+
+
+class TestCachegenRule(PlanSuite):
+    is_layered = False
+
+    def policy_for(self, request: Request) -> Policy:
+        return CachegenRule()
+
+
+class TestLayered(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return Layered()
+
+
+class TestAnchorFirst(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return AnchorFirst()
+
+
+class TestImportanceFirst(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return ImportanceFirst(range(len(request.chunks)))
+
+
+class TestTwoEnded(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return TwoEnded()
+
+
+def test_cachegen_begins_with_a_middle_level() -> None:
+    request = context(3, (100, 200, 300, 400), (0.4, 0.3, 0.2, 0.1), 1.0, is_layered=False)
+    assert CachegenRule().plan(request, Progress.start(request)) == ((Fetch(0, 1),), (), Reason.FIRST)
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "reason"),
+    [(600.0, 2, Reason.LEVEL), (599.0, 1, Reason.LEVEL), (200.0, 0, Reason.LEVEL), (199.0, 0, Reason.SMALLEST)],
+)
+def test_cachegen_takes_the_best_level_with_which_the_rest_fits(rate: float, level: int, reason: Reason) -> None:
+    request = context(3, (100, 200, 300), (0.3, 0.2, 0.1), 1.5, is_layered=False)
+    progress = Progress(0.5, (1, 0, 0), (1, 0, 0), bytes_per_s=rate)
+    assert CachegenRule().plan(request, progress) == ((Fetch(1, level),), (), reason)
+
+
+def test_cachegen_sends_text_as_soon_as_recomputing_the_rest_fits() -> None:
+    request = context(4, (100, 200), (0.2, 0.1), 2.5, is_layered=False)
+    progress = Progress(0.5, (1, 1, 0, 0), (1, 1, 0, 0), bytes_per_s=1e9)
+    assert CachegenRule().plan(request, progress) == ((), (2, 3), Reason.TEXT)
+    assert CachegenRule().plan(request, progress.at(0.6, 1e9)).reason is Reason.LEVEL
+
+
+def test_layered_refines_by_quality_per_byte() -> None:
+    # The second chunk's refinements gain three times as much a byte as the first's.
+    cheap, dear = (10, 10, 20), (10, 30, 60)
+    chunks = (Chunk(0, 100, dear, (0.9, 0.5, 0.1)), Chunk(100, 200, cheap, (0.9, 0.5, 0.1)))
+    request = Request(chunks, True, SPEED, 1.0)
+    order = [Fetch(0, 0), Fetch(1, 0), Fetch(1, 1), Fetch(1, 2), Fetch(0, 1), Fetch(0, 2)]
+    assert asked(request, Layered(), 3) == order
+
+
+def test_layered_looks_past_a_step_that_gains_nothing_itself() -> None:
+    late = Chunk(0, 100, (10, 10, 10), (0.9, 0.9, 0.1))
+    early = Chunk(100, 200, (10, 10, 10), (0.9, 0.6, 0.5))
+    request = Request((late, early), True, SPEED, 1.0)
+    assert asked(request, Layered(), 3)[2:] == [Fetch(0, 1), Fetch(0, 2), Fetch(1, 1), Fetch(1, 2)]
+
+
+def test_anchors_of_all_come_before_single_deltas_of_each() -> None:
+    request = context(2, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
+    steps = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    assert asked(request, AnchorFirst(), 3) == steps
+
+
+def test_importance_goes_by_the_order_given() -> None:
+    request = context(3, (9, 3), (0.9, 0.1), 1.0)
+    assert asked(request, ImportanceFirst([2, 0, 1]), 2)[3:] == [(2, 1), (0, 1), (1, 1)]
+
+
+def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
+    # 2.2 s at 95 % of 1,000 tokens/s: two chunks are the engine's, and are loaded last of all.
+    request = context(5, (100, 100), (0.5, 0.1), 2.2)
+    plan = TwoEnded().plan(request, Progress.start(request))
+    assert plan.computes == (0,)
+    bases, refinements, reserve = [(4, 0), (3, 0), (2, 0)], [(4, 1), (3, 1), (2, 1)], [(1, 0), (0, 0), (1, 1), (0, 1)]
+    assert asked(request, TwoEnded(), 4) == bases + refinements + reserve
+
+
+def test_two_ended_with_a_goal_meets_as_early_as_it_can() -> None:
+    request = context(3, (100, 100), (0.5, 0.1), 2.2, kl_goal=0.2)
+    assert asked(request, TwoEnded(), 1) == [(2, 0), (1, 0), (0, 0)]
+
+
+def test_two_ended_computes_over_what_is_loaded_only_if_it_ends_in_time() -> None:
+    request = context(2, (100, 100), (0.5, 0.1), 2.0)
+    progress = Progress(1.0, (1, 1), (1, 1))
+    assert TwoEnded().plan(request, progress).computes == (0,)
+    assert TwoEnded().plan(request, progress.at(1.01, None)).computes == ()
+
+
+def test_two_ended_races_the_link_for_what_is_not_here() -> None:
+    request = context(2, (100, 100), (0.5, 0.1), 2.0)
+    late = Progress(9.0, (0, 1), (1, 1))
+    assert TwoEnded().plan(request, late) == ((), (0,), Reason.LATE)
+
+
+def test_two_ended_computes_what_never_comes_on_top_of_what_is_loaded() -> None:
+    request = context(4, (100, 100), (0.5, 0.1), 2.0)
+    late = Progress(9.0, (1, 0, 1, 0), (1, 1, 1, 1))
+    assert TwoEnded().plan(request, late).computes == (1,)
+    later = late.assigning([1]).computing_done(1)
+    assert TwoEnded().plan(request, later).computes == (3,)
+
+
+def test_after_the_deadline_only_bases_are_asked_for() -> None:
+    request = context(3, (100, 100), (0.5, 0.1), 2.0)
+    late = Progress(2.0, (1, 0, 1), (1, 0, 1))
+    assert Layered().plan(request, late) == ((Fetch(1, 0),), (), Reason.LATE)
+
+
+@pytest.mark.parametrize("policy", [FixedLevel(0), CachegenRule()])
+def test_level_policies_refuse_layered_contexts(policy: Policy) -> None:
+    request = context(1, (1,), (0.0,), 1.0)
+    with pytest.raises(ValueError, match="stored in levels"):
+        policy.plan(request, Progress.start(request))
+
+
+@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), TwoEnded()])
+def test_layered_policies_refuse_levels(policy: Policy) -> None:
+    request = context(1, (1,), (0.0,), 1.0, is_layered=False)
+    with pytest.raises(ValueError, match="expected a layered context"):
+        policy.plan(request, Progress.start(request))
+
+
+def test_parameters_that_can_not_be_are_refused() -> None:
+    request = context(2, (1,), (0.0,), 1.0)
+    with pytest.raises(ValueError, match="level is 0 or more"):
+        FixedLevel(-1)
+    with pytest.raises(ValueError, match="level 3 of a context that has 1"):
+        FixedLevel(3).plan(context(2, (1,), (0.0,), 1.0, is_layered=False), Progress.start(request))
+    with pytest.raises(ValueError, match="names each of 2 chunks once"):
+        ImportanceFirst([1, 1])
+    with pytest.raises(ValueError, match="order of 3 chunks for a context of 2"):
+        ImportanceFirst([0, 1, 2]).plan(request, Progress.start(request))

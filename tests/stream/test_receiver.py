@@ -1,0 +1,349 @@
+"""Sections in any order, late, twice, damaged, of other objects, or never: right or refused, never wrong."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.codec import CachegenCodec, Codec, LosslessCodec
+from kvtide.errors import CorruptPayload
+from kvtide.stream import arrival
+from kvtide.stream.receiver import Outcome, Receiver, Usable
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire import FRAME_HEADER_BYTES, StoredObject, pack_frame, pack_object, parse_header, parse_object
+
+LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=4, dtype=KVDtype.BFLOAT16)
+CODECS: dict[str, Codec] = {"cachegen": CachegenCodec(), "lossless": LosslessCodec()}
+BLOCKS = 2
+
+
+class Run(NamedTuple):
+    """A run of objects, the frames of all their sections, and which block's which section each frame has."""
+
+    codec: Codec
+    packed: list[bytearray]
+    objects: list[StoredObject]
+    frames: list[bytes]
+    names: list[tuple[int, SectionId]]
+
+
+@cache
+def run_of(codec_name: str) -> Run:
+    codec = CODECS[codec_name]
+    packed = []
+    for block in range(BLOCKS):
+        meta = block_meta(LAYOUT, seed=1, position=block)
+        packed.append(pack_object(meta, codec.codec_id, codec.encode(meta, smooth_bits(LAYOUT, block))))
+    objects = [parse_object(data) for data in packed]
+    every = [(block, at) for block, stored in enumerate(objects) for at in range(len(stored.entries))]
+    frames = [pack_frame(objects[block], at) for block, at in every]
+    names = [(block, objects[block].entries[at].id) for block, at in every]
+    return Run(codec, packed, objects, frames, names)
+
+
+def counting(here: set[SectionId]) -> set[SectionId]:
+    """What the rule leaves: all deltas; of nested refinements those without a gap before them, for all their layers."""
+
+    def has_all_before(section: SectionId) -> bool:
+        return all(
+            any(
+                (other.refinement, other.kind) == (step, SectionKind.DATA)
+                and other.layer_start <= layer < other.layer_stop
+                for other in here
+            )
+            for layer in range(section.layer_start, section.layer_stop)
+            for step in range(section.refinement)
+        )
+
+    return {section for section in here if section.kind is not SectionKind.DATA or has_all_before(section)}
+
+
+def quality(here: set[SectionId], layer: int) -> int:
+    """-1 without the base, else how many refinements of this layer count."""
+    mine = {section for section in here if section.layer_start <= layer < section.layer_stop}
+    steps = {section.refinement for section in mine}
+    if any(section.kind is SectionKind.DELTA for section in mine):
+        return len(steps - {0}) if 0 in steps else -1
+    return next(step for step in count() if step not in steps) - 1
+
+
+def decode(run: Run, block: int, sections: list[Section]) -> Any:
+    out = np.empty(LAYOUT.shape, LAYOUT.bits_dtype)
+    run.codec.decode(run.objects[block].meta, sections, out)
+    return out
+
+
+def usable_by_layer(receiver: Receiver) -> dict[tuple[int, int], int]:
+    return {
+        (item.token_start // LAYOUT.tokens, layer): item.refinements
+        for item in receiver.usable()
+        for layer in range(item.layer_start, item.layer_stop)
+    }
+
+
+def check_all(run: Run, receiver: Receiver, here: list[set[SectionId]]) -> None:
+    """The receiver says what a set of names says, and what it hands out decodes to what these sections mean."""
+    receiver.check()
+    usable = usable_by_layer(receiver)
+    for block, names in enumerate(here):
+        sections = receiver.sections(block)
+        originals = {section.id: section for section in run.objects[block].sections()}
+        assert {section.id for section in sections} == names
+        assert all(section.data == originals[section.id].data for section in sections)
+        qualities = [quality(names, layer) for layer in range(LAYOUT.layers)]
+        assert [usable.get((block, layer), -1) for layer in range(LAYOUT.layers)] == qualities
+        if min(qualities) < 0:
+            with pytest.raises(CorruptPayload):
+                decode(run, block, sections)
+        else:
+            meant = [originals[name] for name in sorted(counting(names))]
+            assert np.array_equal(decode(run, block, sections), decode(run, block, meant))
+    missing = [(item.block, item.entry.id) for item in receiver.missing()]
+    assert missing == [(block, name) for block, name in run.names if name not in here[block]]
+
+
+class Sent(NamedTuple):
+    """A frame that is sent, and the bit of it that is damaged on the way, if one is."""
+
+    number: int
+    flipped: int | None
+
+
+def sendings(seed: int, frames: int) -> list[Sent]:
+    """Some frames in some order; some of them twice, some damaged."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.permutation(frames)[: rng.integers(0, frames + 1)].tolist()
+    numbers += rng.choice(frames, rng.integers(0, 5)).tolist()
+    rng.shuffle(numbers)
+    bits = rng.integers(0, 2**20, len(numbers))
+    is_damaged = rng.random(len(numbers)) < rng.choice([0.0, 0.1])
+    return [Sent(*sent) for sent in zip(numbers, np.where(is_damaged, bits, None).tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("codec_name", CODECS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=2000, deadline=None)
+def test_any_subset_and_order_is_right_or_refused(codec_name: str, seed: int) -> None:
+    run = run_of(codec_name)
+    receiver = Receiver(run.objects)
+    here: list[set[SectionId]] = [set() for _ in range(BLOCKS)]
+    for number, flipped in sendings(seed, len(run.frames)):
+        frame, (block, name) = bytearray(run.frames[number]), run.names[number]
+        if flipped is not None:
+            frame[flipped // 8 % len(frame)] ^= 1 << flipped % 8
+            assert receiver.offer(frame).outcome is Outcome.REFUSED
+            continue
+        expected = Outcome.DUPLICATE if name in here[block] else Outcome.ACCEPTED
+        assert receiver.offer(frame)[:3] == (expected, block, name)
+        # The caller may reuse its buffer.
+        frame[:] = bytes(len(frame))
+        here[block].add(name)
+    check_all(run, receiver, here)
+
+
+@pytest.mark.parametrize("codec_name", CODECS)
+@given(
+    sizes=st.lists(st.integers(1, 700), max_size=40),
+    start=st.integers(0, 40),
+    flipped=st.none() | st.integers(0, 2**20),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_prefix_in_any_chunks_is_right_or_refused(
+    codec_name: str, sizes: list[int], start: int, flipped: int | None
+) -> None:
+    run = run_of(codec_name)
+    stored = run.objects[0]
+    data = bytearray(run.packed[0])
+    body_start, body_bits = stored.entries[0].offset, 8 * (len(data) - stored.entries[0].offset)
+    if flipped is not None:
+        data[body_start + flipped % body_bits // 8] ^= 1 << flipped % 8
+    receiver = Receiver(run.objects)
+    offset = stored.entries[start % len(stored.entries)].offset if start else 0
+    first = offset
+    offers = []
+    for size in sizes:
+        offers += receiver.offer_bytes(0, offset, data[offset : offset + size])
+        offset = min(len(data), offset + size)
+    here = {entry.id for entry in stored.entries if first <= entry.offset and entry.offset + entry.size <= offset}
+    lost = {entry.id for entry in stored.entries if data[entry.offset :][: entry.size] != entry_data(run, entry.id)}
+    assert [offer.section for offer in offers if offer.outcome is Outcome.REFUSED] == [*here & lost]
+    check_all(run, receiver, [here - lost, set()])
+
+
+def entry_data(run: Run, name: SectionId) -> bytes:
+    return next(bytes(section.data) for section in run.objects[0].sections() if section.id == name)
+
+
+def made_up(steps: list[tuple[SectionKind, int, int, int, bytes]], position: int = 0) -> StoredObject:
+    sections = [Section(SectionId(kind, step, start, stop), data) for kind, step, start, stop, data in steps]
+    return parse_object(pack_object(block_meta(LAYOUT, 1, position), "made-up-1", sections))
+
+
+NESTED = [(SectionKind.DATA, step, start, start + 1, bytes([step, start])) for step in range(4) for start in range(3)]
+
+
+@given(order=st.lists(st.sampled_from(range(12)), unique=True))
+@settings(max_examples=300, deadline=None)
+def test_nested_refinements_count_up_to_the_first_gap(order: list[int]) -> None:
+    stored = made_up(NESTED)
+    receiver = Receiver([stored])
+    here: set[SectionId] = set()
+    for number in order:
+        assert receiver.offer(pack_frame(stored, number)).outcome is Outcome.ACCEPTED
+        here.add(stored.entries[number].id)
+    receiver.check()
+    qualities = [quality(here, layer) for layer in range(3)]
+    found = {
+        layer: item.refinements for item in receiver.usable() for layer in range(item.layer_start, item.layer_stop)
+    }
+    assert [found.get(layer, -1) for layer in range(3)] == qualities
+    for layer in range(3):
+        assert [receiver.is_ready(layer, step) for step in range(4)] == [step <= qualities[layer] for step in range(4)]
+
+
+def test_layers_of_one_quality_are_one_run() -> None:
+    stored = made_up(NESTED, position=1)
+    receiver = Receiver([stored])
+    assert receiver.usable() == []
+    for number in (0, 1, 2, 3, 4):
+        receiver.offer(pack_frame(stored, number))
+    assert receiver.usable() == [Usable(0, 2, 16, 32, 1), Usable(2, 3, 16, 32, 0)]
+    assert [item.entry.id.layer_start for item in receiver.missing(refinement_max=1)] == [2]
+    assert len(receiver.missing()) == 7
+
+
+def test_layer_is_ready_when_all_blocks_have_it() -> None:
+    run = run_of("cachegen")
+    receiver = Receiver(run.objects)
+    receiver.offer(run.frames[0])
+    assert not receiver.is_ready(0)
+    receiver.offer(run.frames[run.names.index((1, run.names[0][1]))])
+    assert receiver.is_ready(0) and not receiver.is_ready(1) and not receiver.is_ready(0, refinements=1)
+
+
+def test_section_of_another_object_is_refused() -> None:
+    cachegen, lossless = run_of("cachegen"), run_of("lossless")
+    receiver = Receiver(cachegen.objects[:1])
+    for frame in (lossless.frames[0], cachegen.frames[-1]):
+        offer = receiver.offer(frame)
+        assert (offer.outcome, offer.reason) == (Outcome.REFUSED, "a section of another object")
+    assert receiver.offer_bytes(0, 0, lossless.packed[0])[0].reason == "bytes of another object"
+    receiver.check()
+    assert not receiver.sections(0)
+
+
+def test_entry_that_is_not_in_the_table_is_refused() -> None:
+    stored, other = made_up(NESTED[:3]), made_up(NESTED)
+    forged = StoredObject(
+        other.meta, "made-up-1", None, other.object_bytes, stored.version_tag, other.entries, other._data
+    )
+    receiver = Receiver([stored])
+    # One whose id is in the table but whose place is not, and one of a step that the table does not have.
+    for number in (0, 5):
+        offer = receiver.offer(pack_frame(forged, number))
+        assert (offer.outcome, offer.block) == (Outcome.REFUSED, 0)
+        assert "no such section" in offer.reason
+
+
+def test_bytes_count_only_where_they_continue_a_section() -> None:
+    run = run_of("lossless")
+    stored, receiver = run.objects[0], Receiver(run.objects)
+    first, second = stored.entries[0], stored.entries[1]
+    data = run.packed[0]
+    assert receiver.offer_bytes(0, first.offset + 1, data[first.offset + 1 : second.offset + 3]) == []
+    assert (
+        receiver.offer_bytes(0, second.offset + 3, data[second.offset + 3 : second.offset + second.size])[0].section
+        == second.id
+    )
+    assert receiver.offer_bytes(0, first.offset, data[first.offset : second.offset + 9])[0].section == first.id
+    receiver.check()
+    assert [section.id for section in receiver.sections(0)] == [first.id, second.id]
+
+
+def test_what_is_handed_out_is_never_written_again() -> None:
+    run = run_of("lossless")
+    stored, receiver = run.objects[0], Receiver(run.objects)
+    receiver.offer(run.frames[0])
+    held = receiver.sections(0)[0]
+    before = bytes(held.data)
+    receiver.offer_bytes(0, stored.entries[0].offset, bytes(stored.entries[0].size))
+    assert bytes(held.data) == before
+    with pytest.raises(TypeError):
+        held.data[0] = 1  # type: ignore[index]
+
+
+def test_damaged_section_may_come_again() -> None:
+    run = run_of("lossless")
+    first, receiver = run.objects[0].entries[0], Receiver(run.objects)
+    good = run.packed[0][first.offset : first.offset + first.size]
+    assert receiver.offer_bytes(0, first.offset, bytes(first.size))[0].outcome is Outcome.REFUSED
+    assert receiver.offer_bytes(0, first.offset, good)[0].outcome is Outcome.ACCEPTED
+    receiver.check()
+
+
+def test_bytes_beyond_the_object_are_refused() -> None:
+    run = run_of("lossless")
+    receiver = Receiver(run.objects)
+    size = len(run.packed[0])
+    assert "of an object of" in receiver.offer_bytes(0, size - 4, b"12345")[0].reason
+    assert receiver.offer_bytes(0, size, b"") == []
+    with pytest.raises(ValueError, match="offset"):
+        receiver.offer_bytes(0, -1, b"x")
+
+
+def test_empty_section_is_here_from_the_start() -> None:
+    stored = made_up([(SectionKind.DATA, 0, 0, 3, b""), (SectionKind.DATA, 1, 0, 3, b"x")])
+    receiver = Receiver([stored])
+    assert receiver.usable() == [Usable(0, 3, 0, 16, 0)]
+    assert receiver.offer(pack_frame(stored, 0)).outcome is Outcome.DUPLICATE
+
+
+def test_layer_that_no_base_covers_is_never_usable() -> None:
+    stored = made_up([(SectionKind.DATA, 0, 0, 2, b"a"), (SectionKind.DATA, 1, 0, 3, b"b")])
+    receiver = Receiver([stored])
+    for number in (0, 1):
+        receiver.offer(pack_frame(stored, number))
+    assert receiver.usable() == [Usable(0, 2, 0, 16, 1)]
+
+
+def test_header_and_table_are_enough_to_begin() -> None:
+    run = run_of("cachegen")
+    begin = bytearray(run.packed[0][: run.objects[0].entries[0].offset])
+    receiver = Receiver([parse_header(begin)])
+    begin[:] = bytes(len(begin))
+    assert receiver.offer_bytes(0, 0, run.packed[0])[-1].outcome is Outcome.ACCEPTED
+    assert not receiver.missing()
+
+
+def test_bad_arguments_are_value_errors() -> None:
+    run = run_of("cachegen")
+    for objects, bound in (([], 100), (run.objects, 100), ([run.objects[0]] * 2, 1 << 20)):
+        with pytest.raises(ValueError, match=r"expected objects|twice"):
+            Receiver(objects, bound)
+    receiver = Receiver(run.objects)
+    with pytest.raises(ValueError, match="block must be"):
+        receiver.sections(2)
+    with pytest.raises(ValueError, match="block must be"):
+        receiver.offer_bytes(-1, 0, b"")
+    with pytest.raises(ValueError, match="layer must be"):
+        receiver.is_ready(3)
+
+
+def test_table_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "LAYER_STEPS_MAX", 11)
+    with pytest.raises(CorruptPayload, match="4 refinement steps of 3 layers"):
+        Receiver([made_up(NESTED)])
+
+
+@given(data=st.binary(max_size=FRAME_HEADER_BYTES + 20))
+@settings(max_examples=200, deadline=None)
+def test_foreign_frames_are_refused(data: bytes) -> None:
+    assert Receiver(run_of("cachegen").objects).offer(data).outcome is Outcome.REFUSED

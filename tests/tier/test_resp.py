@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
+from kvtide.tier.resp import LINE_BYTES_MAX, Refusal, RespSocket, pack_command
+
+Pair = tuple[RespSocket, socket.socket]
+
+
+def connected(wait_s_max: float = 0.2) -> Pair:
+    ours, theirs = socket.socketpair()
+    return RespSocket(ours, wait_s_max, SystemClock()), theirs
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    resp, peer = connected()
+    with resp._socket, peer:
+        yield resp, peer
+
+
+def received(data: bytes, buffer_bytes: int = 16) -> tuple[object, bytes]:
+    """What one reply gives, and what is in the buffer then; the peer has closed."""
+    resp, peer = connected()
+    with resp._socket:
+        with peer:
+            peer.sendall(data)
+        buffer = bytearray(buffer_bytes)
+        return resp.receive(memoryview(buffer)), bytes(buffer)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"+OK\r\n", 0),
+        (b":12\r\n", 12),
+        (b"$-1\r\n", None),
+        (b"_\r\n", None),
+        (b"$0\r\n\r\n", 0),
+        (b"-MOVED 7 a:1\r\n", Refusal("MOVED", "MOVED 7 a:1")),
+    ],
+)
+def test_short_replies_are_read(data: bytes, expected: object) -> None:
+    assert received(data)[0] == expected
+
+
+def test_string_lands_in_the_buffer() -> None:
+    assert received(b"$5\r\nhe\r\no\r\n") == (5, b"he\r\no" + bytes(11))
+
+
+@pytest.mark.parametrize("size", [17, 1100, 200_000])
+def test_what_does_not_fit_is_dropped(size: int, pair: Pair) -> None:
+    resp, peer = pair
+    buffer = memoryview(bytearray(16))
+    sender = threading.Thread(target=peer.sendall, args=(b"$%d\r\n%s\r\n:7\r\n" % (size, b"a" * size),))
+    sender.start()
+    assert resp.receive(buffer) == size
+    assert buffer == b"a" * 16
+    assert resp.receive(buffer) == 7
+    sender.join()
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1024, 1025, 300_000])
+def test_pipelined_strings_of_any_size_are_kept_apart(size: int, pair: Pair) -> None:
+    resp, peer = pair
+    bodies = [bytes([number]) * (size + number) for number in range(3)]
+    data = b"".join(b":1\r\n$%d\r\n%s\r\n" % (len(body), body) for body in bodies)
+    sender = threading.Thread(target=peer.sendall, args=(data,))
+    sender.start()
+    for body in bodies:
+        buffer = memoryview(bytearray(size + 3))
+        assert resp.receive(buffer) == 1
+        assert resp.receive(buffer) == len(body)
+        assert buffer[: len(body)] == body
+    sender.join()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"$536870913\r\n",
+        b"$-2\r\n",
+        b"$x\r\n",
+        b"$1_0\r\n",
+        b"$99999999999999999999\r\n",
+        b":\r\n",
+        b"*1\r\n",
+        b"\r\n",
+        b"HTTP/1.1\r\n",
+    ],
+)
+def test_reply_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(TierUnavailable, match="expected"):
+        received(data)
+
+
+def test_string_longer_than_announced_is_refused() -> None:
+    with pytest.raises(TierUnavailable, match="expected the end"):
+        received(b"$3\r\nhello\r\n")
+
+
+def test_line_without_end_is_refused() -> None:
+    with pytest.raises(TierUnavailable, match="reply's line"):
+        received(b"+" * 2 * LINE_BYTES_MAX)
+
+
+@pytest.mark.parametrize("data", [b"", b"$5", b"$5\r\nhel", b"$5\r\nhello"])
+def test_peer_that_closes_is_a_fault(data: bytes) -> None:
+    with pytest.raises(ConnectionResetError):
+        received(data)
+
+
+@given(st.binary(max_size=80))
+@example(b"$16\r\n" + bytes(16))
+def test_any_bytes_end_in_a_reply_or_a_fault(data: bytes) -> None:
+    try:
+        reply, _ = received(data)
+    except (TierUnavailable, OSError):
+        return
+    assert reply is None or isinstance(reply, Refusal) or reply >= -(10**18)
+
+
+def test_silent_peer_is_given_up(pair: Pair) -> None:
+    with pytest.raises(OSError):
+        pair[0].receive(memoryview(bytearray(1)))
+
+
+def test_large_words_are_sent_uncopied(pair: Pair) -> None:
+    body = bytes(5000)
+    parts = pack_command(b"SET", b"key", body)
+    assert any(part is body for part in parts)
+    assert b"".join(map(bytes, parts)) == b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$5000\r\n" + body + b"\r\n"
+    pair[0].send(parts)
+    assert pair[1].recv(10_000, socket.MSG_WAITALL | socket.MSG_DONTWAIT) == b"".join(map(bytes, parts))

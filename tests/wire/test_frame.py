@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import contextlib
+import struct
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.errors import CorruptPayload
+from kvtide.testing.strategies import block_meta
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire import (
+    FRAME_HEADER_BYTES,
+    StoredObject,
+    pack_frame,
+    pack_object,
+    parse_frame,
+    parse_frame_header,
+    parse_object,
+)
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "frame-1.kvf"
+LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)
+
+
+def stored() -> StoredObject:
+    base = Section(SectionId(SectionKind.ANCHOR, 0, 0, 4), b"base")
+    finer = Section(SectionId(SectionKind.DELTA, 3, 1, 3), b"finer")
+    return parse_object(pack_object(block_meta(LAYOUT, seed=3), "made-up-1", [base, finer]))
+
+
+def frame() -> bytearray:
+    return bytearray(pack_frame(stored(), 1))
+
+
+def sealed(header: bytes) -> bytes:
+    """A header's 80 bytes with a checksum that holds, before the section's bytes."""
+    return header + xxhash.xxh3_128_digest(header) + b"finer"
+
+
+def test_round_trip_names_object_and_section() -> None:
+    found = parse_frame(frame())
+    assert found.header.version_tag == stored().version_tag
+    assert found.header.entry == stored().entries[1]
+    assert bytes(found.data) == b"finer"
+
+
+def test_golden_bytes() -> None:
+    assert bytes(frame()) == GOLDEN.read_bytes()
+
+
+def test_header_alone_says_how_much_to_read() -> None:
+    header = parse_frame_header(frame()[:FRAME_HEADER_BYTES])
+    assert header.frame_bytes == len(frame()) == FRAME_HEADER_BYTES + 5
+
+
+@given(position=st.integers(0, len(frame()) - 1), bit=st.integers(0, 7))
+@settings(max_examples=500, deadline=None)
+def test_any_flipped_bit_is_found(position: int, bit: int) -> None:
+    damaged = frame()
+    damaged[position] ^= 1 << bit
+    with pytest.raises(CorruptPayload):
+        parse_frame(damaged)
+
+
+def test_every_cut_and_anything_behind_is_refused() -> None:
+    for stop in range(len(frame())):
+        with pytest.raises(CorruptPayload):
+            parse_frame(frame()[:stop])
+    with pytest.raises(CorruptPayload, match="came"):
+        parse_frame(frame() + b"\0")
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_foreign_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptPayload):
+        parse_frame(data)
+
+
+@given(fields=st.binary(min_size=64, max_size=64))
+@settings(max_examples=500, deadline=None)
+def test_hostile_header_with_right_checksum_is_refused_or_whole(fields: bytes) -> None:
+    with contextlib.suppress(CorruptPayload):
+        found = parse_frame(sealed(bytes(frame()[:16]) + fields))
+        assert len(found.data) == found.header.entry.size == 5
+
+
+@pytest.mark.parametrize(
+    ("offset", "fmt", "value", "message"),
+    [
+        (0, "<8s", b"\x89KVTIDE\n", "not a kvtide frame"),
+        (8, "<H", 2, "version 2"),
+        (10, "<H", 128, "128-byte"),
+        (12, "<I", 1, "version 1"),
+        (32, "<B", 9, "unknown kind 9"),
+        (33, "<B", 1, "reserved"),
+        (36, "<H", 3, "no layers"),
+        (40, "<Q", 2**63, "beyond any object"),
+        (48, "<Q", 2**64 - 1, "beyond any object"),
+        (48, "<Q", 6, "has 102 bytes, 101 came"),
+        (56, "<Q", 1, "reserved"),
+        (64, "<16s", b"x" * 16, "section"),
+    ],
+)
+def test_each_wrong_field_is_refused(offset: int, fmt: str, value: object, message: str) -> None:
+    header = frame()[: FRAME_HEADER_BYTES - 16]
+    struct.pack_into(fmt, header, offset, value)
+    with pytest.raises(CorruptPayload, match=message):
+        parse_frame(sealed(bytes(header)))
+
+
+def test_object_that_is_damaged_gives_no_frame() -> None:
+    base = Section(SectionId(SectionKind.DATA, 0, 0, 4), b"base")
+    packed = pack_object(block_meta(LAYOUT), "made-up-1", [base])
+    packed[-1] ^= 1
+    with pytest.raises(CorruptPayload):
+        pack_frame(parse_object(packed), 0)
