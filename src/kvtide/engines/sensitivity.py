@@ -24,7 +24,8 @@ def cache_sensitivity(
     """Return the mean squared gradient of sampled tokens' log-likelihood by each cached value: (layers, 2).
 
     past: a cache of the text before `continuation`; it is not changed. The first tokens, which tide keeps whole, are
-    left out. Rotation does not change the length of a gradient: keys need not be turned back.
+    left out. Rotation does not change the length of a gradient: keys need not be turned back. The model's weights are
+    told not to ask for gradients.
     """
     leaves: list[torch.Tensor] = []
     copy = DynamicCache(config=model.config)
