@@ -123,7 +123,7 @@ class Sender:
             self._waiting.pop(send, None)
 
     def _pump(self) -> None:
-        """Tell those whose slices were granted."""
+        """Tell those whose slices were granted, now and when the link has room again."""
         is_handed_back = True
         while is_handed_back:
             is_handed_back = False
@@ -136,6 +136,10 @@ class Sender:
                     is_handed_back = True
                 else:
                     waiting.set_result(piece)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.scheduler.next_grant_s()
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
 
     async def _send_slice(self, order: Order, position: int, stop: int) -> int:
         """Send bytes [position, stop) of the object, and return how many went out before the peer stopped taking."""
