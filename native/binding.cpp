@@ -42,4 +42,5 @@ NB_MODULE(_native, module) {
   module.def("join_planes", &kvtide::join, nb::arg("planes").noconvert(), nb::arg("dtype"), nb::arg("elements").noconvert());
   kvtide::bind_rans(module);
   kvtide::bind_prefix(module);
+  kvtide::bind_tide(module);
 }
