@@ -99,5 +99,5 @@ def test_engine_keeps_locally_and_demotes_to_a_server(tmp_path: Path, clock: Man
     ],
 )
 def test_bad_remote_url_is_refused(url: str, clock: ManualClock) -> None:
-    with pytest.raises(ValueError, match=r"store|write|token"):
+    with pytest.raises(ValueError, match=r"store|write|token|unix"):
         stack_of(url, Limits(), clock, nothing_pinned)
