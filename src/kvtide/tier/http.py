@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -46,12 +46,20 @@ class HttpTier:
 
     name = "http"
 
-    def __init__(self, peers: Sequence[Peer], clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Clock,
+        operation_s_max: float = OPERATION_S_MAX,
+        takes_evicted: bool = False,
+    ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
         self._operation_s_max = operation_s_max
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
@@ -239,8 +247,8 @@ def http_tier(
 ) -> HttpTier:
     """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
 
-    Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
-    or a file that can't be read.
+    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
+    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -253,7 +261,10 @@ def http_tier(
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
     endpoints = _endpoints(url, tls)
     peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
-    return HttpTier(peers, clock, operation_s_max)
+    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
+    if takes_evicted is None:
+        raise ValueError(f"write is all or evicted, got {options['write']!r}")
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
