@@ -107,8 +107,8 @@ def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None
     past = DynamicCache(config=tiny_model.config)
     with torch.no_grad():
         tiny_model(torch.tensor([ids[:30]]), past_key_values=past, use_cache=True)
-    found = cache_sensitivity(tiny_model, past, ids[30:], torch.Generator().manual_seed(1))
-    assert found.shape == (len(past.layers), 2)
+    found = cache_sensitivity(tiny_model, past, ids[30:], None, torch.Generator().manual_seed(1))
+    assert found.shape == (len(past.layers), 2, 32)
     assert np.isfinite(found).all() and (found > 0).all()
     # Values matter directly, keys through the attention's softmax: of random weights the former matter more.
     assert found[:, 1].mean() > found[:, 0].mean()
