@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -27,7 +27,7 @@ from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
 
-__all__ = ["HttpTier", "http_tier"]
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -245,7 +245,23 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
 def http_tier(
     url: str, clock: Clock, settings: PeerSettings | None = None, operation_s_max: float = OPERATION_S_MAX
 ) -> HttpTier:
-    """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`."""
+    servers = servers_of(url)
+    bounds = settings or PeerSettings()
+    peers = [Peer(each, servers.headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
+
+
+class Servers(NamedTuple):
+    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+    takes_evicted: bool
+
+
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
     for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
@@ -259,12 +275,10 @@ def http_tier(
     headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    endpoints = _endpoints(url, tls)
-    peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
     takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
     if takes_evicted is None:
         raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    return HttpTier(peers, clock, operation_s_max, takes_evicted=takes_evicted)
+    return Servers(_endpoints(url, tls), headers, takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
