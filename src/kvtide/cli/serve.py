@@ -26,6 +26,9 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
     listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
     tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    near: Annotated[
+        Path | None, typer.Option("--socket", help="A socket besides, for clients on this machine.")
+    ] = None,
     pool: Annotated[
         str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
     ] = None,
@@ -36,6 +39,8 @@ def serve(
     changes: dict[str, object] = {}
     if listen is not None:
         changes["listen"] = listen
+    if near is not None:
+        changes["socket_path"] = str(near.absolute())
     if tier:
         changes["tiers"] = tier
     if open_to_all:
@@ -63,7 +68,8 @@ def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:
     address = parse_address(settings.listen)
     if address.path:
         raise ValueError("a server of a pool listens on host:port, so that others reach it")
-    me = PoolServer(name or str(address), str(address), host=platform.node())
+    near = str(settings.socket_path or "")
+    me = PoolServer(name or str(address), str(address), host=platform.node(), socket_path=near)
     return Member(me, membership_of(pool))
 
 

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -57,6 +58,9 @@ class Service:
         self._tier = tier
         self._clock = clock
         self._address = parse_address(settings.listen)
+        self._addresses = [self._address]
+        if settings.socket_path is not None:
+            self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tls = _tls_context(settings.tls) if settings.tls else None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._connections = 0
@@ -78,22 +82,27 @@ class Service:
         """
         limits = self._settings.limits
         loop = asyncio.get_running_loop()
-        with _listener(self._address) as listener, ThreadPoolExecutor(limits.io_threads, "kvtide-tiers") as workers:
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
+            workers = stack.enter_context(ThreadPoolExecutor(limits.io_threads, "kvtide-tiers"))
             gateway = self._gateway(loop, workers)
-            accepting = asyncio.create_task(self._accept(listener, gateway))
-            on_listening(_bound(self._address, listener))
+            accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
+            on_listening(_bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (accepting, stopping):
+            done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*accepting, stopping):
                 task.cancel()
-            await asyncio.gather(accepting, stopping, return_exceptions=True)
-            if accepting in done:
-                # It ends by a fault alone: better no server than one that is deaf.
-                accepting.result()
-            listener.close()
+            await asyncio.gather(*accepting, stopping, return_exceptions=True)
+            for task in accepting:
+                if task in done:
+                    # It ends by a fault alone: better no server than one that is deaf.
+                    task.result()
+            for listener in listeners:
+                listener.close()
             await self._drain(gateway, limits.drain_s_max)
-        if self._address.path:
-            Path(self._address.path).unlink(missing_ok=True)
+        for address in self._addresses:
+            if address.path:
+                Path(address.path).unlink(missing_ok=True)
 
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
@@ -132,7 +141,8 @@ class Service:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-        if self._tls is not None:
+        is_near = sock.family == socket.AF_UNIX and not self._address.path
+        if self._tls is not None and not is_near:
             return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return sock
 

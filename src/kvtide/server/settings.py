@@ -75,6 +75,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """All that `kvtide serve` needs."""
 
     listen: str = DEFAULT_LISTEN
+    # Where clients on this machine reach the server besides, without the network and without TLS.
+    socket_path: Path | None = None
     tiers: tuple[str, ...] = ("memory://",)
     grants: tuple[Grant, ...] = ()
     tls: TlsSettings | None = None
