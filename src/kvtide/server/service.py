@@ -24,13 +24,14 @@ from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
 from kvtide.server.settings import Address, ServerSettings, TlsSettings, parse_address
 from kvtide.server.stream import Stream
 from kvtide.tier import TierStack, tiers_of
 
-__all__ = ["Service", "store_for"]
+__all__ = ["Service", "store_and_region", "store_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,12 +50,35 @@ def store_for(settings: ServerSettings, clock: Clock) -> TierStack:
     return tiers_of(settings.tiers, settings.limits.of_tiers(), clock, lambda key: False)
 
 
+def store_and_region(settings: ServerSettings, clock: Clock) -> tuple[TierStack, Region | None]:
+    """Return what a server answers from, not yet opened, and what it knows of other regions, if there are any.
+
+    ValueError for a bad URL, or a region without a manifest's place.
+    """
+    local = store_for(settings, clock)
+    bounds = RegionSettings(settings.sync_bytes_s_max, settings.limits.object_bytes_max)
+    if settings.central is not None:
+        if settings.manifest is None:
+            raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
+        region = region_of(local, settings.central, settings.manifest, bounds, clock)
+        return region.store, region
+    return local, centre_of(local, settings.regions, bounds, clock) if settings.regions else None
+
+
 class Service:
     """Serves one tier, which the caller has opened, until it is told to stop."""
 
-    def __init__(self, settings: ServerSettings, tier: TierStack, clock: Clock, member: Member | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        tier: TierStack,
+        clock: Clock,
+        member: Member | None = None,
+        region: Region | None = None,
+    ) -> None:
         self._settings = settings
         self._member = member
+        self._region = region
         self._tier = tier
         self._clock = clock
         self._address = parse_address(settings.listen)
@@ -107,7 +131,9 @@ class Service:
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
         sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
-        objects = ObjectRequests(self._tier, self._names, sender, self.buffers, limits, metrics, workers, self._member)
+        objects = ObjectRequests(
+            self._tier, self._names, sender, self.buffers, limits, metrics, workers, self._member, self._region
+        )
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
         listing, rates = Listing(self._tier, self._names), Rates(limits.tenant_requests_s_max)

@@ -235,12 +235,16 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
 
 
 def http_tier(
-    url: str, clock: Clock, settings: PeerSettings | None = None, operation_s_max: float = OPERATION_S_MAX
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
 ) -> HttpTier:
     """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
 
     Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
-    or a file that can't be read.
+    or a file that can't be read. `extra` goes with every request.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -248,7 +252,7 @@ def http_tier(
     if unknown or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
     tls = _tls_context(options) if parts.scheme == "https" else None
-    headers = []
+    headers = list(extra)
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
     endpoints = _endpoints(url, tls)
