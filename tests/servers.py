@@ -15,9 +15,8 @@ from typing import Any
 
 from kvtide.clock import SystemClock
 from kvtide.server.member import Member
-from kvtide.server.service import Service, store_for
+from kvtide.server.service import Service, store_and_region
 from kvtide.server.settings import Address, ServerSettings
-from kvtide.tier import TierStack
 
 START_S_MAX = 30.0
 
@@ -27,8 +26,8 @@ class RunningServer:
 
     def __init__(self, settings: ServerSettings, member: Member | None = None) -> None:
         clock = SystemClock()
-        self.store: TierStack = store_for(settings, clock)
-        self.service = Service(settings, self.store, clock, member)
+        self.store, self.region = store_and_region(settings, clock)
+        self.service = Service(settings, self.store, clock, member, self.region)
         self.address = Address("", 0)
         self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -46,6 +45,8 @@ class RunningServer:
 
     def start(self) -> None:
         self.store.open()
+        if self.region is not None:
+            self.region.open()
         self._thread.start()
         assert self._listening.wait(START_S_MAX)
 
@@ -64,6 +65,8 @@ class RunningServer:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_S_MAX)
             assert not self._thread.is_alive()
+        if self.region is not None:
+            self.region.close()
         self.store.close()
 
 

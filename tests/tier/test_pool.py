@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -174,34 +175,21 @@ def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None
 
 
 def test_server_of_this_machine_is_read_through_its_socket(pool: Pool, tmp_path: Path) -> None:
-    """Both owners have it; the near one is asked, and its address over the network is never used."""
-    assert pool.map is not None
-    servers = tuple(
-        PoolServer(each.name, each.address, host="here", socket_path="/near") if each.name == "server-0" else each
-        for each in pool.map.servers
-    )
-    asked: list[str] = []
-
-    def connect(server: PoolServer) -> Tier:
-        inner = open_tier(f"http://{server.address}", Limits(), SystemClock(), lambda key: False)
-        original = inner.get_into
-
-        def get_into(*arguments: object) -> int | None:
-            asked.append(server.name)
-            return original(*arguments)  # type: ignore[arg-type]
-
-        inner.get_into = get_into  # type: ignore[method-assign]
-        return inner
-
-    from kvtide.tier.membership import StaticMembership
-
-    tier = PoolTier(StaticMembership(PoolMap(1, servers, 4)), connect, "here", SystemClock())
-    tier.open()
-    tier.put_from(object_id(1), object_bytes(1))
-    for _ in range(5):
-        assert read_all(tier, 1) == object_bytes(1)
-    assert asked == ["server-0"] * 5
-    tier.close()
+    """All four have it; the near one is read, and nothing of that goes over its port."""
+    near = tmp_path / "near"
+    with running_server(socket_path=near) as server:
+        here = PoolServer("near", "127.0.0.1:9", host=platform.node(), socket_path=str(near))
+        assert pool.map is not None
+        pool.publish(PoolMap(2, (here, *pool.map.servers), 5))
+        tier = pool_tier(f"pool+file://{pool.path}", SystemClock())
+        tier.open()
+        assert tier.put_from(object_id(1), object_bytes(1))
+        for _ in range(5):
+            assert read_all(tier, 1) == object_bytes(1)
+        assert server.store.stats().hits >= 5
+        assert sum(other.store.stats().hits for other in pool.servers.values()) == 0
+        tier.close()
+    assert not near.exists()
 
 
 def test_pool_without_any_server_is_unavailable() -> None:

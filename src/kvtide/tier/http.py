@@ -243,12 +243,19 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
 
 
 def http_tier(
-    url: str, clock: Clock, settings: PeerSettings | None = None, operation_s_max: float = OPERATION_S_MAX
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
 ) -> HttpTier:
-    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`."""
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+
+    `extra` headers go with every request.
+    """
     servers = servers_of(url)
-    bounds = settings or PeerSettings()
-    peers = [Peer(each, servers.headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
+    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
 
 
