@@ -15,22 +15,24 @@ PYTHON = Path("/usr/bin/false")
 
 
 def test_contenders_have_stores_of_their_own(tmp_path: Path) -> None:
-    found = contenders(PYTHON, PYTHON, ("native", "lmcache"), tmp_path)
-    assert [each.name for each in found] == ["plain", "kvtide", "native", "lmcache"]
+    found = contenders(PYTHON, PYTHON, ("native", "lmcache"), ("raw=http://host:1",), tmp_path)
+    assert [each.name for each in found] == ["plain", "kvtide", "kvtide raw=http://host:1", "native", "lmcache"]
     folders = [each.folder for each in found if each.folder]
     assert len(set(folders)) == 3
 
 
 def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown peer 'redis'"):
-        contenders(PYTHON, None, ("redis",), tmp_path)
+        contenders(PYTHON, None, ("redis",), (), tmp_path)
+    with pytest.raises(ValueError, match="codec=URL"):
+        contenders(PYTHON, None, (), ("http://host:1",), tmp_path)
     with pytest.raises(ValueError, match="--lmcache-python"):
-        contenders(PYTHON, None, ("lmcache",), tmp_path)
+        contenders(PYTHON, None, ("lmcache",), (), tmp_path)
 
 
 def test_short_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must have"):
-        engine.run(tmp_path, range(100), PYTHON, None, (), engine.QUICK, tmp_path, lambda *step: None)
+        engine.run(tmp_path, range(100), PYTHON, None, (), (), engine.QUICK, tmp_path, lambda *step: None)
 
 
 def test_engine_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ def engine(
 
 @pytest.fixture(scope="session")
 def soak_prompts(tokens: list[int]) -> list[list[int]]:
-    """Six prompts on two shared beginnings."""
+    """Six prompts on two shared beginnings, whose answers fill a page and need another."""
     return [
-        tokens[start : start + 300] + tokens[tail : tail + 100] for start in (0, 5000) for tail in (9000, 9200, 9400)
+        tokens[start : start + 300] + tokens[tail : tail + 80] for start in (0, 5000) for tail in (9000, 9200, 9400)
     ]
 
 

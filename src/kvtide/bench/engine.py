@@ -91,16 +91,18 @@ def run(
     python: Path,
     lmcache_python: Path | None,
     peers: tuple[str, ...],
+    stores: tuple[str, ...],
     size: EngineBenchSize,
     work: Path,
     show: Progress,
     dtype: str = "float32",
 ) -> EngineBenchResult:
-    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide. ValueError if it is too short."""
+    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide; `stores` as in
+    `contenders`. ValueError if the text is too short."""
     needed = 2 * size.context_tokens + size.documents * size.document_tokens + 600 * (size.misses + size.users)
     if len(tokens) < needed:
         raise ValueError(f"the text must have {needed} tokens, got {len(tokens)}")
-    all_contenders = contenders(python, lmcache_python, peers, work)
+    all_contenders = contenders(python, lmcache_python, peers, stores, work)
     asked: dict[str, _Asked] = {}
     for number, contender in enumerate(all_contenders):
         show("engines", number, len(all_contenders))
@@ -134,14 +136,16 @@ def _measure(
             for batch in prompts(tokens, size, found):
                 result = engine.generate([{"ids": ids, "answer_tokens": size.answer_tokens} for ids in batch])
                 _note(found, workload, result["answers"], result["seconds"], batch)
+        if contender.name.startswith("kvtide"):
+            engine.do("settle")
         settle(contender.folder)
-        for _ in range(size.repeats if contender.folder else 0):
+        for _ in range(size.repeats if contender.transfer else 0):
             engine.ask(context, 1)
             engine.do("reset")
             answer = engine.ask(context, size.answer_tokens)
             _note(found, "memory", [answer], answer["ttft_s"], [context])
             engine.do("reset")
-    if contender.folder is not None:
+    if contender.transfer is not None:
         for _ in range(size.repeats):
             with (
                 side_server(contender, log),
