@@ -71,6 +71,7 @@ def test_fairness_prints_a_row_for_each_policy(tmp_path: Path) -> None:
         (["trace", "FILE", "--sessions", "-1"], "--sessions must not be negative"),
         (["fairness", "--client", "16"], "--client is KIB:COUNT"),
         (["fairness", "--client", "16:x"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:1:1:1:1"], "--client is KIB:COUNT"),
         (["fairness", "--slots", "0"], "slots must be positive"),
     ],
 )

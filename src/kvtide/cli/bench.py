@@ -9,9 +9,11 @@ import msgspec
 import typer
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
+from kvtide.cli.bench_engine import bench_engine, bench_offload
 from kvtide.cli.bench_stream import bench_stream
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
+from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
 from kvtide.sim import read_trace
 from kvtide.sim.fairness import FairnessSetup
@@ -20,6 +22,8 @@ __all__ = ["TextOption", "app"]
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
+app.command("engine")(bench_engine)
+app.command("offload")(bench_offload)
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
@@ -78,6 +82,7 @@ def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None
 
 @app.command("fairness")
 def bench_fairness(
+    client: ClientOption = None,
     slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
     pace: Annotated[
         float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
@@ -85,8 +90,8 @@ def bench_fairness(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One client with large bodies beside seven with small ones over a link of 1 Gbit/s, under every send policy."""
-    setup = FairnessSetup(slots=slots, duration_s=5.0)
+    """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
+    setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
     emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
 
 

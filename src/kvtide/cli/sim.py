@@ -1,7 +1,8 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim stream`, `kvtide sim fairness`."""
+"""Commands that simulate: `kvtide sim trace | prompts | stream | fairness | pool`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
 from kvtide.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
+from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide.sim.report import (
     plot_fairness,
     plot_prompts,
@@ -25,9 +27,9 @@ from kvtide.sim.report import (
     trace_report,
 )
 
-__all__ = ["app"]
+__all__ = ["ClientOption", "app", "client_mix"]
 
-app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 
 SHARES = ["1%", "3%", "10%", "30%"]
@@ -35,6 +37,10 @@ SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+ClientOption = Annotated[
+    list[str] | None,
+    typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
+]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
 
@@ -64,6 +70,24 @@ def trace(
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
+
+
+@app.command("pool")
+def pool(
+    servers: Annotated[
+        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of keys and requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
+    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
+    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
+    if plot is not None:
+        plot_pool(report, plot)
+    emit(report, render_pool, as_json)
 
 
 def _share(capacity: str, unique_blocks: int) -> float:
@@ -98,10 +122,7 @@ def prompts(
 
 @app.command("fairness")
 def fairness(
-    client: Annotated[
-        list[str] | None,
-        typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
-    ] = None,
+    client: ClientOption = None,
     link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
     slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
     slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
@@ -114,7 +135,7 @@ def fairness(
 ) -> None:
     """Share a link between clients through the server's own scheduler, under every policy."""
     setup = FairnessSetup(
-        mix=tuple(_client_mix(each) for each in client) if client else FAIRNESS_MIX,
+        mix=client_mix(client),
         link_bits_s=1e6 * link,
         slots=slots,
         slice_bytes=slice_kib << 10,
@@ -128,9 +149,15 @@ def fairness(
     emit(report, render_fairness, as_json)
 
 
-def _client_mix(text: str) -> ClientMix:
+def client_mix(texts: Sequence[str] | None) -> tuple[ClientMix, ...]:
+    """Return what `--client` asks for. ValueError for a text that is not as its help says."""
+    return tuple(map(_client, texts)) if texts else FAIRNESS_MIX
+
+
+def _client(text: str) -> ClientMix:
     try:
-        kib, count, connections, weight = (text.split(":") + ["1", "1"][max(0, text.count(":") - 1) :])[:4]
+        kib, count, *more = text.split(":")
+        connections, weight = [*more, *("1", "1")[len(more) :]]
         return ClientMix(int(kib) << 10, int(count), int(connections), float(weight))
     except ValueError as error:
         raise ValueError(f"--client is KIB:COUNT[:CONNECTIONS[:WEIGHT]] in numbers, got {text!r}") from error

@@ -17,6 +17,7 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.catalog import Entry
+from kvtide.tier.demote import Offer
 from kvtide.tier.directory import side_file_bytes_max
 from kvtide.tier.files import Files
 from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
@@ -53,6 +54,10 @@ class DiskTier:
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._log.offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Tell of evictions and deletions by this process."""

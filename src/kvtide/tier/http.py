@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -46,12 +46,20 @@ class HttpTier:
 
     name = "http"
 
-    def __init__(self, peers: Sequence[Peer], clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Clock,
+        operation_s_max: float = OPERATION_S_MAX,
+        takes_evicted: bool = False,
+    ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
         self._operation_s_max = operation_s_max
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
@@ -200,6 +208,8 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        if answer.status == 307:
+            return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
         text = answer.body[:200].decode(errors="replace").strip()
         return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
 
@@ -232,25 +242,36 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 
-def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> HttpTier:
-    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`."""
+def http_tier(
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
+) -> HttpTier:
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+
+    `extra` headers go with every request.
+    """
     servers = servers_of(url)
-    bounds = settings or PeerSettings()
-    return HttpTier([Peer(each, servers.headers, bounds, clock, time.sleep) for each in servers.endpoints], clock)
+    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
+    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
 
 
 class Servers(NamedTuple):
-    """Where servers listen, and the headers that each request to them carries."""
+    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
 
     endpoints: list[Endpoint]
     headers: list[tuple[str, str]]
+    takes_evicted: bool
 
 
 def servers_of(url: str) -> Servers:
     """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
-    Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
-    or a file that can't be read.
+    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
+    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -261,7 +282,10 @@ def servers_of(url: str) -> Servers:
     headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    return Servers(_endpoints(url, tls), headers)
+    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
+    if takes_evicted is None:
+        raise ValueError(f"write is all or evicted, got {options['write']!r}")
+    return Servers(_endpoints(url, tls), headers, takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

@@ -1,4 +1,4 @@
-"""Tiers by URL: memory://, disk:///path, http://host, valkey://host, s3://bucket. A bare path means a disk tier."""
+"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.http import http_tier
+from kvtide.tier.http import HttpTier, http_tier
 from kvtide.tier.memory import MemoryTier
+from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
@@ -45,10 +46,6 @@ def _disk(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
 
 
-def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    return http_tier(url, clock)
-
-
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("valkey"):
         from kvtide.tier.valkey import ValkeyTier
@@ -59,6 +56,14 @@ def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("s3"):
         from kvtide.tier.s3 import S3Tier
     return S3Tier(url, clock)
+
+
+def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return http_tier(url, clock)
+
+
+def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return pool_tier(url, clock)
 
 
 @contextmanager
@@ -76,13 +81,17 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
+    **dict.fromkeys(POOL_SCHEMES, _pool),
 }
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`."""
-    urls = [_MEMORY] if url.startswith(_MEMORY) else [_MEMORY, url]
-    return tiers_of(urls, limits, clock, is_pinned, ranking)
+    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`.
+
+    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`.
+    """
+    urls = url.split(" ") if " " in url and "://" in url else [url]
+    return tiers_of(urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls], limits, clock, is_pinned, ranking)
 
 
 def tiers_of(
@@ -98,4 +107,5 @@ def tiers_of(
         tier = open_tier(url, limits, clock, is_pinned)
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
-    return TierStack(tiers, ranking)
+    is_demoted = any(isinstance(tier, HttpTier) and tier.takes_evicted for tier in tiers)
+    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else ())
