@@ -87,7 +87,7 @@ def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
         [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
     )
     assert (report.tokens, report.computed_tokens, report.kl) == (96, 0, 0.0)
-    assert report.ready_s < 1.0
+    assert report.ready_s < 5.0
     assert stats.received_bytes > 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 

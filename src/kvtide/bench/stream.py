@@ -64,7 +64,7 @@ class StreamSize(NamedTuple):
 
 
 FULL = StreamSize(context_tokens=1024, repeats=5)
-QUICK = StreamSize(context_tokens=512, repeats=1)
+QUICK = StreamSize(context_tokens=256, repeats=1)
 
 
 class StreamBenchRow(msgspec.Struct, frozen=True):
