@@ -80,7 +80,8 @@ class HttpTier:
         if not buffer:
             return 0 if self.contains(object_id) else None
         headers = [("Range", f"bytes={offset}-{offset + len(buffer) - 1}")]
-        answer = self._guarded(lambda: self._read(Call("GET", _target(object_id), headers, b"", buffer), buffer))
+        call = Call("GET", _target(object_id), headers, b"", buffer, offset)
+        answer = self._guarded(lambda: self._read(call, buffer))
         with self._lock:
             self._hits += answer.status in {206, 416}
             self._misses += answer.status == 404
@@ -102,7 +103,7 @@ class HttpTier:
             except TierUnavailable:
                 if position == len(peers) - 1:
                     raise
-                call = Call(call.method, call.target, call.headers, call.body, call.into)
+                call = call.again()
         raise AssertionError("there is at least one peer")
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:

@@ -75,6 +75,9 @@ class Link:
         self._is_aborted = False
         # Whether the exchange under way has got any byte back.
         self.has_answer = False
+        # What of a body came into the caller's buffer, and the ETag of the object that it is of; kept after a fault.
+        self.received = 0
+        self.tag = ""
 
     def open(self, patience: Patience) -> None:
         """Connect."""
@@ -109,7 +112,7 @@ class Link:
 
         Never more bytes than `into` has: an answer that is longer is refused.
         """
-        self.has_answer = False
+        self.has_answer, self.received, self.tag = False, 0, ""
         self._send(head, body, patience)
         is_head = head.startswith(b"HEAD ")
         answer = parse_response_head(self._read_head(patience))
@@ -119,6 +122,7 @@ class Link:
         if into is not None and answer.status in {200, 206}:
             if length > len(into):
                 raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
+            self.tag = answer.headers.get("etag", "")
             self._read_into(into[:length], patience)
             small = b""
         else:
@@ -161,11 +165,12 @@ class Link:
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
+        self.received = done
         while done < len(view):
             came = self._when_ready(patience, _receive_some, view[done:])
             if not came:
                 raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
-            done += came
+            self.received = done = done + came
 
     def _when_ready(
         self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview
