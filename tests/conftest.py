@@ -28,13 +28,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
 
 
+def _refuse_skip(report: Any) -> None:
+    """Make a failure of a skip where everything that tests need is said to be there."""
+    is_skip = report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple)
+    if is_skip and os.environ.get("KVTIDE_NO_SKIPS") and not report.longrepr[2].endswith(HARDWARE_REASONS):
+        report.outcome, report.longrepr = "failed", f"{report.longrepr[2]}; KVTIDE_NO_SKIPS allows no skips"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Make a failure of a skip where everything that tests need is said to be there."""
     report = yield
-    is_skip = report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple)
-    if is_skip and os.environ.get("KVTIDE_NO_SKIPS") and not str(report.longrepr[2]).endswith(HARDWARE_REASONS):
-        report.outcome, report.longrepr = "failed", f"{report.longrepr[2]}; KVTIDE_NO_SKIPS allows no skips"
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
     return report
 
 

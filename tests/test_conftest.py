@@ -40,3 +40,10 @@ def test_skip_is_a_failure_where_none_is_allowed(
     result.assert_outcomes(passed=1, xfailed=1, failed=failed, errors=failed, skipped=skipped)
     if value:
         result.stdout.fnmatch_lines(["*chromium is not installed; KVTIDE_NO_SKIPS allows no skips*"])
+
+
+def test_module_that_skips_itself_is_a_failure_too(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIDE_NO_SKIPS", "1")
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.makepyfile("import pytest\npytest.importorskip('no_such_module')\ndef test_fine(): ...")
+    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(errors=1)

@@ -28,6 +28,7 @@ FILE_LINES_MAX = 400
 FENCED = {
     "torch": {"engines"},
     "vllm": {"engines"},
+    "sglang": {"engines"},
     "transformers": {"engines"},
     "socket": {"tier", "server", "bench"},
     "pickle": set(),

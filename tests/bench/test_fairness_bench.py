@@ -8,7 +8,7 @@ from kvtide.bench import fairness
 from kvtide.cli.bench import app
 from kvtide.sim.fairness import ClientMix, FairnessRow, FairnessSetup
 
-SETUP = FairnessSetup(mix=(ClientMix(4 << 20, 1), ClientMix(128 << 10, 2)), slots=2, duration_s=1.0, link_bits_s=2e8)
+SETUP = FairnessSetup(mix=(ClientMix(4 << 20, 1, 2), ClientMix(128 << 10, 2)), slots=2, duration_s=1.0, link_bits_s=2e8)
 
 
 def test_every_policy_is_measured_over_a_real_link() -> None:

@@ -26,6 +26,13 @@ def test_trace_prints_hit_rates_between_lru_and_bound(trace_file: Path) -> None:
     assert report["rows"][0]["hit_rate"] <= report["rows"][2]["hit_rate"]
 
 
+def test_share_of_the_blocks_is_written_with_a_percent_sign(trace_file: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(trace_file), "--capacity", "50%", "--capacity", "3", "--json"])
+    report = json.loads(result.stdout)
+    assert [row["capacity_blocks"] for row in report["rows"]] == [report["unique_blocks"] // 2] * 3 + [3] * 3
+    assert all(0 < row["saved_s_share"] < 1 for row in report["rows"] if row["policy"] != "belady")
+
+
 def test_compare_draws_every_policy(trace_file: Path, tmp_path: Path) -> None:
     arguments = ["trace", str(trace_file), "--compare", "--plot", str(tmp_path / "a.png")]
     result = CliRunner().invoke(app, arguments)
@@ -57,9 +64,14 @@ def test_fairness_prints_a_row_for_each_policy(tmp_path: Path) -> None:
         (["trace", "nowhere.jsonl"], "no trace at nowhere.jsonl"),
         (["trace", "FILE", "--policy", "fifo"], "unknown policy 'fifo'"),
         (["trace", "FILE", "--capacity", "0"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "-3%"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "nan%"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "0.03"], "a share as in 3%, got '0.03'"),
+        (["trace", "FILE", "--capacity", "many"], "a share as in 3%, got 'many'"),
         (["trace", "FILE", "--sessions", "-1"], "--sessions must not be negative"),
         (["fairness", "--client", "16"], "--client is KIB:COUNT"),
         (["fairness", "--client", "16:x"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:1:1:1:1"], "--client is KIB:COUNT"),
         (["fairness", "--slots", "0"], "slots must be positive"),
     ],
 )

@@ -124,6 +124,29 @@ def test_frequencies_are_those_of_the_reference(rope_type: str, more: dict[str, 
     assert math.isclose(rotary.kinds[0].scale, scale, rel_tol=1e-6)
 
 
+@given(
+    rope_type=st.sampled_from(["linear", "llama3", "yarn", "longrope"]),
+    factor=st.floats(1.0, 64.0),
+    theta=st.floats(1e3, 5e6),
+    trained=st.integers(64, 16384),
+    half_dim=st.integers(2, 64),
+)
+@settings(max_examples=100, deadline=None)
+def test_scaled_frequencies_are_those_of_the_reference_for_any_parameters(
+    rope_type: str, factor: float, theta: float, trained: int, half_dim: int
+) -> None:
+    parameters = {**SCALINGS[rope_type], "factor": factor, "rope_type": rope_type, "rope_theta": theta}
+    parameters["original_max_position_embeddings"] = trained
+    if rope_type == "longrope":
+        parameters |= {"short_factor": [1.5] * half_dim, "long_factor": [2.0] * half_dim}
+    config = config_of("llama", head_dim=2 * half_dim, max_position_embeddings=32768, rope_parameters=parameters)
+    values, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    found = rotary_of(config).kinds[0]
+    # The reference rounds to float32 at each step; where it weighs two ends against each other that shows.
+    assert np.allclose(found.values, values.numpy(), rtol=2e-5, atol=1e-9)
+    assert math.isclose(found.scale, scale, rel_tol=1e-6)
+
+
 def test_every_rope_type_of_the_reference_is_known() -> None:
     assert set(ROPE_TYPES) >= set(ROPE_INIT_FUNCTIONS)
 

@@ -36,7 +36,7 @@ from kvtide.tier.record import (
 )
 from kvtide.tier.segment import segment_name
 from kvtide.types import ObjectId
-from kvtide.wire import pack_object, parse_object
+from kvtide.wire import NO_LABEL, pack_object, parse_object
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -280,7 +280,7 @@ def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
                 offset = PAGE_BYTES + sequence * record_bytes(size)
                 file.seek(offset)
                 each = object_id(number * 1000 + sequence)
-                file.write(pack_record_header(RecordHeader(each, bytes(16), number, sequence, offset, size, 0)))
+                file.write(pack_record_header(RecordHeader(each, NO_LABEL, number, sequence, offset, size, 0)))
             file.truncate(offset + record_bytes(size))
     started_s = time.monotonic()
     tier = open_tier(tmp_path, 64 << 30)

@@ -114,3 +114,26 @@ def test_reuse_learns_that_one_kind_of_prompt_never_returns() -> None:
             index.insert(namespace(), prompt)
             index.insert(namespace(), chain(10**6 + step, *range(39)))
     assert hits["reuse"] > 2 * hits["lru"] + 1000
+
+
+@pytest.mark.parametrize(("costs", "first_victim"), [((None, None), 1), ((1.0, 1.1), 1), ((8.0, 1.0), 2)])
+@pytest.mark.parametrize("uses", [0, 200])
+def test_reuse_weighs_costs_that_it_is_told(
+    costs: tuple[float | None, float | None], first_victim: int, uses: int
+) -> None:
+    clock = ManualClock()
+    index = RadixIndex(clock, policy_named("reuse"), 1000)
+    for number in range(uses):
+        clock.advance(1.0)
+        index.insert(namespace(), chain(100 + number % 50))
+    clock.advance(10_000.0)
+    for number, cost in enumerate(costs, 1):
+        index.insert(namespace(), chain(number), cost=cost)
+    order = index.victims(60)
+    assert min(order.index(chain(number)[0]) for number in (1, 2)) == order.index(chain(first_victim)[0])
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, float("nan")])
+def test_cost_that_is_not_positive_is_refused(cost: float) -> None:
+    with pytest.raises(ValueError, match="cost must be positive"):
+        RadixIndex(ManualClock(), policy_named("reuse"), 10).insert(namespace(), chain(1), cost=cost)

@@ -18,6 +18,7 @@ from kvtide.sim import (
     build_trace,
     capacity_blocks,
     compare,
+    prefill_cost,
     replay,
     tenant_namespace,
 )
@@ -99,7 +100,7 @@ def test_comparison_sets_each_policy_between_lru_and_the_bound() -> None:
 
 
 def test_gap_is_unknown_where_lru_is_best() -> None:
-    result = ReplayResult("lru", 1, 10, 5, ())
+    result = ReplayResult("lru", 1, 10, 5, 0.5, ())
     assert Comparison(result, 1.0, 0.5, 0.5).gap_closed is None
 
 
@@ -108,3 +109,11 @@ def test_unknown_policy_and_bad_share_are_refused() -> None:
         replay(trace_of([1]), "fifo", 1)
     with pytest.raises(ValueError, match="more than 0 and at most 1, got 0"):
         capacity_blocks(trace_of([1]), 0)
+
+
+def test_prefill_time_counts_attention() -> None:
+    trace = trace_of([1, 2, 3, 4], [1, 2, 5, 6])
+    result = replay(trace, "lru", 8)
+    assert result.hit_rate == 2 / 8
+    whole, half = prefill_cost(4, 16), prefill_cost(2, 16)
+    assert result.saved_s_share == half / (2 * whole) < result.hit_rate

@@ -154,6 +154,14 @@ def test_two_ended_races_the_link_for_what_is_not_here() -> None:
     assert TwoEnded().plan(request, late) == ((), (0,), Reason.LATE)
 
 
+def test_two_ended_computes_what_never_comes_on_top_of_what_is_loaded() -> None:
+    request = context(4, (100, 100), (0.5, 0.1), 2.0)
+    late = Progress(9.0, (1, 0, 1, 0), (1, 1, 1, 1))
+    assert TwoEnded().plan(request, late).computes == (1,)
+    later = late.assigning([1]).computing_done(1)
+    assert TwoEnded().plan(request, later).computes == (3,)
+
+
 def test_after_the_deadline_only_bases_are_asked_for() -> None:
     request = context(3, (100, 100), (0.5, 0.1), 2.0)
     late = Progress(2.0, (1, 0, 1), (1, 0, 1))

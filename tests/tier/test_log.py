@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.stores import disk_bytes, stored_records
 
 from kvtide.clock import ManualClock
@@ -26,9 +27,10 @@ from kvtide.tier.record import (
     parse_record_header,
     parse_segment_header,
 )
-from kvtide.tier.segment import PIECE_BYTES, STAGING_BYTES
+from kvtide.tier.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
+from kvtide.wire import NO_LABEL, ObjectLabel
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "segment-1.seg"
+GOLDEN = Path(__file__).parent.parent / "golden" / "segment-2.seg"
 
 
 class CachedFiles(Files):
@@ -236,8 +238,9 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 def golden_pages() -> list[bytes]:
-    record = RecordHeader(object_id(1), b"lossless-1".ljust(16, b"\0"), 7, 3, 8192, 123_456, 1_700_000_000_123)
-    removed = RecordHeader(object_id(2), bytes(16), 7, 4, 139_264, 1, 0, RecordState.REMOVED)
+    label = ObjectLabel(b"lossless-1".ljust(16, b"\0"), object_id(0).key, 768)
+    record = RecordHeader(object_id(1), label, 7, 3, 8192, 123_456, 1_700_000_000_123)
+    removed = RecordHeader(object_id(2), NO_LABEL, 7, 4, 139_264, 1, 0, RecordState.REMOVED)
     segment = SegmentHeader(7, 1_700_000_000_000, 1)
     return [pack_segment_header(segment), pack_record_header(record), pack_record_header(removed)]
 
@@ -249,6 +252,20 @@ def test_headers_are_those_of_the_golden_file() -> None:
     assert segment is not None and (segment.number, segment.removals) == (7, 1)
     record = parse_record_header(golden[256:512], 7, 8192)
     assert record is not None and (record.id, record.size, record.sequence) == (object_id(1), 123_456, 3)
+    assert (record.label.parent, record.label.start) == (object_id(0).key, 768)
+
+
+def test_segment_of_another_version_is_given_up_without_a_search(tmp_path: Path) -> None:
+    first = bytearray(golden_pages()[0])
+    first[8] = 1
+    first[240:256] = xxhash.xxh3_128_digest(first[:240])
+    (tmp_path / "segments").mkdir()
+    path = tmp_path / "segments" / segment_name(7)
+    path.write_bytes(first + golden_pages()[1] + bytes(1 << 20))
+    assert scan_segment(Files(), path, 7) == Scan(None, [], PAGE_BYTES)
+    tier = open_tier(tmp_path)
+    assert tier.stats().objects == 0
+    assert path.stat().st_size == PAGE_BYTES
 
 
 @pytest.mark.parametrize("place", [(8, 8192), (7, 4096)])

@@ -1,4 +1,4 @@
-"""Client processes and `kvtide serve` over one link, under every policy: who gets how many bytes, who waits how long.
+"""Clients and `kvtide serve` as processes on one link, under every policy: who gets how many bytes, who waits how long.
 
 Real sockets, buffers and TCP. The link is the kernel's token bucket in a network namespace; where that is not allowed,
 the token bucket of the server's scheduler alone.
@@ -37,7 +37,8 @@ from kvtide.wire import pack_object
 
 __all__ = ["FairnessBenchResult", "render", "run"]
 
-_START_S_MAX = 60.0
+_END_S_MAX = 60.0
+_LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
@@ -115,11 +116,18 @@ def _measure(policy: str, setup: FairnessSetup, place: _Place) -> FairnessRow:
     tokens = [new_token() for _ in kinds]
     with _server(policy, setup, tokens, place) as address:
         counted = _run_clients(kinds, address, tokens, place, setup.duration_s)
-    served = [
-        Served(kind.size, kind.weight, each.sent_bytes, each.waits_s, each.requests_s)
-        for kind, each in zip(kinds, counted, strict=True)
-    ]
-    return fairness_row(policy, served, setup.duration_s)
+    return fairness_row(policy, list(map(_served, kinds, counted)), setup.duration_s)
+
+
+def _served(kind: ClientMix, connections: Sequence[_Counted]) -> Served:
+    """Return what one client got over all of its connections."""
+    return Served(
+        kind.size,
+        kind.weight,
+        sum(each.sent_bytes for each in connections),
+        [wait_s for each in connections for wait_s in each.waits_s],
+        [request_s for each in connections for request_s in each.requests_s],
+    )
 
 
 @contextmanager
@@ -155,34 +163,33 @@ def _configuration(policy: str, setup: FairnessSetup, tokens: Sequence[str], sen
 
 def _run_clients(
     kinds: Sequence[ClientMix], address: str, tokens: Sequence[str], place: _Place, duration_s: float
-) -> list[_Counted]:
-    """Start a process for each client, let all begin at once, and return what they counted."""
+) -> list[list[_Counted]]:
+    """Start a process for each connection, let all begin at once, and return what they counted, by client."""
     with ExitStack() as stack:
         clients = [
-            stack.enter_context(_client(kind, address, token, place, duration_s))
+            [stack.enter_context(_client(kind, address, token, place, duration_s)) for _ in range(kind.connections)]
             for kind, token in zip(kinds, tokens, strict=True)
         ]
-        for client in clients:
-            assert client.stdout is not None
-            if client.stdout.readline() != "ready\n":
+        processes = [process for each in clients for process in each]
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
                 raise ValueError("a client could not store its object; its reason is above")
-        for client in clients:
-            assert client.stdin is not None
-            client.stdin.write("\n")
-            client.stdin.flush()
-        answers = [client.communicate(timeout=duration_s + _START_S_MAX)[0] for client in clients]
-    return [msgspec.json.decode(answer, type=_Counted) for answer in answers]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = {process: process.communicate(timeout=duration_s + _END_S_MAX)[0] for process in processes}
+    return [[msgspec.json.decode(said[process], type=_Counted) for process in each] for each in clients]
 
 
 @contextmanager
 def _client(
     kind: ClientMix, address: str, token: str, place: _Place, duration_s: float
 ) -> Iterator[subprocess.Popen[str]]:
-    object_id, data = _object(kind.size)
-    file = place.folder / f"{kind.size}.kvt"
-    file.write_bytes(data)
+    object_id = _object_id(kind.size)
     path = f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
-    words = [address, token, path, str(file), str(duration_s)]
+    words = [address, token, path, str(_object_file(place, kind.size)), str(duration_s)]
     command = [*place.prefix, sys.executable, "-m", "kvtide.bench.fairness_client", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -191,13 +198,19 @@ def _client(
             process.kill()
 
 
-def _object(size: int) -> tuple[ObjectId, bytearray]:
-    """Return an object of about `size` bytes: that and its header."""
-    layout = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
-    namespace = NamespaceSpec(b"bench", layout.dtype, "bench", layout.tokens, b"").digest()
-    object_id = ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))
-    meta = BlockMeta(object_id, BlockKey(namespace), 0, layout, "bench")
-    return object_id, pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))])
+def _object_file(place: _Place, size: int) -> Path:
+    """Return a file with an object of about `size` bytes: that and its header."""
+    file = place.folder / f"{size}.kvt"
+    if not file.exists():
+        object_id = _object_id(size)
+        meta = BlockMeta(object_id, BlockKey(object_id.namespace), 0, _LAYOUT, "bench")
+        file.write_bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))]))
+    return file
+
+
+def _object_id(size: int) -> ObjectId:
+    namespace = NamespaceSpec(b"bench", _LAYOUT.dtype, "bench", _LAYOUT.tokens, b"").digest()
+    return ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))
 
 
 def render(result: FairnessBenchResult) -> Table:

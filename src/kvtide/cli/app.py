@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from kvtide.cli import bench, demo, doctor, serve, sim, store
+from kvtide.cli import bench, calibrate, demo, doctor, serve, sim, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -27,7 +27,7 @@ app.command("rm")(store.rm)
 app.command("explain")(store.explain)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
-app.command("calibrate")(bench.calibrate)
+app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,16 +27,20 @@ from kvtide.sim.report import (
     trace_report,
 )
 
-__all__ = ["app"]
+__all__ = ["ClientOption", "app", "client_mix"]
 
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 
-SHARES = [0.01, 0.03, 0.1, 0.3]
-SHARES_QUICK = [0.03, 0.1]
+SHARES = ["1%", "3%", "10%", "30%"]
+SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+ClientOption = Annotated[
+    list[str] | None,
+    typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
+]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
 
@@ -44,9 +49,10 @@ def trace(
     file: Annotated[Path, typer.Argument(help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not.")],
     policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     capacity: Annotated[
-        list[float] | None, typer.Option("--capacity", help="Blocks, or below 1 a share of the unique blocks; repeats.")
+        list[str] | None, typer.Option("--capacity", help="Blocks, or as in 3% a share of the unique ones; repeats.")
     ] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
+    weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
@@ -58,9 +64,9 @@ def trace(
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
     loaded = read_trace(file, WekaReplay(sessions_max=sessions or None))
-    shares = _shares(capacity or (SHARES_QUICK if quick else SHARES), loaded.unique_blocks)
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
-    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares))
+    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost))
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
@@ -84,11 +90,16 @@ def pool(
     emit(report, render_pool, as_json)
 
 
-def _shares(capacities: list[float], unique_blocks: int) -> list[float]:
-    for capacity in capacities:
-        if not capacity > 0:
-            raise ValueError(f"--capacity must be positive, got {capacity}")
-    return [min(1.0, capacity if capacity < 1 else capacity / unique_blocks) for capacity in capacities]
+def _share(capacity: str, unique_blocks: int) -> float:
+    """Return a capacity as a share of the unique blocks, at most all of them."""
+    number = capacity.removesuffix("%")
+    try:
+        value = float(number) / 100 if number != capacity else int(number) / unique_blocks
+    except ValueError:
+        raise ValueError(f"--capacity is a number of blocks or a share as in 3%, got {capacity!r}") from None
+    if not value > 0:
+        raise ValueError(f"--capacity must be positive, got {capacity!r}")
+    return min(1.0, value)
 
 
 @app.command("prompts")
@@ -111,10 +122,7 @@ def prompts(
 
 @app.command("fairness")
 def fairness(
-    client: Annotated[
-        list[str] | None,
-        typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
-    ] = None,
+    client: ClientOption = None,
     link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
     slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
     slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
@@ -127,7 +135,7 @@ def fairness(
 ) -> None:
     """Share a link between clients through the server's own scheduler, under every policy."""
     setup = FairnessSetup(
-        mix=tuple(_client_mix(each) for each in client) if client else FAIRNESS_MIX,
+        mix=client_mix(client),
         link_bits_s=1e6 * link,
         slots=slots,
         slice_bytes=slice_kib << 10,
@@ -141,9 +149,15 @@ def fairness(
     emit(report, render_fairness, as_json)
 
 
-def _client_mix(text: str) -> ClientMix:
+def client_mix(texts: Sequence[str] | None) -> tuple[ClientMix, ...]:
+    """Return what `--client` asks for. ValueError for a text that is not as its help says."""
+    return tuple(map(_client, texts)) if texts else FAIRNESS_MIX
+
+
+def _client(text: str) -> ClientMix:
     try:
-        kib, count, connections, weight = (text.split(":") + ["1", "1"][max(0, text.count(":") - 1) :])[:4]
+        kib, count, *more = text.split(":")
+        connections, weight = [*more, *("1", "1")[len(more) :]]
         return ClientMix(int(kib) << 10, int(count), int(connections), float(weight))
     except ValueError as error:
         raise ValueError(f"--client is KIB:COUNT[:CONNECTIONS[:WEIGHT]] in numbers, got {text!r}") from error

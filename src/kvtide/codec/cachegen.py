@@ -27,7 +27,7 @@ from kvtide.codec.integers import (
     IntegerRuns,
     Integers,
     coder_of,
-    decode_integers,
+    decode_alike,
     encode_integers,
 )
 from kvtide.codec.profile import Profile
@@ -109,6 +109,10 @@ def delta_layers(layout: BlockLayout) -> list[range]:
 def _positions(layout: BlockLayout) -> range:
     """Return the positions in a group, from 1 on, that some token has."""
     return range(1, min(GROUP_TOKENS, layout.tokens))
+
+
+def _tokens_at(layout: BlockLayout, position: int) -> int:
+    return len(range(position, layout.tokens, GROUP_TOKENS))
 
 
 def _groups(layout: BlockLayout) -> int:
@@ -242,13 +246,16 @@ class CachegenCodec(ProfiledCodec):
         ):
             raise CorruptPayload(f"layers {layers} do not agree on level, coder and place of distributions")
         joined = Distribution.join(own, own[0].coder) if own else None
-        for position in _positions(layout):
-            data = by_id.get(_delta_id(position, layers))
-            if data is None:
-                continue
-            columns = rows[:, position - 1 :: GROUP_TOKENS - 1]
-            distribution = joined or self.shared(f"delta.{bases[0].level}", layers, coder_of(data))
-            columns[:] = decode_integers(data, IntegerRuns(1, *columns.shape), distribution)[0]
+        here = {position: by_id.get(_delta_id(position, layers)) for position in _positions(layout)}
+        # Behind the last whole group fewer tokens are left: positions have one of two counts.
+        for symbols in {groups - 1, groups}:
+            alike = {at: data for at, data in here.items() if data is not None and _tokens_at(layout, at) == symbols}
+            if alike:
+                pieces = list(alike.values())
+                distribution = joined or self.shared(f"delta.{bases[0].level}", layers, coder_of(pieces[0]))
+                found = decode_alike(pieces, IntegerRuns(1, len(rows), symbols), distribution)
+                for position, numbers in zip(alike, found, strict=True):
+                    rows[:, position - 1 :: GROUP_TOKENS - 1] = numbers[0]
         return deltas
 
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ __all__ = [
     "Distribution",
     "IntegerRuns",
     "coder_of",
+    "decode_alike",
     "decode_integers",
     "encode_integers",
     "fit_distribution",
@@ -56,9 +58,9 @@ class IntegerRuns:
         """Return how many distributions there are: one for each run of each stream."""
         return self.streams * self.runs
 
-    def entropy_runs(self) -> Runs:
-        """Return the coder's view: stream s, run r takes table s * runs + r."""
-        tables = np.arange(self.distributions, dtype=np.uint16).reshape(self.streams, self.runs)
+    def entropy_runs(self, pieces: int = 1) -> Runs:
+        """Return the coder's view of so many pieces: in each, stream s, run r takes table s * runs + r."""
+        tables = np.tile(np.arange(self.distributions, dtype=np.uint16).reshape(self.streams, self.runs), (pieces, 1))
         return Runs(tables if self.symbols else tables[:, :0].copy(), max(self.symbols, 1))
 
 
@@ -188,37 +190,83 @@ def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | 
 
     CorruptPayload unless `data` is exactly that, or if it needs shared distributions and there are none.
     """
-    header_bytes = _HEADER.size + runs.streams * _STREAM.size
-    if len(data) < header_bytes:
-        raise CorruptPayload(f"coded numbers have at least {header_bytes} bytes, got {len(data)}")
-    coder, has_tables, zero, tables_bytes, streams = _HEADER.unpack_from(data)
-    if coder >= len(CODERS) or has_tables > 1 or zero or streams != runs.streams:
-        raise CorruptPayload(f"coded numbers: coder {coder}, tables {has_tables}, {streams} streams are not ours")
-    sizes, counts = zip(*_STREAM.iter_unpack(data[_HEADER.size : header_bytes]), strict=True)
-    cursor = _Cursor(data, header_bytes)
-    tables = cursor.take(tables_bytes)
-    if has_tables:
-        distribution = Distribution.parse(coder, tables, runs.distributions)
-    elif shared is None or shared.coder != coder or tables_bytes:
-        raise CorruptPayload("coded numbers need distributions that are not here")
+    coded = _Coded.parse(data, runs.streams)
+    if coded.tables is None:
+        found = decode_alike([data], runs, shared)
     else:
-        distribution = shared
-    coded = CodedStreams(cursor.take(sum(sizes)), sizes)
-    escapes = np.frombuffer(cursor.take(2 * sum(counts)), dtype="<u2").astype(np.uint16)
-    out = np.empty((runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
-    taken = Escapes(escapes, np.array(counts, dtype=np.uint64))
-    distribution.tables.decode(coded, runs.entropy_runs(), distribution.symbol_values, out, taken)
-    by_run = out.reshape(runs.distributions, runs.symbols)
-    for bit in range(int(distribution.shifts.max(initial=0))):
-        rows = distribution.shifts > bit
-        bits_count = int(rows.sum()) * runs.symbols
+        found = _decode([coded], runs, Distribution.parse(coded.coder, coded.tables, runs.distributions))
+    return found.reshape(runs.streams, runs.runs, runs.symbols)
+
+
+def decode_alike(pieces: Sequence[memoryview], runs: IntegerRuns, shared: Distribution | None) -> Integers:
+    """Return the numbers of several pieces with the same runs: (pieces, streams, runs, symbols).
+
+    Side by side they meet each table once, which is faster than one after the other. CorruptPayload unless all take
+    these shared distributions.
+    """
+    parsed = [_Coded.parse(piece, runs.streams) for piece in pieces]
+    if shared is None or not all(coded.tables is None and coded.coder == shared.coder for coded in parsed):
+        raise CorruptPayload("coded numbers need distributions that are not here")
+    return _decode(parsed, runs, shared)
+
+
+class _Coded(NamedTuple):
+    """Coded numbers cut into their parts; `low` has what comes behind the escapes."""
+
+    coder: int
+    tables: memoryview | None
+    sizes: tuple[int, ...]
+    escape_counts: tuple[int, ...]
+    streams: memoryview
+    escapes: memoryview
+    low: _Cursor
+
+    @classmethod
+    def parse(cls, data: memoryview, streams: int) -> _Coded:
+        header_bytes = _HEADER.size + streams * _STREAM.size
+        if len(data) < header_bytes:
+            raise CorruptPayload(f"coded numbers have at least {header_bytes} bytes, got {len(data)}")
+        coder, has_tables, zero, tables_bytes, stream_count = _HEADER.unpack_from(data)
+        if coder >= len(CODERS) or has_tables > 1 or zero or stream_count != streams or tables_bytes * (not has_tables):
+            raise CorruptPayload(
+                f"coded numbers: coder {coder}, tables {has_tables}, {stream_count} streams are not ours"
+            )
+        sizes, counts = zip(*_STREAM.iter_unpack(data[_HEADER.size : header_bytes]), strict=True)
+        cursor = _Cursor(data, header_bytes)
+        tables = cursor.take(tables_bytes)
+        return cls(
+            coder,
+            tables if has_tables else None,
+            sizes,
+            counts,
+            cursor.take(sum(sizes)),
+            cursor.take(2 * sum(counts)),
+            cursor,
+        )
+
+
+def _decode(pieces: Sequence[_Coded], runs: IntegerRuns, distribution: Distribution) -> Integers:
+    streams = CodedStreams(b"".join(piece.streams for piece in pieces), [size for p in pieces for size in p.sizes])
+    elements = np.frombuffer(b"".join(piece.escapes for piece in pieces), dtype="<u2").astype(np.uint16)
+    escapes = Escapes(elements, np.array([count for p in pieces for count in p.escape_counts], dtype=np.uint64))
+    out = np.empty((len(pieces) * runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
+    distribution.tables.decode(streams, runs.entropy_runs(len(pieces)), distribution.symbol_values, out, escapes)
+    for piece, by_run in zip(pieces, out.reshape(len(pieces), runs.distributions, runs.symbols), strict=True):
+        _add_low_planes(piece.low, distribution.shifts, by_run)
+    return out.view(np.int16).reshape(len(pieces), runs.streams, runs.runs, runs.symbols)
+
+
+def _add_low_planes(cursor: _Cursor, shifts: NDArray[np.uint8], by_run: NDArray[np.uint16]) -> None:
+    for bit in range(int(shifts.max(initial=0))):
+        rows = shifts > bit
+        shape = (int(rows.sum()), by_run.shape[1])
+        bits_count = shape[0] * shape[1]
         packed = np.frombuffer(cursor.take(-(-bits_count // 8)), dtype=np.uint8)
         bits = np.unpackbits(packed, bitorder="little")
         if bits[bits_count:].any():
             raise CorruptPayload("coded numbers: bits behind the last one are set")
-        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(int(rows.sum()), runs.symbols)
+        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(shape)
     cursor.finish()
-    return out.view(np.int16).reshape(runs.streams, runs.runs, runs.symbols)
 
 
 class _Cursor:

@@ -19,14 +19,12 @@ from kvtide.index.ledger import Account, Ledger, Rules
 from kvtide.index.policies.base import Policy, Use
 from kvtide.index.rebuild import Rebuild
 from kvtide.index.run import Run
-from kvtide.index.tree import TIERS_MAX, Anchor, Tree, tier_blocks
+from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
 
 __all__ = ["RadixIndex"]
 
 _NO_RULES = Rules()
-# For each tier's bit, what every mask becomes with it.
-_WITH_BIT = {1 << tier: bytes(mask | 1 << tier for mask in range(256)) for tier in range(TIERS_MAX)}
 
 
 class RadixIndex:
@@ -79,13 +77,17 @@ class RadixIndex:
         tier: int = 0,
         priority: int = 0,
         value: float = 1.0,
+        cost: float | None = None,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
         Blocks of the prefix itself may be among these: those that have no place or are worth less than all others.
-        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks.
+        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks, `cost` what
+        recomputing one of them costs for its bytes, by any measure; None leaves it to the policy.
         """
-        tier_bit = _tier_bit(tier)
+        tier_bit = tier_bit_of(tier)
+        if cost is not None and not cost > 0:
+            raise ValueError(f"cost must be positive, got {cost}")
         evicted: list[BlockKey] = []
         with self._lock:
             self._expire(evicted)
@@ -102,12 +104,14 @@ class RadixIndex:
                 self._hold(last)
                 self._offer(last)
             else:
-                path = self._path(anchor, keys, known, account, value)
+                path = self._path(anchor, keys, known, account, value, cost)
                 self._use(path, anchor.depth, known, tier_bit)
             self._enforce(namespace, evicted)
         return evicted
 
-    def _path(self, anchor: Anchor, keys: Sequence[BlockKey], known: int, account: Account, value: float) -> list[Run]:
+    def _path(
+        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, account: Account, value: float, cost: float | None
+    ) -> list[Run]:
         """Return the runs from the namespace's first block to the last key, the new ones made."""
         end = keys[known - 1] if known else anchor.key
         path: list[Run] = []
@@ -123,7 +127,7 @@ class RadixIndex:
         for part in [fresh[:-1], fresh[-1:]] if account.policy.splits_tail else [fresh]:
             if part:
                 run = self._tree.grow(path[-1] if path else anchor.root, part)
-                run.account, run.value = account, value
+                run.account, run.value, run.given_cost = account, value, cost
                 account.policy.adopt(run, len(part))
                 path.append(run)
         return path
@@ -161,9 +165,7 @@ class RadixIndex:
                 # What was evicted is in no tier any more.
                 run.tiers[run.held :] = bytes((tier_bit,)) * (len(run.keys) - run.held)
                 self._hold(run)
-            first = max(0, depth - run.start)
-            if run.tiers.count(tier_bit, first) < len(run.tiers) - first:
-                run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[tier_bit])
+            mark_tier(run, max(0, depth - run.start), tier_bit)
         if self._ttl_s is not None:
             for run in reversed(path):
                 self._by_use[run] = None
@@ -305,7 +307,7 @@ class RadixIndex:
 
     def place(self, key: BlockKey, tier: int) -> None:
         """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
-        bit = _tier_bit(tier)
+        bit = tier_bit_of(tier)
         with self._lock:
             run = self._tree.run_of(key)
             position = run.keys.index(key) if run is not None else 0
@@ -384,12 +386,6 @@ class RadixIndex:
                     assert self._parked.get(run.keys[run.held - 1]) is run
             if self._ttl_s is not None:
                 assert self._by_use.keys() >= {run for run in runs if run.held}
-
-
-def _tier_bit(tier: int) -> int:
-    if not 0 <= tier < TIERS_MAX:
-        raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
-    return 1 << tier
 
 
 def _may_grow(run: Run, anchor: Anchor, account: Account) -> bool:

@@ -25,7 +25,6 @@ class Rebuild:
     def chains(self) -> Iterator[tuple[Namespace, BlockKey, list[BlockKey]]]:
         """Yield (namespace, parent, chain), parents before their children; blocks that hang nowhere are left out. Once.
 
-
         A chain is as long as its blocks have one child each.
         """
         children = self._children

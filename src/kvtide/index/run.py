@@ -10,7 +10,11 @@ from typing import Any
 
 from kvtide.types import BlockKey
 
-__all__ = ["Run"]
+__all__ = ["BLOCKS_OF_EQUAL_COST", "Run"]
+
+# A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
+# the order of magnitude of today's 8B models).
+BLOCKS_OF_EQUAL_COST = 64
 
 
 class Run:
@@ -18,12 +22,14 @@ class Run:
 
     Index and policies share it: the first group of fields belongs to the index, the second to the policy that the
     run's account uses. `uses` and `last_s`, `last_use` (a sequence number) tell of the latest use, set before the
-    policy hears of it. `value` is the mean number of important tokens of its blocks.
+    policy hears of it. `value` is the mean number of important tokens of its blocks, `given_cost` what recomputing one
+    of them costs if somebody said so.
     """
 
     __slots__ = (
         "account",
         "children",
+        "given_cost",
         "held",
         "held_children",
         "is_candidate",
@@ -54,10 +60,18 @@ class Run:
         self.last_s = 0.0
         self.last_use = 0
         self.value = 1.0
+        self.given_cost: float | None = None
 
         self.order = 0
         self.tag = 0
         self.state: Any = None
+
+    @property
+    def cost(self) -> float:
+        """Return what recomputing one of its held blocks costs; if not given, by its position, a prompt's first 1."""
+        if self.given_cost is not None:
+            return self.given_cost
+        return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
 
     @property
     def stop(self) -> int:

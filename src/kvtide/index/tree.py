@@ -12,10 +12,12 @@ from typing import NamedTuple
 from kvtide.index.run import Run
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["TIERS_MAX", "Anchor", "Tree", "tier_blocks"]
+__all__ = ["TIERS_MAX", "Anchor", "Tree", "mark_tier", "tier_bit_of", "tier_blocks"]
 
 # A block's tiers are the bits of one byte.
 TIERS_MAX = 8
+# For each tier's bit, what every mask becomes with it.
+_WITH_BIT = {1 << tier: bytes(mask | 1 << tier for mask in range(256)) for tier in range(TIERS_MAX)}
 
 
 class Anchor(NamedTuple):
@@ -108,7 +110,7 @@ class Tree:
         upper = Run(lower.keys[:count], parent, lower.start)
         upper.held = min(lower.held, count)
         upper.tiers = lower.tiers[:count]
-        upper.account, upper.value = lower.account, lower.value
+        upper.account, upper.value, upper.given_cost = lower.account, lower.value, lower.given_cost
         upper.uses, upper.last_s, upper.last_use = lower.uses, lower.last_s, lower.last_use
         lower.keys = lower.keys[count:]
         lower.tiers = lower.tiers[count:]
@@ -183,6 +185,19 @@ class Tree:
                 assert run.held == len(run.keys)
             assert all(self._where[key] is run for key in run.keys)
         assert count == len(self._where)
+
+
+def tier_bit_of(tier: int) -> int:
+    """Return the bit that stands for a tier. ValueError for one that has none."""
+    if not 0 <= tier < TIERS_MAX:
+        raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+    return 1 << tier
+
+
+def mark_tier(run: Run, first: int, bit: int) -> None:
+    """Note that the blocks of a run from `first` on are in the tier of that bit too."""
+    if run.tiers.count(bit, first) < len(run.tiers) - first:
+        run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
 
 
 def tier_blocks(masks: bytearray) -> tuple[int, ...]:

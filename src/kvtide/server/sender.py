@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
@@ -27,7 +27,7 @@ _TLS_READ_BYTES = 256 << 10
 _WARM_STEP_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Order:
     """A body to be sent: which bytes of what, to whom, behind which head, begun and ended until when."""
 
@@ -40,6 +40,11 @@ class Order:
     priority: int
     start_deadline_s: float
     deadline_s: float
+    # Whether sending would wait for the disk.
+    is_cold: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_cold = self.lent.file is not None and not _is_cached(self.lent.file, self.part)
 
 
 class Sender:
@@ -119,13 +124,16 @@ class Sender:
 
     def _pump(self) -> None:
         """Tell those whose slices were granted, now and when the link has room again."""
-        while granted := self.scheduler.grant(self._loop.time()):
-            for piece in granted:
+        is_handed_back = True
+        while is_handed_back:
+            is_handed_back = False
+            for piece in self.scheduler.grant(self._loop.time()):
                 waiting = self._waiting.pop(piece.send, None)
                 if waiting is None or waiting.done():
-                    # Its sender is between two slices or has just given up.
+                    # Its sender has just given up.
                     self.scheduler.cancel(piece.send)
                     self.scheduler.finish(piece, 0, self._loop.time())
+                    is_handed_back = True
                 else:
                     waiting.set_result(piece)
         if self._timer is not None:
@@ -141,8 +149,7 @@ class Sender:
         file = FilePart(file.descriptor, file.offset + position)
         if not order.stream.can_send_files:
             return await self._send_encrypted(order.stream, file, stop - position)
-        if not _is_cached(file, stop - position):
-            # The whole rest is fetched while its beginning is sent.
+        if order.is_cold:
             warm = partial(_warm, file, stop - position, order.part.stop - position)
             await self._loop.run_in_executor(self._workers, warm)
         return await self._send_file(order.stream, file, stop - position)
@@ -197,12 +204,12 @@ def _expire(waiting: asyncio.Future[Slice]) -> None:
         waiting.set_exception(TimeoutError())
 
 
-def _is_cached(file: FilePart, count: int) -> bool:
-    """Tell whether both ends of a part are in the page cache, so that reading it would not wait for the disk."""
+def _is_cached(file: FilePart, part: ByteRange) -> bool:
+    """Tell whether a part's ends and middle are in the page cache, so that sending it would not wait for the disk."""
     byte = bytearray(1)
     try:
-        for at in (file.offset, file.offset + count - 1):
-            os.preadv(file.descriptor, [byte], at, os.RWF_NOWAIT)
+        for at in (part.start, (part.start + part.stop) // 2, part.stop - 1):
+            os.preadv(file.descriptor, [byte], file.offset + at, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except OSError:

@@ -2,7 +2,16 @@
 
 from kvtide.sim.belady import belady_hits
 from kvtide.sim.prompts import PROBABILITIES, PromptPoint, PromptSetup, run_prompts
-from kvtide.sim.replay import BELADY, Comparison, ReplayResult, TenantResult, capacity_blocks, compare, replay
+from kvtide.sim.replay import (
+    BELADY,
+    Comparison,
+    ReplayResult,
+    TenantResult,
+    capacity_blocks,
+    compare,
+    prefill_cost,
+    replay,
+)
 from kvtide.sim.workload import (
     Trace,
     TraceRequest,
@@ -29,6 +38,7 @@ __all__ = [
     "build_trace",
     "capacity_blocks",
     "compare",
+    "prefill_cost",
     "read_trace",
     "replay",
     "run_prompts",

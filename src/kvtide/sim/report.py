@@ -53,11 +53,12 @@ class TraceRow(msgspec.Struct, frozen=True):
     lru_hit_rate: float
     belady_hit_rate: float
     gap_closed: float | None
+    saved_s_share: float | None
     tenants: list[TenantRow]
 
 
 class TraceReport(msgspec.Struct, frozen=True):
-    """All replays of one trace. Hit rates are by blocks, prefix-closed."""
+    """All replays of one trace. Hit rates are by blocks, prefix-closed; `saved_s_share` is by prefill time."""
 
     trace: str
     block_tokens: int
@@ -83,8 +84,9 @@ def trace_report(trace: Trace, comparisons: Sequence[Comparison]) -> TraceReport
     for comparison in comparisons:
         result = comparison.result
         tenants = [TenantRow(each.tenant, each.requests, each.blocks, each.hit_rate) for each in result.tenants]
-        rates = (result.hit_rate, comparison.lru_hit_rate, comparison.belady_hit_rate, comparison.gap_closed)
-        rows.append(TraceRow(result.policy, comparison.capacity_share, result.capacity_blocks, *rates, tenants))
+        place = (result.policy, comparison.capacity_share, result.capacity_blocks)
+        rates = (result.hit_rate, comparison.lru_hit_rate, comparison.belady_hit_rate)
+        rows.append(TraceRow(*place, *rates, comparison.gap_closed, result.saved_s_share, tenants))
     blocks = sum(len(request.keys) for request in trace.requests)
     return TraceReport(trace.name, trace.block_tokens, len(trace.requests), blocks, trace.unique_blocks, rows)
 
@@ -93,14 +95,15 @@ def render_trace(report: TraceReport) -> Table:
     """Return the replays as a table with bars."""
     title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks, {report.unique_blocks:,} unique"
     table = Table(title=title)
-    for column in ("capacity", "policy", "hit rate", "gap closed", ""):
-        table.add_column(column, justify="right" if "g" in column or "h" in column else "left")
+    for column in ("capacity", "policy", "hit rate", "gap closed", "prefill time saved", ""):
+        table.add_column(column, justify="right" if column not in ("capacity", "policy", "") else "left")
     best = max((row.hit_rate for row in report.rows), default=1.0) or 1.0
     for row in report.rows:
         gap = "" if row.gap_closed is None else f"{row.gap_closed:+.3f}"
         bar = "█" * round(_BAR_CELLS * row.hit_rate / best)
+        saved = "" if row.saved_s_share is None else f"{row.saved_s_share:.4f}"
         capacity = f"{100 * row.capacity_share:g} % = {row.capacity_blocks:,}"
-        table.add_row(capacity, row.policy, f"{row.hit_rate:.4f}", gap, bar, end_section=row.policy == BELADY)
+        table.add_row(capacity, row.policy, f"{row.hit_rate:.4f}", gap, saved, bar, end_section=row.policy == BELADY)
     return table
 
 

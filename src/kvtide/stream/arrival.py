@@ -130,7 +130,8 @@ class Arrival:
     def _place(self, position: int) -> memoryview:
         body_start = self._offsets[0]
         if self._body is None:
-            self._body = memoryview(bytearray(self.stored.object_bytes - body_start))
+            # Not a bytearray, which would write zeros to every page.
+            self._body = np.empty(self.stored.object_bytes - body_start, dtype=np.uint8).data
         start = self._offsets[position] - body_start
         return self._body[start : start + self.stored.entries[position].size]
 

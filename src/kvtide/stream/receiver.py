@@ -142,6 +142,12 @@ class Receiver:
             if not arrival.is_here(position) and (refinement_max is None or entry.id.refinement <= refinement_max)
         ]
 
+    def has_range(self, block: int, start: int, stop: int) -> bool:
+        """Tell whether every section that lies in bytes [start, stop) of a block's object has arrived."""
+        arrival = self._arrival(block)
+        inside = (i for i, each in enumerate(arrival.stored.entries) if start <= each.offset < stop)
+        return all(arrival.is_here(position) for position in inside)
+
     def sections(self, block: int) -> list[Section]:
         """Return what has arrived of a block, for `Codec.decode`. The data stay valid and unchanged."""
         return self._arrival(block).sections()

@@ -13,14 +13,15 @@ import xxhash
 from kvtide.tier.catalog import Entry
 from kvtide.tier.record import RecordHeader, SegmentHeader
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import ObjectLabel
 
 __all__ = ["SegmentSummary", "pack_checkpoint", "parse_checkpoint"]
 
 _MAGIC = b"\x89KVCHK\r\n"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sHHIQ")
 _SEGMENT = struct.Struct("<QQQQQ")
-_ENTRY = struct.Struct("<32s32s16sQQQQQ")
+_ENTRY = struct.Struct("<32s32s16s32sIQQQQQ")
 _CHECKSUM_BYTES = 16
 
 
@@ -40,7 +41,7 @@ def pack_checkpoint(summaries: list[SegmentSummary]) -> bytes:
     for summary in summaries:
         for entry in summary.entries:
             record = entry.header
-            names = (record.id.namespace, record.id.key, record.codec)
+            names = (record.id.namespace, record.id.key, *record.label)
             fields = (record.sequence, record.offset, record.size, record.stored_ms, entry.last_use_ms)
             parts.append(_ENTRY.pack(*names, *fields))
     body = b"".join(parts)
@@ -73,6 +74,8 @@ def _entry(
     namespace: bytes,
     key: bytes,
     codec: bytes,
+    parent: bytes,
+    start: int,
     sequence: int,
     offset: int,
     size: int,
@@ -80,4 +83,5 @@ def _entry(
     last_use_ms: int,
 ) -> Entry:
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
-    return Entry(RecordHeader(object_id, codec, segment, sequence, offset, size, stored_ms), last_use_ms)
+    label = ObjectLabel(codec, parent, start)
+    return Entry(RecordHeader(object_id, label, segment, sequence, offset, size, stored_ms), last_use_ms)

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtide.clock import Clock
-from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
+from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.catalog import Entry
+from kvtide.tier.demote import Offer
 from kvtide.tier.directory import side_file_bytes_max
 from kvtide.tier.files import Files
 from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.lend import LentObject
 from kvtide.tier.log import SegmentLog
 from kvtide.tier.record import RecordState
-from kvtide.types import ObjectId
-from kvtide.wire import header_and_table_bytes, parse_header
+from kvtide.types import BlockKey, ObjectId
+from kvtide.wire import NO_LABEL
 
 __all__ = ["DiskTier"]
 
@@ -33,8 +34,6 @@ _Result = TypeVar("_Result")
 
 # A copy may be evicted or moved between look-up and read; after so many times the object counts as absent.
 READ_TRIES_MAX = 3
-# One read that holds most objects' header and section table.
-_RECORD_BYTES = 4096
 
 
 class DiskTier:
@@ -55,6 +54,10 @@ class DiskTier:
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._log.offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Tell of evictions and deletions by this process."""
@@ -172,22 +175,14 @@ class DiskTier:
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
 
     def records(self) -> Iterator[Record]:
-        """Yield every object with its parent, from the objects' own headers; those that are off are passed over."""
+        """Yield every object with its parent, from the records' headers; what was no object when it came is left out.
+
+        Nothing is read: headers were when their segments were scanned.
+        """
         self._guarded("list", self._log.refresh)
         for entry in self._log.catalog.newest():
-            try:
-                head = self._head(entry, _RECORD_BYTES)
-                needed = header_and_table_bytes(head)
-                head = head if needed <= len(head) else self._head(entry, needed)
-                yield Record(*entry.header.id, parse_header(head, entry.header.id).meta.parent)
-            except (OSError, CorruptPayload) as error:
-                _log.debug("no record of %s: %s", entry.header.id, error)
-
-    def _head(self, entry: Entry, size: int) -> memoryview:
-        head = memoryview(bytearray(min(size, entry.header.size)))
-        if self._log.read(entry, head, 0) is not RecordState.LIVE:
-            raise CorruptPayload("it is no longer at its place")
-        return head
+            if entry.header.label != NO_LABEL:
+                yield Record(*entry.header.id, BlockKey(entry.header.label.parent))
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""

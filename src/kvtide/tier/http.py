@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -27,14 +27,14 @@ from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
 
-__all__ = ["HttpTier", "http_tier"]
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -46,12 +46,20 @@ class HttpTier:
 
     name = "http"
 
-    def __init__(self, peers: Sequence[Peer], clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Clock,
+        operation_s_max: float = OPERATION_S_MAX,
+        takes_evicted: bool = False,
+    ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
         self._operation_s_max = operation_s_max
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
@@ -242,10 +250,29 @@ def http_tier(
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
 ) -> HttpTier:
-    """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
+    """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
-    Options behind `?`: `token_file`, and for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else,
-    or a file that can't be read. `extra` goes with every request.
+    ValueError as in `servers_of`.
+    """
+    servers = servers_of(url)
+    bounds = settings or PeerSettings()
+    peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
+
+
+class Servers(NamedTuple):
+    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+    takes_evicted: bool
+
+
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
+
+    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
+    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -253,12 +280,13 @@ def http_tier(
     if unknown or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
     tls = _tls_context(options) if parts.scheme == "https" else None
-    headers = list(extra)
+    headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    endpoints = _endpoints(url, tls)
-    peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
-    return HttpTier(peers, clock, operation_s_max)
+    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
+    if takes_evicted is None:
+        raise ValueError(f"write is all or evicted, got {options['write']!r}")
+    return Servers(_endpoints(url, tls), headers, takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

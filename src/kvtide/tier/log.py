@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -20,6 +21,7 @@ from kvtide.errors import TierFull
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import BufferPool, aligned_buffer
 from kvtide.tier.catalog import Catalog, Entry
+from kvtide.tier.demote import Offer
 from kvtide.tier.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.files import Files
 from kvtide.tier.lend import LentObject
@@ -37,7 +39,7 @@ from kvtide.tier.record import (
 )
 from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.types import ObjectId
-from kvtide.wire import codec_field
+from kvtide.wire import ObjectLabel, object_label
 
 __all__ = ["SegmentLog"]
 
@@ -72,6 +74,8 @@ class SegmentLog:
         self._is_pinned = is_pinned
         self._on_evicted = on_evicted
         self._files = files
+        # Called with what is about to be evicted; the disk tier sets it.
+        self.offer: Offer = lambda object_id, size, fill: None
         self._write_lock = threading.Lock()
         self._writer: SegmentWriter | None = None
         self._workers: ThreadPoolExecutor | None = None
@@ -147,13 +151,13 @@ class SegmentLog:
         """Store an object. TierFull if there is no room."""
         with self._write_lock:
             writer = self._writer_for(record_bytes(len(body)))
-            self._append_to(writer, object_id, body, codec_field(body))
+            self._append_to(writer, object_id, body, object_label(body))
 
-    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, codec: bytes) -> Entry:
+    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> Entry:
         assert self._pool is not None
         now_ms = self._now_ms()
         number = writer.header.number
-        header = RecordHeader(object_id, codec, number, writer.sequence, writer.tail, len(body), now_ms)
+        header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
             writer.append(header, body, self._pool)
         except OSError:
@@ -252,6 +256,7 @@ class SegmentLog:
                 if writer is not None:
                     for entry in keep:
                         self._move(entry, writer)
+                self._offer_rest(number)
                 # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
                 self._files.truncate(descriptor, 0)
                 self._on_evicted(self.catalog.drop_segment(number))
@@ -260,10 +265,23 @@ class SegmentLog:
             self._directory.refresh()
         return True
 
+    def _offer_rest(self, number: int) -> None:
+        """Offer what a segment holds alone before it goes."""
+        for entry in self.catalog.in_segment(number):
+            if len(self.catalog.copies(entry.header.id)) == 1:
+                self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
+
+    def _copy_out(self, entry: Entry, buffer: memoryview) -> bool:
+        try:
+            return self.read(entry, buffer, 0) is RecordState.LIVE
+        except OSError as error:
+            _log.debug("%s is lost with its segment: %s", entry.header.id, error)
+            return False
+
     def _move(self, entry: Entry, writer: SegmentWriter) -> None:
         body = aligned_buffer(entry.header.size)
         if self.read(entry, body, 0) is RecordState.LIVE:
-            moved = self._append_to(writer, entry.header.id, body, entry.header.codec)
+            moved = self._append_to(writer, entry.header.id, body, entry.header.label)
             moved.last_use_ms = entry.last_use_ms
 
     def mark_removed(self, object_id: ObjectId) -> bool:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.tier.arena import Arena, Run, frame_bytes_for
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.demote import Offer
 from kvtide.tier.lend import LentObject, joined
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
@@ -83,6 +85,11 @@ class MemoryTier:
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+        self._offer: Offer = lambda object_id, size, fill: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Tell of evictions and deletions."""
@@ -217,6 +224,8 @@ class MemoryTier:
         if excess > 0:
             raise TierFull(f"no room for {size} bytes in the memory tier: what it holds is in use")
         for object_id in victims:
+            resident = self._residents[object_id]
+            self._offer(object_id, resident.size, partial(_copy_out, arena.views(resident.runs, resident.size)))
             self._drop(arena, object_id, "evicted")
             self._evictions += 1
         runs = arena.take(size)
@@ -282,3 +291,10 @@ class MemoryTier:
             if self._arena is not None:
                 held = [*self._residents.values(), *self._unlisted]
                 self._arena.check([run for each in held for run in each.runs])
+
+
+def _copy_out(views: Sequence[memoryview], buffer: memoryview) -> bool:
+    for view in views:
+        copy_bytes(buffer[: len(view)], view)
+        buffer = buffer[len(view) :]
+    return True

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import ObjectLabel
 
 __all__ = [
     "PAGE_BYTES",
@@ -20,6 +21,7 @@ __all__ = [
     "RecordState",
     "SegmentHeader",
     "align_up",
+    "is_of_other_version",
     "is_record_header",
     "pack_record_header",
     "pack_segment_header",
@@ -33,8 +35,8 @@ PAGE_BYTES = 4096
 
 _RECORD_MAGIC = b"\x89KVREC\r\n"
 _SEGMENT_MAGIC = b"\x89KVSEG\r\n"
-_VERSION = 1
-_RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ104s")
+_VERSION = 2
+_RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
 _HEADER_BYTES = 256
@@ -55,7 +57,7 @@ class RecordHeader:
     """One record: whose object it holds, where it stands and how long the object is."""
 
     id: ObjectId
-    codec: bytes
+    label: ObjectLabel
     segment: int
     sequence: int
     offset: int
@@ -96,12 +98,14 @@ def _packed(header: RecordHeader) -> bytes:
         header.state,
         header.id.key,
         header.id.namespace,
-        header.codec,
+        header.label.codec,
         header.segment,
         header.sequence,
         header.offset,
         header.size,
         header.stored_ms,
+        header.label.parent,
+        header.label.start,
         b"",
     )
     return fields + xxhash.xxh3_128_digest(fields)
@@ -117,11 +121,12 @@ def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offs
     fields = _checked_fields(page, _RECORD, _RECORD_MAGIC)
     if fields is None:
         return None
-    state, key, namespace, codec, number, sequence, at, size, stored_ms = fields[3:12]
+    state, key, namespace, codec, number, sequence, at, size, stored_ms, parent, start = fields[3:14]
     if (number, at) != (segment, offset) or state not in RecordState.__members__.values():
         return None
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
-    return RecordHeader(object_id, codec, number, sequence, at, size, stored_ms, RecordState(state))
+    label = ObjectLabel(codec, parent, start)
+    return RecordHeader(object_id, label, number, sequence, at, size, stored_ms, RecordState(state))
 
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
@@ -137,13 +142,22 @@ def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader 
     return None if fields is None else SegmentHeader(*fields[4:7])
 
 
+def is_of_other_version(page: bytes | bytearray | memoryview) -> bool:
+    """Tell whether this whole segment header is of a version that this code does not read."""
+    return _is_whole(page, _SEGMENT_MAGIC) and _SEGMENT.unpack_from(page)[1] != _VERSION
+
+
 def _checked_fields(
     page: bytes | bytearray | memoryview, layout: struct.Struct, magic: bytes
 ) -> tuple[Any, ...] | None:
+    if not _is_whole(page, magic):
+        return None
+    fields = layout.unpack_from(page)
+    return fields if fields[1:3] == (_VERSION, _HEADER_BYTES) else None
+
+
+def _is_whole(page: bytes | bytearray | memoryview, magic: bytes) -> bool:
     view = memoryview(page)
     if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
-        return None
-    if xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) != view[_CHECKED_BYTES:_HEADER_BYTES]:
-        return None
-    fields = layout.unpack(view[:_CHECKED_BYTES])
-    return fields if fields[1:3] == (_VERSION, _HEADER_BYTES) else None
+        return False
+    return xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_CHECKED_BYTES:_HEADER_BYTES]

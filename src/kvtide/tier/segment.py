@@ -23,6 +23,7 @@ from kvtide.tier.record import (
     RecordState,
     SegmentHeader,
     align_up,
+    is_of_other_version,
     is_record_header,
     pack_record_header,
     pack_segment_header,
@@ -75,7 +76,8 @@ def segment_number(name: str) -> int | None:
 def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_BYTES) -> Scan:
     """Find the records from `start` on by their headers alone; removed ones are listed too.
 
-    Where a header is damaged or was never written, the search goes on at the next written page that holds one.
+    Where a header is damaged or was never written, the search goes on at the next written page that holds one. A
+    segment of another version has none.
     """
     descriptor = files.open(path, os.O_RDONLY)
     try:
@@ -84,7 +86,7 @@ def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_
         page = bytearray(PAGE_BYTES)
         files.read_full(descriptor, [memoryview(page)], 0)
         header = parse_segment_header(page)
-        records = list(_records(files, descriptor, number, start))
+        records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, start))
     finally:
         files.close(descriptor)
     tail = records[-1].offset + record_bytes(records[-1].size) if records else start

@@ -11,7 +11,7 @@ from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.http import http_tier
+from kvtide.tier.http import HttpTier, http_tier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
@@ -86,9 +86,12 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`."""
-    urls = [_MEMORY] if url.startswith(_MEMORY) else [_MEMORY, url]
-    return tiers_of(urls, limits, clock, is_pinned, ranking)
+    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`.
+
+    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`.
+    """
+    urls = url.split(" ") if " " in url and "://" in url else [url]
+    return tiers_of(urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls], limits, clock, is_pinned, ranking)
 
 
 def tiers_of(
@@ -104,4 +107,5 @@ def tiers_of(
         tier = open_tier(url, limits, clock, is_pinned)
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
-    return TierStack(tiers, ranking)
+    is_demoted = any(isinstance(tier, HttpTier) and tier.takes_evicted for tier in tiers)
+    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else ())

@@ -19,14 +19,16 @@ from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, S
 __all__ = [
     "HEADER_AND_TABLE_BYTES_MAX",
     "HEADER_BYTES",
+    "NO_LABEL",
     "OBJECT_BYTES_MAX",
+    "ObjectLabel",
     "SectionEntry",
     "StoredObject",
-    "codec_field",
     "embedded_namespace",
     "header_and_table_bytes",
     "object_bytes",
     "object_bytes_max",
+    "object_label",
     "pack_object",
     "parse_header",
     "parse_object",
@@ -44,7 +46,6 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
-_CODEC_OFFSET = 112
 _NAMESPACE_OFFSET = 48
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
@@ -194,10 +195,23 @@ def _header_checksum(data: memoryview, section_count: int) -> bytes:
     return digest.digest()
 
 
-def codec_field(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the codec id as an object's header has it, unchecked, for labels; zeros if these bytes are no object."""
-    is_object = len(data) >= HEADER_BYTES and data[: len(_MAGIC)] == _MAGIC
-    return bytes(data[_CODEC_OFFSET : _CODEC_OFFSET + _CODEC_BYTES]) if is_object else bytes(_CODEC_BYTES)
+class ObjectLabel(NamedTuple):
+    """What listings need of an object's header, as it stands there."""
+
+    codec: bytes
+    parent: bytes
+    start: int
+
+
+NO_LABEL = ObjectLabel(bytes(_CODEC_BYTES), bytes(DIGEST_BYTES), 0)
+
+
+def object_label(data: bytes | bytearray | memoryview) -> ObjectLabel:
+    """Return the label in an object's header, unchecked; NO_LABEL if these bytes are no object."""
+    if len(data) < HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
+        return NO_LABEL
+    fields = _HEADER.unpack_from(data)
+    return ObjectLabel(codec=fields[7], parent=fields[6], start=fields[13])
 
 
 def object_bytes(head: bytes | bytearray) -> int:

@@ -10,10 +10,6 @@ from kvtide.index.run import Run
 
 __all__ = ["GdsfPolicy"]
 
-# A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
-# the order of magnitude of today's 8B models).
-_BLOCKS_OF_EQUAL_COST = 64
-
 
 class GdsfPolicy(HeapPolicy):
     """Ages by inflation: candidates start at the priority of the latest victim."""
@@ -23,9 +19,8 @@ class GdsfPolicy(HeapPolicy):
         self._inflation = 0.0
 
     def priority(self, run: Run) -> float:
-        """Return inflation plus uses times the mean cost of the run's blocks; a prompt's first block costs 1."""
-        mean_position = run.start + run.held / 2
-        return self._inflation + run.uses * (1 + mean_position / _BLOCKS_OF_EQUAL_COST)
+        """Return inflation plus uses times the mean cost of the run's blocks."""
+        return self._inflation + run.uses * run.cost
 
     def victim(self) -> Run | None:
         """Return the candidate of lowest priority, and age the others by it."""

@@ -4,6 +4,8 @@ A session is seen in the tree: a request that goes on behind most of an earlier 
 session share its fate, so that they share its kind: the turn, and how much that turn brought. Runs used more often than
 their session's turns explain are shared by sessions. The last block of a request is a run of its own: where prompts
 end inside a block it is never used again, which is learned like everything else.
+Where the cost of recomputing blocks is given, worth is chance times cost; otherwise all blocks cost the same, and what
+is saved is hits. Weighing by position unasked would trade hits for time.
 Invariant: each run that is counted or a candidate is in the queue of its kind and age bin, longest unused first, and
 among that queue's candidates exactly if it is a candidate.
 """
@@ -11,8 +13,9 @@ among that queue's candidates exactly if it is a candidate.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 from kvtide.index.policies.base import Use
@@ -37,6 +40,9 @@ _STILL_USES_MAX = 64
 _TURN_MAX = 6
 # A request that keeps less than this of an earlier one is not its next turn but another branch.
 _NEXT_TURN_SHARE = 0.5
+# Costs that differ by less than a class are alike; beyond the bound it makes no difference.
+_COST_CLASSES_PER_OCTAVE = 2
+_COST_CLASS_MAX = 24
 # Turns that a session's runs may miss (a repeated question, a split) before they count as shared.
 _UNEXPLAINED_USES = 1
 
@@ -48,7 +54,8 @@ class _Queue:
         self.row = row
         self.age_bin = age_bin
         self.runs: OrderedDict[Run, None] = OrderedDict()
-        self.candidates: OrderedDict[Run, None] = OrderedDict()
+        # By the class of what recomputing them costs.
+        self.candidates: defaultdict[int, OrderedDict[Run, None]] = defaultdict(OrderedDict)
 
 
 class _Trace:
@@ -57,7 +64,7 @@ class _Trace:
     A run that is counted (`weight` 1) stands for its request; other runs of the same request would count it twice.
     """
 
-    __slots__ = ("at_s", "queue", "reach", "turn", "weight")
+    __slots__ = ("at_s", "cost_class", "queue", "reach", "turn", "weight")
 
     def __init__(self, queue: _Queue) -> None:
         self.queue = queue
@@ -65,6 +72,7 @@ class _Trace:
         self.weight = 0.0
         self.turn = 0
         self.reach = 0
+        self.cost_class = 0
 
 
 class ReusePolicy:
@@ -76,8 +84,8 @@ class ReusePolicy:
         self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
         self._model = HazardModel(_HALF_LIFE_RUNS)
         self._queues: list[list[_Queue]] = []
-        # (worth, row, age bin) of every queue that has candidates; empty ones are passed over.
-        self._ranking: list[tuple[float, int, int]] = []
+        # (worth, row, age bin, cost class) of every line of candidates; empty ones are passed over.
+        self._ranking: list[tuple[float, int, int, int]] = []
         self._uses = 0
         self._learn_next = 1
         self._still_uses = 0
@@ -158,34 +166,42 @@ class ReusePolicy:
 
     def _grow_older(self, young: _Queue, old: _Queue, due_s: float) -> None:
         """Move the runs last used at `due_s` or before. Most of the policy's time is spent here: kept flat."""
-        runs, candidates = young.runs, young.candidates
-        reached = 0.0
+        runs, reached = young.runs, 0.0
         aged: list[Run] = []
-        while runs:
-            run = next(iter(runs))
+        lines: dict[int, list[Run]] = {}
+        for run in runs:
             trace: _Trace = run.state
             if trace.at_s > due_s:
                 break
-            del runs[run]
-            old.runs[run] = None
+            aged.append(run)
             trace.queue = old
             reached += trace.weight
             if run.is_candidate:
-                del candidates[run]
-                aged.append(run)
+                lines.setdefault(trace.cost_class, []).append(run)
+        for run in aged:
+            del runs[run]
+        old.runs.update(dict.fromkeys(aged))
         self._model.reached[old.row][old.age_bin] += reached
-        if aged and not old.candidates:
-            heapq.heappush(self._ranking, self._rank(old))
-        old.candidates.update(dict.fromkeys(aged))
+        for cost_class, line in lines.items():
+            self._line_up(line, cost_class, old)
+            for run in line:
+                del young.candidates[cost_class][run]
+
+    def _line_up(self, runs: Sequence[Run], cost_class: int, queue: _Queue) -> None:
+        line = queue.candidates[cost_class]
+        if not line:
+            heapq.heappush(self._ranking, self._rank(queue, cost_class))
+        line.update(dict.fromkeys(runs))
 
     def _learn(self) -> None:
         self._model.learn()
-        busy = [queue for queues in self._queues for queue in queues if queue.candidates]
-        self._ranking = [self._rank(queue) for queue in busy]
+        queues = [queue for row in self._queues for queue in row]
+        self._ranking = [self._rank(queue, name) for queue in queues for name, line in queue.candidates.items() if line]
         heapq.heapify(self._ranking)
 
-    def _rank(self, queue: _Queue) -> tuple[float, int, int]:
-        return self._model.worth[queue.row][queue.age_bin], queue.row, queue.age_bin
+    def _rank(self, queue: _Queue, cost_class: int) -> tuple[float, int, int, int]:
+        worth = self._model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
+        return worth, queue.row, queue.age_bin, cost_class
 
     def resize(self, run: Run, delta: int) -> None:
         """Nothing to note."""
@@ -207,21 +223,21 @@ class ReusePolicy:
             age_bin = bisect_right(AGE_EDGES_S, self._now_s - trace.at_s) - 1
             queue = trace.queue = self._queues[queue.row][age_bin]
             queue.runs[run] = None
-        if not queue.candidates:
-            heapq.heappush(self._ranking, self._rank(queue))
-        queue.candidates[run] = None
+        trace.cost_class = _cost_class(run.given_cost)
+        self._line_up([run], trace.cost_class, queue)
 
     def leave(self, run: Run) -> None:
         """Take the run out of its queue's candidates."""
-        del run.state.queue.candidates[run]
+        trace: _Trace = run.state
+        del trace.queue.candidates[trace.cost_class][run]
 
     def victim(self) -> Run | None:
         """Return the first candidate of the queue of least worth."""
         while self._ranking:
-            _, row, age_bin = self._ranking[0]
-            candidates = self._queues[row][age_bin].candidates
-            if candidates:
-                return next(iter(candidates))
+            _, row, age_bin, cost_class = self._ranking[0]
+            line = self._queues[row][age_bin].candidates[cost_class]
+            if line:
+                return next(iter(line))
             heapq.heappop(self._ranking)
         return None
 
@@ -229,3 +245,9 @@ class ReusePolicy:
         """Drop a run that is gone, or goes to another account."""
         if len(run.keys) in (0, count):
             run.state.queue.runs.pop(run, None)
+
+
+def _cost_class(cost: float | None) -> int:
+    if cost is None:
+        return 0
+    return max(-_COST_CLASS_MAX, min(round(_COST_CLASSES_PER_OCTAVE * math.log2(cost)), _COST_CLASS_MAX))

@@ -100,14 +100,17 @@ class TwoEnded(Layered):
         [floor, chunks)   loaded: bases from the end on, then refinements
 
     Before the deadline the engine goes on over what is loaded, since what it computes is exact. After it, or with a
-    goal that ends the wait, floor is front and whoever gets to a chunk first has it.
+    goal that ends the wait, floor is front and whoever gets to a chunk first has it. A chunk that never comes is
+    computed in the end, on top of what is loaded before it.
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
         """Ask for what comes next, and give the engine the next chunk. ValueError for a context stored in levels."""
         _check(request)
-        front, chunks = len(progress.computed), len(request.chunks)
-        computes = (front,) if self._should_compute(request, progress, front) else ()
+        chunks = len(request.chunks)
+        front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
+        chunk = self._next_to_compute(request, progress, front)
+        computes = () if chunk is None or chunk in progress.assigned else (chunk,)
         for first in (_floor(request, progress, front), front):
             backwards = range(chunks - 1, first - 1, -1)
             plan = _bases(request, progress, backwards) or self._refinements(request, progress, backwards)
@@ -116,12 +119,14 @@ class TwoEnded(Layered):
         return plan._replace(computes=computes)
 
     @staticmethod
-    def _should_compute(request: Request, progress: Progress, front: int) -> bool:
-        if front == len(request.chunks) or front in progress.assigned:
-            return False
+    def _next_to_compute(request: Request, progress: Progress, front: int) -> int | None:
+        if front == len(request.chunks):
+            return None
         chunk = request.chunks[front]
         stop_s = progress.now_s + request.prefill.seconds(chunk.start, chunk.stop)
-        return not progress.here[front] or stop_s <= request.deadline_s
+        if not progress.here[front] or stop_s <= request.deadline_s:
+            return front
+        return next((chunk for chunk in range(front, len(request.chunks)) if not progress.is_usable(chunk)), None)
 
 
 def _check(request: Request) -> None:

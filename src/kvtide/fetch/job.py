@@ -1,0 +1,121 @@
+"""What a load is about: the objects of a run of blocks, cut into chunks and steps that a plan can name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from kvtide.errors import CorruptPayload
+from kvtide.stream.plan import Chunk, PrefillSpeed, Request
+from kvtide.wire import StoredObject
+
+__all__ = ["Job", "Piece", "Wish", "layered_job", "level_job"]
+
+_Spans = Sequence[tuple[int, int]]
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of one of a job's objects."""
+
+    block: int
+    start: int
+    stop: int
+
+
+class Wish(NamedTuple):
+    """When the engine should start, in seconds from now, at which loss at once, and how fast it computes."""
+
+    prefill: PrefillSpeed
+    deadline_s: float
+    kl_goal: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request with the bytes behind it: `pieces[chunk][step]` of `objects`."""
+
+    request: Request
+    objects: tuple[StoredObject, ...]
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+
+    def until(self, deadline_s: float) -> Job:
+        """Return the same with another deadline."""
+        return replace(self, request=replace(self.request, deadline_s=deadline_s))
+
+
+def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: Wish) -> Job:
+    """Return the job of one layered object a block.
+
+    spans: tokens [start, stop) of the chunks, whole blocks. kl: loss with refinement 0, with 0 and 1, and so on.
+    ValueError for spans that are not whole blocks or a loss too few or too many; CorruptPayload for objects that are
+    not a run of blocks with the same refinements.
+    """
+    steps = [_steps(stored) for stored in objects]
+    if not steps or any(len(each) != len(steps[0]) for each in steps):
+        raise CorruptPayload(f"expected objects with the same refinements, got {[len(each) for each in steps]}")
+    return _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
+
+
+def level_job(levels: Sequence[Sequence[StoredObject]], spans: _Spans, kl: Sequence[float], wish: Wish) -> Job:
+    """Return the job of blocks that are stored once for each level, the smallest level first.
+
+    levels: the run's objects at each level. `kl` and errors as for `layered_job`, with a loss for each level.
+    """
+    blocks = len(levels[0]) if levels else 0
+    if not blocks or any(len(level) != blocks for level in levels):
+        raise CorruptPayload(f"expected every block at every level, got {[len(level) for level in levels]}")
+    every = [stored for level in levels for stored in level]
+    steps = [
+        [_body(number * blocks + block, stored) for number, stored in enumerate(stored_levels)]
+        for block, stored_levels in enumerate(zip(*levels, strict=True))
+    ]
+    return _job(every, steps, blocks, spans, kl, is_layered=False, wish=wish)
+
+
+def _steps(stored: StoredObject) -> list[Piece]:
+    """Return the bytes of each refinement: sections stand in that order. The blocks' numbers are filled in later."""
+    pieces = []
+    for _, run in groupby(stored.entries, key=lambda entry: entry.id.refinement):
+        entries = list(run)
+        pieces.append(Piece(0, entries[0].offset, entries[-1].offset + entries[-1].size))
+    return pieces
+
+
+def _body(number: int, stored: StoredObject) -> Piece:
+    return Piece(number, stored.entries[0].offset, stored.object_bytes)
+
+
+def _job(
+    objects: Sequence[StoredObject],
+    steps: Sequence[Sequence[Piece]],
+    blocks: int,
+    spans: _Spans,
+    kl: Sequence[float],
+    is_layered: bool,
+    wish: Wish,
+) -> Job:
+    if len(kl) != len(steps[0]):
+        raise ValueError(f"expected a loss for each of {len(steps[0])} steps, got {len(kl)}")
+    starts = [stored.meta.start for stored in objects[:blocks]]
+    tokens = objects[0].meta.layout.tokens
+    if starts != [tokens * i for i in range(blocks)]:
+        raise CorruptPayload(f"expected blocks of {tokens} tokens from token 0 on, got blocks at {starts}")
+    chunks, pieces = [], []
+    for start, stop in spans:
+        if start % tokens or stop % tokens or not 0 <= start < stop <= blocks * tokens:
+            raise ValueError(f"a chunk is whole blocks of {tokens} tokens, got [{start}, {stop}) of {blocks} blocks")
+        span = range(start // tokens, stop // tokens)
+        of_steps = []
+        for step in range(len(kl)):
+            found = [steps[block][step] for block in span]
+            numbered = [piece._replace(block=block) for block, piece in zip(span, found, strict=True)]
+            of_steps.append(tuple(numbered if is_layered else found))
+        sizes = tuple(max(1, sum(piece.stop - piece.start for piece in each)) for each in of_steps)
+        chunks.append(Chunk(start, stop, sizes, tuple(kl)))
+        pieces.append(tuple(of_steps))
+    request = Request(tuple(chunks), is_layered, wish.prefill, wish.deadline_s, wish.kl_goal)
+    if request.tokens != blocks * tokens:
+        raise ValueError(f"the chunks end at token {request.tokens}, the blocks at {blocks * tokens}")
+    return Job(request, tuple(objects), tuple(pieces))

@@ -1,0 +1,366 @@
+"""Runs a plan over real sources: several ranges in flight, planned anew for each chunk, ended at the deadline.
+
+The caller's thread computes what the plan gives to the engine; a few threads fetch meanwhile. Invariant: a byte that a
+source has handed over is never asked for again, at that source or another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtide.clock import Clock
+from kvtide.errors import TierUnavailable
+from kvtide.fetch.job import Job, Piece
+from kvtide.stream.bandwidth import Estimator
+from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, mean_kl
+from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source
+
+__all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "run"]
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """Computes tokens on top of what it has; called from the caller's thread."""
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        """Compute tokens [start, stop) behind those that it has.
+
+        `is_wanted` is cheap: asked between two layers, so that no time is lost once the engine should start. False if
+        it said no and the tokens are not computed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Bounds of one load. ValueError for one that is not positive."""
+
+    # Ranges in flight at most; as many are used as the link's bandwidth-delay product needs.
+    requests_max: int = 4
+    # One range, all its tries included.
+    read_s_max: float = 30.0
+    # Between two tries at the same source.
+    retry_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (self.requests_max > 0 and self.read_s_max > 0 and self.retry_s > 0):
+            raise ValueError(f"bounds must be positive, got {self}")
+
+
+class LinkState:
+    """What is known of the way to the sources, kept from one load to the next: rate, and the shortest delay seen."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        self.latency_s = math.inf
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """Return how much must be asked for ahead to keep the link busy; 0 while it is unknown."""
+        rate = self.estimator.bytes_per_s()
+        return 0.0 if rate is None or math.isinf(self.latency_s) else rate * self.latency_s
+
+
+class FetchReport(NamedTuple):
+    """How a load went.
+
+    kl: inf unless every chunk is usable. faults: reads that ended early or brought damaged bytes. reasons: why things
+    were asked for, or given to the engine, and how many.
+    """
+
+    progress: Progress
+    kl: float
+    ready_s: float
+    received_bytes: int
+    faults: int
+    reasons: dict[Reason, int]
+
+
+class _Flight:
+    """One fetch under way: whether it is still wanted, and what it still has to bring."""
+
+    def __init__(self, fetch: Fetch, size: int) -> None:
+        self.fetch = fetch
+        self.left_bytes = size
+        self.is_wanted = True
+
+
+class _Run:
+    """The state of one load; everything is read and written under `changed`."""
+
+    def __init__(
+        self,
+        job: Job,
+        receiver: Receiver,
+        policy: Policy,
+        sources: Sequence[Source],
+        link: LinkState,
+        clock: Clock,
+        limits: FetchLimits,
+        computed_chunks: int,
+    ) -> None:
+        self._job = job
+        self._receiver = receiver
+        self._policy = policy
+        self._sources = deque(sources)
+        self._link = link
+        self._clock = clock
+        self._limits = limits
+        self._started_s = clock.monotonic_s()
+        self.changed = threading.Condition()
+        self.progress = Progress.start(job.request).assigning(range(computed_chunks))
+        for chunk in range(computed_chunks):
+            self.progress = self.progress.computing_done(chunk)
+        self._arrived: dict[int, set[int]] = {}
+        self._queue: deque[Fetch] = deque()
+        self._reason = Reason.COMPLETE
+        self._given: deque[int] = deque()
+        self._flights: set[_Flight] = set()
+        self._is_over = False
+        self.received_bytes = self.faults = 0
+        self.reasons: Counter[Reason] = Counter()
+
+    def now_s(self) -> float:
+        return self._clock.monotonic_s() - self._started_s
+
+    def _touch(self) -> None:
+        """Bring the progress up to now; what is no longer wanted is told so."""
+        was_s = self.progress.now_s
+        self.progress = self.progress.at(self.now_s(), self._link.estimator.bytes_per_s())
+        deadline_s = self._job.request.deadline_s
+        is_late = self.progress.now_s >= deadline_s
+        if was_s < deadline_s <= self.progress.now_s:
+            self._queue.clear()
+        for flight in self._flights:
+            chunk = flight.fetch.chunk
+            if chunk in self.progress.computed or (is_late and self.progress.is_usable(chunk)):
+                flight.is_wanted = False
+
+    def _replan(self) -> None:
+        plan = self._policy.plan(self._job.request, self.progress)
+        self._queue, self._reason = deque(plan.fetches), plan.reason
+        if plan.computes:
+            self.progress = self.progress.assigning(plan.computes)
+            self.reasons[plan.reason] += len(plan.computes)
+        self._given.extend(plan.computes)
+
+    # The fetching threads.
+
+    def fetch_until_over(self) -> None:
+        """Fetch what the plan says until the load is over."""
+        while (flight := self._next_flight()) is not None:
+            deadline_s = self._clock.monotonic_s() + self._limits.read_s_max
+            pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
+            is_whole = all(self._bring(piece, flight, deadline_s) for piece in pieces)
+            with self.changed:
+                self._flights.discard(flight)
+                self._touch()
+                if is_whole:
+                    self._arrive(flight.fetch)
+                # What was planned before this came is planned anew.
+                self._queue.clear()
+                self.changed.notify_all()
+
+    def _next_flight(self) -> _Flight | None:
+        """Wait for something to fetch; None when the load is over."""
+        with self.changed:
+            while not self._is_over:
+                self._touch()
+                if self._has_room():
+                    if not self._queue:
+                        self._replan()
+                        self.changed.notify_all()
+                    if self._queue:
+                        fetch = self._queue.popleft()
+                        self.reasons[self._reason] += 1
+                        self.progress = self.progress.asking(fetch)
+                        flight = _Flight(fetch, self._job.request.chunks[fetch.chunk].sizes[fetch.step])
+                        self._flights.add(flight)
+                        return flight
+                self.changed.wait(self._limits.retry_s)
+        return None
+
+    def _has_room(self) -> bool:
+        outstanding = sum(flight.left_bytes for flight in self._flights)
+        return not self._flights or outstanding < self._link.in_flight_bytes
+
+    def _bring(self, piece: Piece, flight: _Flight, deadline_s: float) -> bool:
+        """Read a piece to its end, at one source after the other, from where the last one stopped."""
+        position, absent = piece.start, 0
+        while position < piece.stop and absent < len(self._sources):
+            with self.changed:
+                source = self._sources[0]
+            asked_s = self._clock.monotonic_s()
+            taker = _Taker(self, piece.block, position, flight, asked_s)
+            object_id = self._job.objects[piece.block].meta.id
+            try:
+                is_there = source.read(object_id, position, piece.stop, taker.take, deadline_s)
+                absent = 0 if is_there else absent + 1
+                fault = f"{source.name} does not have all of {object_id}"
+            except TierUnavailable as error:
+                fault = str(error)
+            self._note(taker.position - position, asked_s)
+            position = taker.position
+            if position < piece.stop and not self._may_go_on(source, flight, fault, deadline_s):
+                return False
+        return position == piece.stop and flight.is_wanted
+
+    def _note(self, size: int, asked_s: float) -> None:
+        with self.changed:
+            self._link.estimator.add(size, asked_s, self._clock.monotonic_s())
+
+    def _may_go_on(self, source: Source, flight: _Flight, fault: str, deadline_s: float) -> bool:
+        """Tell whether to try again after a read that ended early, at the next source; waits before that."""
+        with self.changed:
+            if not flight.is_wanted or self._is_over or self._clock.monotonic_s() >= deadline_s:
+                return False
+            self.faults += 1
+            if self.faults == 1:
+                _log.warning("%s; going on at the next source, further faults are only counted", fault)
+            if self._sources[0] is source:
+                self._sources.rotate(-1)
+            self.changed.wait_for(lambda: self._is_over, self._limits.retry_s)
+            return not self._is_over
+
+    def take(self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None) -> bool:
+        """Hand bytes to the receiver; False when the flight is no longer wanted."""
+        with self.changed:
+            if part and asked_s is not None:
+                self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
+            self.received_bytes += len(part)
+            flight.left_bytes -= len(part)
+            self._touch()
+            if part and flight.is_wanted:
+                self._receiver.offer_bytes(block, position, part)
+            if self._has_room():
+                self.changed.notify_all()
+            return flight.is_wanted and not self._is_over
+
+    def _arrive(self, fetch: Fetch) -> None:
+        """Count a fetch whose bytes are all here, if their checksums hold; refinements count in unbroken runs."""
+        for piece in self._job.pieces[fetch.chunk][fetch.step]:
+            if not self._receiver.has_range(piece.block, piece.start, piece.stop):
+                self.faults += 1
+                return
+        if not self._job.request.is_layered:
+            self.progress = self.progress.arrived(fetch)
+            return
+        early = self._arrived.setdefault(fetch.chunk, set())
+        early.add(fetch.step)
+        while (following := Fetch(fetch.chunk, self.progress.here[fetch.chunk])).step in early:
+            self.progress = self.progress.arrived(following)
+
+    # The caller's thread.
+
+    def compute_until_ready(self, engine: Engine) -> None:
+        """Have the engine compute what it is given, until it should start or nothing more can come."""
+        while True:
+            with self.changed:
+                self._touch()
+                if is_ready(self._job.request, self.progress) or not self._has_work():
+                    return
+                chunk = self._next_chunk()
+                if chunk is None:
+                    left_s = self._job.request.deadline_s - self.progress.now_s
+                    self.changed.wait(min(self._limits.retry_s, left_s) if left_s > 0 else self._limits.retry_s)
+                    continue
+            tokens = self._job.request.chunks[chunk]
+            is_computed = engine.compute(tokens.start, tokens.stop, lambda: not self._is_ready())
+            with self.changed:
+                if is_computed:
+                    self.progress = self.progress.computing_done(chunk)
+                    self._touch()
+                    self._replan()
+                    self.changed.notify_all()
+
+    def _is_ready(self) -> bool:
+        with self.changed:
+            self._touch()
+            return is_ready(self._job.request, self.progress)
+
+    def _next_chunk(self) -> int | None:
+        if not self._given:
+            self._replan()
+        if self._given and all(self.progress.is_usable(before) for before in range(self._given[0])):
+            return self._given.popleft()
+        return None
+
+    def _has_work(self) -> bool:
+        if self._flights or self._queue or self._given:
+            return True
+        self._replan()
+        return bool(self._queue or self._given)
+
+    def finish(self) -> None:
+        """Let the fetching threads go: none takes a byte after this."""
+        with self.changed:
+            self._is_over = True
+            for flight in self._flights:
+                flight.is_wanted = False
+            self.changed.notify_all()
+
+
+class _Taker:
+    """Follows the position of one read."""
+
+    def __init__(self, run_: _Run, block: int, position: int, flight: _Flight, asked_s: float) -> None:
+        self._run = run_
+        self._block = block
+        self._flight = flight
+        self._asked_s: float | None = asked_s
+        self.position = position
+
+    def take(self, part: memoryview) -> bool:
+        goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s)
+        if part:
+            self._asked_s = None
+        self.position += len(part)
+        return goes_on
+
+
+def run(
+    job: Job,
+    receiver: Receiver,
+    policy: Policy,
+    sources: Sequence[Source],
+    link: LinkState,
+    clock: Clock,
+    engine: Engine,
+    limits: FetchLimits,
+    computed_chunks: int = 0,
+) -> FetchReport:
+    """Load a job's context into `receiver`, computing in this thread what the policy gives to the engine.
+
+    Returns when the engine should start, or nothing more can come; what then has not arrived is left, and the receiver
+    is the caller's alone. Sources are tried in order, from the first that works on. computed_chunks: leading chunks
+    that the engine has already. ValueError for no source.
+    """
+    if not sources:
+        raise ValueError("a load needs at least one source, got none")
+    state = _Run(job, receiver, policy, sources, link, clock, limits, computed_chunks)
+    threads = [
+        threading.Thread(target=state.fetch_until_over, name=f"kvtide-fetch-{number}", daemon=True)
+        for number in range(limits.requests_max)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        state.compute_until_ready(engine)
+    finally:
+        state.finish()
+    with state.changed:
+        return FetchReport(
+            progress=state.progress,
+            kl=mean_kl(job.request, state.progress),
+            ready_s=state.now_s(),
+            received_bytes=state.received_bytes,
+            faults=state.faults,
+            reasons=dict(state.reasons),
+        )

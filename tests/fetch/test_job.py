@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.fetch.sources import KL, STEP_BYTES, MadeSource, made_objects, parsed
+
+from kvtide.clock import SystemClock
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.fetch import Piece, TierSource, Wish, layered_job, level_job, read_heads
+from kvtide.stream.plan import PrefillSpeed
+from kvtide.tier import MemoryTier
+
+OBJECTS = made_objects(4)
+STORED = parsed(OBJECTS)
+WISH = Wish(PrefillSpeed(100.0), 1.0)
+
+
+def test_steps_are_ranges_of_each_block_of_a_chunk() -> None:
+    job = layered_job(STORED, [(0, 10), (10, 40)], KL, WISH)
+    body = STORED[0].entries[0].offset
+    assert [chunk.sizes for chunk in job.request.chunks] == [STEP_BYTES, tuple(3 * size for size in STEP_BYTES)]
+    assert job.pieces[0] == (
+        (Piece(0, body, body + 3000),),
+        (Piece(0, body + 3000, body + 5000),),
+        (Piece(0, body + 5000, body + 10_000),),
+    )
+    assert [piece.block for piece in job.pieces[1][2]] == [1, 2, 3]
+    assert job.until(9.0).request.deadline_s == 9.0
+
+
+def test_levels_are_whole_bodies_of_other_objects() -> None:
+    small = parsed(made_objects(2, (1000,)))
+    large = parsed(made_objects(2, (4000,), seed=1))
+    job = level_job([small, large], [(0, 20)], (0.3, 0.1), WISH)
+    assert job.request.chunks[0].sizes == (2000, 8000)
+    assert not job.request.is_layered
+    assert [[piece.block for piece in step] for step in job.pieces[0]] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("spans", [[(0, 5), (5, 40)], [(0, 10)], [(0, 50)], [(0, 10), (20, 40)]])
+def test_chunks_that_are_not_whole_blocks_of_all_are_refused(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match=r"whole blocks|chunks end|starts at token"):
+        layered_job(STORED, spans, KL, WISH)
+
+
+def test_wrong_number_of_losses_is_refused() -> None:
+    with pytest.raises(ValueError, match="a loss for each of 3 steps, got 2"):
+        layered_job(STORED, [(0, 40)], KL[:2], WISH)
+
+
+def test_objects_that_are_no_run_are_refused() -> None:
+    with pytest.raises(CorruptPayload, match="blocks of 10 tokens from token 0 on"):
+        layered_job(STORED[1:], [(0, 30)], KL, WISH)
+    with pytest.raises(CorruptPayload, match="same refinements, got \\[3, 1\\]"):
+        layered_job([STORED[0], parsed(made_objects(2, (50,)))[1]], [(0, 20)], KL, WISH)
+    with pytest.raises(CorruptPayload, match="same refinements"):
+        layered_job([], [], KL, WISH)
+    with pytest.raises(CorruptPayload, match=r"every block at every level, got \[4, 3\]"):
+        level_job([STORED, STORED[:3]], [(0, 40)], (0.2, 0.1), WISH)
+
+
+def test_heads_of_a_run_are_read_exactly_and_once() -> None:
+    source = MadeSource(OBJECTS, part=100_000)
+    heads = read_heads([source], list(OBJECTS), SystemClock(), 5.0, 4)
+    assert [head.version_tag for head in heads] == [stored.version_tag for stored in STORED]
+    assert source.served_bytes == sum(len(stored.head) for stored in STORED)
+    # Two reads for the first, whose table is of unknown size, one for each of the others.
+    assert len(source.served) == 5
+
+
+def test_heads_end_before_what_is_absent_or_damaged() -> None:
+    ids = list(OBJECTS)
+    partly = {object_id: OBJECTS[object_id] for object_id in ids if object_id != ids[2]}
+    assert len(read_heads([MadeSource(partly)], ids, SystemClock(), 5.0, 2)) == 2
+    assert len(read_heads([MadeSource(partly), MadeSource(OBJECTS)], ids, SystemClock(), 5.0, 2)) == 4
+    damaged = {**OBJECTS, ids[0]: b"x" * 5000}
+    assert read_heads([MadeSource(damaged)], ids, SystemClock(), 5.0, 2) == []
+    assert read_heads([MadeSource(OBJECTS)], [], SystemClock(), 5.0, 2) == []
+
+
+def test_tier_is_a_source_in_slices() -> None:
+    object_id, data = next(iter(OBJECTS.items()))
+    tier, clock = MemoryTier(1 << 20, SystemClock(), lambda key: False), SystemClock()
+    tier.open()
+    tier.put_from(object_id, data)
+    source, parts = TierSource(tier, clock, slice_bytes=1000), list[bytes]()
+
+    def take(part: memoryview) -> bool:
+        parts.append(bytes(part))
+        return len(parts) < 3
+
+    assert source.read(object_id, 100, 5000, take, clock.monotonic_s() + 5)
+    assert b"".join(parts) == data[100:3100]
+    assert not source.read(object_id, len(data) - 10, len(data) + 10, lambda part: True, clock.monotonic_s() + 5)
+    with pytest.raises(TierUnavailable, match="deadline passed"):
+        source.read(object_id, 0, 10, take, time.monotonic() - 1)
+    tier.close()
+
+
+def test_slices_without_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        TierSource(MemoryTier(1 << 20, SystemClock(), lambda key: False), SystemClock(), slice_bytes=0)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+
+import pytest
+from tests.fetch.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
+
+from kvtide.clock import SystemClock
+from kvtide.fetch import Engine, FetchLimits, FetchReport, Job, LinkState, Source, Wish, level_job, run
+from kvtide.stream.bandwidth import HarmonicRate
+from kvtide.stream.plan import CachegenRule, Layered, Policy, PrefillSpeed, Reason, TwoEnded
+from kvtide.stream.receiver import Receiver
+
+OBJECTS = made_objects(6)
+SPANS = [(0, 10), (10, 20), (20, 30)]
+ALL_BYTES = 6 * sum(STEP_BYTES)
+
+
+def load(
+    job: Job, policy: Policy, *sources: Source, engine: Engine | None = None, limits: FetchLimits | None = None
+) -> tuple[FetchReport, Receiver]:
+    link = LinkState(HarmonicRate())
+    receiver = Receiver(job.objects)
+    bounds = limits or FetchLimits(retry_s=0.01)
+    report = run(job, receiver, policy, sources, link, SystemClock(), engine or IdleEngine(), bounds)
+    receiver.check()
+    return report, receiver
+
+
+def test_all_steps_of_all_chunks_come_if_there_is_time() -> None:
+    report, receiver = load(made_job(OBJECTS, deadline_s=20.0), Layered(), MadeSource(OBJECTS))
+    assert report.progress.here == (3,) * 6
+    assert (report.kl, report.received_bytes, report.faults) == (pytest.approx(KL[-1]), ALL_BYTES, 0)
+    stored = parsed(OBJECTS)
+    assert [receiver.sections(block) == stored[block].sections() for block in range(6)] == [True] * 6
+
+
+def test_engine_starts_at_the_deadline_with_what_is_there() -> None:
+    # 18,000 bytes of bases by 0.18 s, then some of the refinements.
+    report, _ = load(made_job(OBJECTS, deadline_s=0.3), Layered(), MadeSource(OBJECTS, bytes_per_s=1e5))
+    assert 0.3 <= report.ready_s < 0.45
+    assert KL[-1] < report.kl <= KL[0]
+    assert min(report.progress.here) >= 1
+
+
+def test_engine_starts_early_once_the_goal_is_reached() -> None:
+    job = made_job(OBJECTS, deadline_s=20.0, goal=0.12)
+    report, _ = load(job, Layered(), MadeSource(OBJECTS, bytes_per_s=1e5))
+    assert report.ready_s < 1.0
+    assert KL[1] <= report.kl <= 0.12
+
+
+def test_both_ends_work_and_meet() -> None:
+    # The engine has a block every 50 ms, the link a base every 60 ms.
+    engine = MadeEngine(tokens_per_s=200)
+    job = made_job(OBJECTS, deadline_s=0.0, tokens_per_s=200)
+    report, _ = load(job, TwoEnded(), MadeSource(OBJECTS, bytes_per_s=5e4), engine=engine)
+    assert report.ready_s < 0.26
+    computed = len(engine.spans)
+    assert engine.spans == [(10 * i, 10 * i + 10) for i in range(computed)]
+    assert 2 <= computed <= 5
+    assert all(report.progress.here[chunk] for chunk in range(computed, 6))
+
+
+def test_dead_source_leaves_all_to_the_engine() -> None:
+    source, engine = MadeSource(OBJECTS), MadeEngine(tokens_per_s=1000)
+    source.is_down = True
+    report, _ = load(made_job(OBJECTS, 0.02, tokens_per_s=1000), TwoEnded(), source, engine=engine)
+    assert (report.kl, report.received_bytes, len(engine.spans)) == (0.0, 0, 6)
+    assert report.ready_s < 0.3
+
+
+def test_without_an_engine_a_dead_source_ends_the_load() -> None:
+    source = MadeSource(OBJECTS)
+    source.is_down = True
+    limits = FetchLimits(requests_max=8, read_s_max=0.2, retry_s=0.01)
+    report, receiver = load(made_job(OBJECTS, 0.1), Layered(), source, limits=limits)
+    assert report.kl == math.inf
+    assert report.ready_s < 2.0
+    assert receiver.usable() == []
+
+
+def test_reads_that_break_off_go_on_where_they_stopped() -> None:
+    sources = [MadeSource(OBJECTS, cut_bytes=700), MadeSource(OBJECTS, cut_bytes=1100)]
+    report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), *sources)
+    assert report.progress.here == (3,) * 6
+    assert report.faults > 10
+    assert report.received_bytes == sum(source.served_bytes for source in sources) == ALL_BYTES
+
+
+def test_server_that_dies_is_replaced_without_a_byte_twice() -> None:
+    dying, spare = MadeSource(OBJECTS, bytes_per_s=2e5), MadeSource(OBJECTS, bytes_per_s=2e5)
+    killer = threading.Timer(0.1, lambda: setattr(dying, "is_down", True))
+    killer.start()
+    report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), dying, spare)
+    killer.join()
+    assert report.progress.here == (3,) * 6
+    assert dying.served_bytes + spare.served_bytes == ALL_BYTES
+    assert (dying.served_bytes > 0, spare.served_bytes > 0) == (True, True)
+
+
+def test_link_that_is_cut_for_a_while_is_tried_again() -> None:
+    source = MadeSource(OBJECTS, bytes_per_s=2e5)
+    switches = [
+        threading.Timer(at_s, lambda value=value: setattr(source, "is_down", value))
+        for at_s, value in ((0.05, True), (0.35, False))
+    ]
+    for switch in switches:
+        switch.start()
+    report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), source)
+    assert report.progress.here == (3,) * 6
+    assert source.served_twice == 0
+
+
+def test_damaged_base_is_computed() -> None:
+    damaged = dict(OBJECTS)
+    object_id = list(OBJECTS)[4]
+    damaged[object_id] = _flipped(OBJECTS[object_id], parsed(OBJECTS)[4].entries[1].offset)
+    engine = MadeEngine(tokens_per_s=1000)
+    # After the deadline the first chunks' bases are here; the damaged one is computed on top of them.
+    job = made_job(OBJECTS, deadline_s=0.0, tokens_per_s=1000)
+    report, _ = load(job, TwoEnded(), MadeSource(damaged), engine=engine)
+    assert not report.progress.here[4]
+    assert 4 in report.progress.computed
+    assert report.faults == 1
+
+
+def _flipped(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
+
+
+def test_damaged_refinement_costs_its_own_quality_only() -> None:
+    damaged = dict(OBJECTS)
+    object_id = next(iter(OBJECTS))
+    damaged[object_id] = _flipped(OBJECTS[object_id], parsed(OBJECTS)[0].entries[2].offset)
+    report, _ = load(made_job(OBJECTS, deadline_s=0.5), Layered(), MadeSource(damaged))
+    assert report.progress.here == (1, 3, 3, 3, 3, 3)
+
+
+def test_only_what_keeps_the_link_busy_is_in_flight() -> None:
+    # The first byte comes with the first part of 500 bytes: 10 ms at this rate, so that little is asked for ahead.
+    source = MadeSource(OBJECTS, bytes_per_s=5e4)
+    load(made_job(OBJECTS, deadline_s=0.5), Layered(), source)
+    assert 1 <= source.reading_max <= 2
+    limited = MadeSource(OBJECTS)
+    load(made_job(OBJECTS, deadline_s=5.0), Layered(), limited, limits=FetchLimits(requests_max=2))
+    assert limited.reading_max <= 2
+
+
+def test_nothing_is_taken_after_the_load() -> None:
+    source = MadeSource(OBJECTS, bytes_per_s=5e4)
+    _, receiver = load(made_job(OBJECTS, deadline_s=0.45), Layered(), source)
+    before = len(receiver.missing())
+    time.sleep(0.2)
+    assert len(receiver.missing()) == before > 0
+
+
+def test_levels_are_loaded_one_for_each_chunk() -> None:
+    small, large = made_objects(3, (1000,)), made_objects(3, (9000,), seed=1)
+    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), Wish(PrefillSpeed(1.0), 0.3))
+    # A middle level, the smaller of two, first; then all large ones would take 0.18 s, if the estimate is right.
+    source = MadeSource({**small, **large}, bytes_per_s=1e5)
+    report, receiver = load(job, CachegenRule(), source)
+    assert report.progress.here == (1, 2, 2)
+    assert (report.reasons, report.received_bytes) == ({Reason.FIRST: 1, Reason.LEVEL: 2}, 19_000)
+    assert [bool(receiver.sections(number)) for number in range(6)] == [True, False, False, False, True, True]
+
+
+def test_object_that_no_source_has_ends_its_fetch_at_once() -> None:
+    absent = list(OBJECTS)[2]
+    partly = {object_id: data for object_id, data in OBJECTS.items() if object_id != absent}
+    report, _ = load(made_job(OBJECTS, deadline_s=5.0), Layered(), MadeSource(partly), MadeSource(partly))
+    assert report.progress.here == (3, 3, 0, 3, 3, 3)
+    assert report.ready_s < 2.0
+
+
+def test_cachegen_has_the_engine_compute_text() -> None:
+    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), Wish(PrefillSpeed(1000.0), 5.0))
+    engine = MadeEngine(1000.0)
+    report, _ = load(job, CachegenRule(), MadeSource(OBJECTS), engine=engine)
+    assert engine.spans == [(0, 30), (30, 60)]
+    assert (report.kl, report.reasons) == (0.0, {Reason.TEXT: 2})
+
+
+def test_errors_of_the_engine_reach_the_caller_and_end_the_load() -> None:
+    job = dataclasses.replace(made_job(OBJECTS, deadline_s=5.0))
+    with pytest.raises(AssertionError, match="asked to compute"):
+        load(job, TwoEnded(), MadeSource(OBJECTS, bytes_per_s=1e4))
+    time.sleep(0.3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtide-fetch")]
+
+
+def test_load_without_a_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one source"):
+        load(made_job(OBJECTS, 1.0), Layered())
+
+
+@pytest.mark.parametrize("bad", [{"requests_max": 0}, {"read_s_max": 0.0}, {"retry_s": -1.0}])
+def test_bounds_that_can_not_be_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        FetchLimits(**bad)  # type: ignore[arg-type]
