@@ -16,7 +16,7 @@ from kvtide.clock import SystemClock
 from kvtide.server.manifest import Manifest
 from kvtide.server.regions import RegionSettings
 from kvtide.server.service import store_and_region
-from kvtide.server.settings import ServerSettings
+from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 
 
@@ -180,6 +180,19 @@ def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         store_and_region(ServerSettings(**wrong), SystemClock())  # type: ignore[arg-type]
+
+
+def test_file_names_paths_as_text(tmp_path: Path) -> None:
+    lines = ['socket_path = "/run/near"', 'manifest = "/var/m"', 'central = "http://h:1"', "[tls]"]
+    path = tmp_path / "server.toml"
+    path.write_text("\n".join([*lines, 'cert_file = "/c"', 'key_file = "/k"']))
+    settings = read_settings(path, {})
+    assert (settings.socket_path, settings.manifest) == (Path("/run/near"), Path("/var/m"))
+    assert settings.tls is not None and settings.tls.key_file == Path("/k")
+    assert read_settings(None, {"manifest": tmp_path}).manifest == tmp_path
+    path.write_text("manifest = 3")
+    with pytest.raises(ValueError, match="manifest"):
+        read_settings(path, {})
 
 
 def test_bounds_are_positive() -> None:
