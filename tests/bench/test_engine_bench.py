@@ -15,22 +15,24 @@ PYTHON = Path("/usr/bin/false")
 
 
 def test_contenders_have_stores_of_their_own(tmp_path: Path) -> None:
-    found = contenders(PYTHON, PYTHON, ("native", "lmcache"), tmp_path)
-    assert [each.name for each in found] == ["plain", "kvtide", "native", "lmcache"]
+    found = contenders(PYTHON, PYTHON, ("native", "lmcache"), ("raw=http://host:1",), tmp_path)
+    assert [each.name for each in found] == ["plain", "kvtide", "kvtide raw=http://host:1", "native", "lmcache"]
     folders = [each.folder for each in found if each.folder]
     assert len(set(folders)) == 3
 
 
 def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown peer 'redis'"):
-        contenders(PYTHON, None, ("redis",), tmp_path)
+        contenders(PYTHON, None, ("redis",), (), tmp_path)
+    with pytest.raises(ValueError, match="codec=URL"):
+        contenders(PYTHON, None, (), ("http://host:1",), tmp_path)
     with pytest.raises(ValueError, match="--lmcache-python"):
-        contenders(PYTHON, None, ("lmcache",), tmp_path)
+        contenders(PYTHON, None, ("lmcache",), (), tmp_path)
 
 
 def test_short_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must have"):
-        engine.run(tmp_path, range(100), PYTHON, None, (), engine.QUICK, tmp_path, lambda *step: None)
+        engine.run(tmp_path, range(100), PYTHON, None, (), (), engine.QUICK, tmp_path, lambda *step: None)
 
 
 def test_engine_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
@@ -60,13 +62,13 @@ def test_rows_compare_answers_and_times_with_plain() -> None:
         for name, found in (("plain", plain), ("kvtide", ours), ("native", theirs))
         for workload in found.answers
     ]
-    result = engine._result(rows, {"kvtide": ours}, "model", "float32")
+    result = engine._result(rows, {"kvtide": ours}, {"lmcache": "no\nport"}, "model", "float32")
     assert result.ttft_speedup_vs_plain == 16.0
     assert (result.restart_vs_native, result.memory_vs_native, result.restart_vs_lmcache) == (2.0, 2.0, None)
     assert result.is_identical
     assert {row.engine: row.is_identical for row in rows} == {"plain": True, "kvtide": True, "native": False}
     assert result.tokens_restored == 128
-    assert engine.table(result).row_count == len(rows)
+    assert engine.table(result).row_count == len(rows) + 1
 
 
 def test_chat_grows_by_the_answers() -> None:

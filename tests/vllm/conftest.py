@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="vllm is not installed here: make test-vllm"))
+                item.add_marker(pytest.mark.skip(reason="needs an environment of its own: make test-vllm"))
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +56,9 @@ def engine(
 
 @pytest.fixture(scope="session")
 def soak_prompts(tokens: list[int]) -> list[list[int]]:
-    """Six prompts on two shared beginnings."""
+    """Six prompts on two shared beginnings, whose answers fill a page and need another."""
     return [
-        tokens[start : start + 300] + tokens[tail : tail + 100] for start in (0, 5000) for tail in (9000, 9200, 9400)
+        tokens[start : start + 300] + tokens[tail : tail + 80] for start in (0, 5000) for tail in (9000, 9200, 9400)
     ]
 
 

@@ -98,7 +98,7 @@ def test_layers_are_waited_for_within_the_step_and_faults_are_recomputed(
 def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     engine: Any, plain: Any, soak_prompts: list[list[int]], tmp_path: Path, fault_factor: int
 ) -> None:
-    # Pages for three requests of eight, and a disk for a third of the blocks.
+    # Pages for four requests of eight until their answers need more, and a disk for half of the blocks.
     small = {"num_gpu_blocks_override": 14, "max_model_len": 1024, "disable_log_stats": False}
     transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **NO_MEMORY)
     requests = 500 if fault_factor > 1 else SOAK_REQUESTS

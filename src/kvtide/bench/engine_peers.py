@@ -25,9 +25,9 @@ SERVER_S_MAX = 120.0
 
 
 class Contender(NamedTuple):
-    """A way to serve. `server` is a command that runs beside the engine; `folder` is what outlives a restart.
+    """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
 
-    `health_url` answers once the server is up.
+    What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says.
     """
 
     name: str
@@ -38,16 +38,25 @@ class Contender(NamedTuple):
     health_url: str = ""
 
 
-def contenders(python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path) -> list[Contender]:
+def contenders(
+    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], stores: tuple[str, ...], work: Path
+) -> list[Contender]:
     """Return plain vLLM, kvtide and the chosen peers, each with its store under `work`.
 
-    ValueError for an unknown peer, and for LMCache without an environment that has it.
+    `stores` are further stores for kvtide, each `codec=URL`. ValueError for an unknown peer, a store without a codec,
+    and for LMCache without an environment that has it.
     """
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
         raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
     disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
     found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide")]
+    for store in stores:
+        codec, separator, url = store.partition("=")
+        if not separator or "/" in codec:
+            raise ValueError(f"a further store is given as codec=URL, got {store!r}")
+        transfer = kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES)
+        found.append(Contender(f"kvtide {store}", python, transfer))
     if "native" in peers:
         found.append(Contender("native", python, _native(work / "native"), work / "native"))
     if "lmcache" in peers:

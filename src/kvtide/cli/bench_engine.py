@@ -30,6 +30,9 @@ def bench_engine(
     lmcache_python: Annotated[
         Path | None, typer.Option("--lmcache-python", help="Interpreter with vLLM and LMCache.")
     ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option("--store", help="A further store for kvtide, codec=URL; may be repeated.")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
     plot: Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")] = None,
     quick: QuickOption = False,
@@ -45,6 +48,7 @@ def bench_engine(
             python or Path(sys.executable),
             lmcache_python,
             chosen,
+            tuple(store or ()),
             engine.QUICK if quick else engine.EngineBenchSize(),
             Path(work),
             _show,

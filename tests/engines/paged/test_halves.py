@@ -173,8 +173,10 @@ def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., T
     hit, pages, failed = second.load("b", PROMPT)
     assert hit == 3 * BLOCK
     assert failed == set(pages[BLOCK // PAGE_TOKENS : 3 * BLOCK // PAGE_TOKENS])
-    assert second.ask("b", PROMPT) == BLOCK
+    assert second.ask("b", PROMPT) == 0
+    assert second.ask("c", PROMPT) == BLOCK
     second.finish("b")
+    second.finish("c")
 
 
 def test_private_store_counts_what_was_ordered(engines: Callable[..., ToyEngine]) -> None:
@@ -216,6 +218,20 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
     gate.set()
     second.finish("b")
     second.finish("c")
+
+
+def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    second.pace = second.scheduler._pace = Pace(0.05)
+    gate, tiers = threading.Event(), second.worker.cache.tiers
+    tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
+    hit, pages, failed = second.load("b", PROMPT)
+    assert failed == set(pages[: hit // PAGE_TOKENS])
+    # Neither speed of prefill is known nor a block lost: only that this request has waited.
+    assert second.ask("b", PROMPT) == 0
+    gate.set()
+    second.finish("b")
 
 
 def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
@@ -311,7 +327,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
     engine = engines()
     gate = threading.Event()
-    engine.scheduler.cache.tiers.contains = lambda object_id: gate.wait(5)  # type: ignore[method-assign]
+    engine.scheduler.cache.tiers.places = lambda object_id: iter([0] * gate.wait(5))  # type: ignore[method-assign]
     answers = [engine.scheduler.match("a", b"", PROMPT, 0)]
     while answers[-1] is None:
         answers.append(engine.scheduler.match("a", b"", PROMPT, 0))

@@ -52,8 +52,12 @@ class LoadTiming(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """What a worker found out in a step. `lost`: blocks that were promised and are not there."""
+    """What a worker found out in a step.
+
+    `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
+    """
 
     step: int
     loads: tuple[LoadTiming, ...]
     lost: tuple[BlockKey, ...]
+    failed: tuple[str, ...]

@@ -98,7 +98,7 @@ class SchedulerHalf:
             sequence = self._sequences[request] = TrackedSequence(namespaces, self._block_tokens)
         sequence.computed_tokens = computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
-        if len(blocks) * self._block_tokens <= computed_tokens:
+        if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
             return 0
         hits = self._stored(request, blocks)
         if hits is None:
@@ -190,6 +190,9 @@ class SchedulerHalf:
             self._pace.note_prefill(step.tokens, now_s - step.started_s, now_s)
         for timing in report.loads:
             self._pace.note_load(timing.tokens, timing.seconds, now_s)
+        for request in report.failed:
+            if request in self._sequences:
+                self._sequences[request].may_load = False
         for key in report.lost:
             self.cache.index.remove(key)
             self._lost[key] = now_s

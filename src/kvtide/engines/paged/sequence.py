@@ -44,6 +44,8 @@ class TrackedSequence:
         self._tokens = 0
         # Blocks that were stored, ordered to be, or found stored.
         self.settled = 0
+        # A request whose load has failed is not made to wait for a second one.
+        self.may_load = True
         # What the engine had computed itself when it last asked for a match.
         self.computed_tokens = 0
 

@@ -92,6 +92,7 @@ class WorkerHalf:
         self._failed_requests: set[str] = set()
         self._timings: list[LoadTiming] = []
         self._lost: list[BlockKey] = []
+        self._failed: list[str] = []
 
     def close(self) -> None:
         """End all loads and store what is queued, as long as the cache may. Idempotent."""
@@ -133,6 +134,8 @@ class WorkerHalf:
 
     def _note(self, load: _Load, report: LoadReport, seconds: float) -> None:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
+        if report.blocks < wanted:
+            self._failed.append(load.order.request)
         if report.reason is MissReason.DEADLINE:
             self._timings.append(LoadTiming(wanted * tokens, seconds * wanted * tokens / (report.blocks * tokens or 1)))
             return
@@ -187,8 +190,8 @@ class WorkerHalf:
     def report(self, step: int) -> WorkerReport:
         """Return what the scheduler half should know, once."""
         with self._changed:
-            found = WorkerReport(step, tuple(self._timings), tuple(self._lost))
-            self._timings, self._lost = [], []
+            found = WorkerReport(step, tuple(self._timings), tuple(self._lost), tuple(self._failed))
+            self._timings, self._lost, self._failed = [], [], []
         return found
 
     def check(self) -> None:

@@ -58,7 +58,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Join what two workers found out in one step."""
         assert isinstance(other, StepReport)
         mine, theirs = self.report, other.report
-        return StepReport(WorkerReport(mine.step, mine.loads + theirs.loads, mine.lost + theirs.lost))
+        loads, lost, failed = mine.loads + theirs.loads, mine.lost + theirs.lost, mine.failed + theirs.failed
+        return StepReport(WorkerReport(mine.step, loads, lost, failed))
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
