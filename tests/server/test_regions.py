@@ -13,11 +13,13 @@ from tests.servers import RunningServer
 
 from kvtide.bench.services import free_ports, wait_until
 from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
 from kvtide.server.manifest import Manifest
-from kvtide.server.regions import RegionSettings
+from kvtide.server.regions import CentralTier, RegionSettings
 from kvtide.server.service import store_and_region
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import MemoryTier
 
 
 class World:
@@ -160,6 +162,37 @@ def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: p
     for number in range(5):
         manifest.add(object_id(number))
     assert (len(manifest), manifest.dropped, manifest.next()) == (3, 2, object_id(2))
+    manifest.close()
+
+
+def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.manifest.RECORDS_MAX", 20)
+    path = tmp_path / "manifest"
+    manifest = Manifest(path)
+    manifest.open()
+    for number in range(200):
+        manifest.add(object_id(number))
+        if number % 10:
+            manifest.done(object_id(number))
+    waiting = len(manifest)
+    manifest.close()
+    assert waiting == 20
+    assert path.stat().st_size <= 73 * (20 + 22)
+    again = Manifest(path)
+    again.open()
+    assert len(again) == 20
+    again.close()
+
+
+def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "manifest")
+    manifest.open()
+    assert manifest._file is not None
+    manifest._file.close()
+    manifest._file = (tmp_path / "manifest").open("rb")
+    central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest, SystemClock())
+    with pytest.raises(TierUnavailable, match="can't note"):
+        central.put_from(object_id(1), b"x")
     manifest.close()
 
 
