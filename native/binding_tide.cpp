@@ -105,7 +105,7 @@ void project(const std::string& path_name, const Array<const float, 3>& values, 
   want(apart.size() == block.tokens && out.shape(1) == block.tokens, "tide: want outputs of all tokens");
   const TideMatrix matrix = matrix_of(panels, shape, out.shape(0), false, order, block.values());
   const TideProject job{block, flat(values), span_of(mean), span_of(scale), matrix, span_of(order), span_of(apart), flat(out)};
-  unlocked([&] { tide_project(path, job); });
+  unlocked([&] { path.project(job); });
 }
 
 void restore(const std::string& path_name, const ConstValues& coefficients, const Tables& classes,
@@ -122,7 +122,7 @@ void restore(const std::string& path_name, const ConstValues& coefficients, cons
   want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
   const TideRestore job{block, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
                         matrix, span_of(order), flat(out)};
-  unlocked([&] { tide_restore(path, job); });
+  unlocked([&] { path.restore(job); });
 }
 
 }  // namespace

@@ -97,13 +97,10 @@ struct TidePath {
   // False, with anything in the rows, if a list is too short.
   bool (*take)(const TideRows& rows, const TideLists<const std::int16_t>& lists);
   bool (*put)(const TideRows& rows, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists);
-  // sums[token][column] of one panel of tokens, [pairs][4][2], and one of columns.
-  void (*multiply)(const std::int16_t* tokens, const std::int16_t* columns, std::size_t pairs, std::int32_t* sums);
+  void (*project)(const TideProject& job);
+  void (*restore)(const TideRestore& job);
 };
 
 std::span<const TidePath> tide_paths();
-
-void tide_project(const TidePath& path, const TideProject& job);
-void tide_restore(const TidePath& path, const TideRestore& job);
 
 }  // namespace kvtide

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "tide_lists.hpp"
+#include "tide_transform.hpp"
 
 namespace kvtide {
 namespace {
@@ -85,6 +86,6 @@ void multiply(const std::int16_t* tokens, const std::int16_t* columns, std::size
 }  // namespace
 
 const TidePath tide_avx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt"); }, take,
-                            put_rows, multiply};
+                            put_rows, project_block<multiply>, restore_block<multiply>};
 
 }  // namespace kvtide

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "tide_lists.hpp"
+#include "tide_transform.hpp"
 
 namespace kvtide {
 namespace {
@@ -24,6 +25,7 @@ void multiply(const std::int16_t* tokens, const std::int16_t* columns, std::size
 
 }  // namespace
 
-const TidePath tide_portable = {"portable", [] { return true; }, take, put_rows, multiply};
+const TidePath tide_portable = {"portable", [] { return true; }, take, put_rows,
+                                project_block<multiply>, restore_block<multiply>};
 
 }  // namespace kvtide

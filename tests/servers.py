@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.clock import SystemClock
-from kvtide.server.service import Service, store_for
+from kvtide.server.member import Member
+from kvtide.server.service import Service, store_and_region
 from kvtide.server.settings import Address, ServerSettings
-from kvtide.tier import TierStack
 
 START_S_MAX = 30.0
 
@@ -24,10 +24,10 @@ START_S_MAX = 30.0
 class RunningServer:
     """A server in this process. `service` and `store` can be looked into; `check` says whether anything leaked."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, member: Member | None = None) -> None:
         clock = SystemClock()
-        self.store: TierStack = store_for(settings, clock)
-        self.service = Service(settings, self.store, clock)
+        self.store, self.region = store_and_region(settings, clock)
+        self.service = Service(settings, self.store, clock, member, self.region)
         self.address = Address("", 0)
         self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -45,6 +45,8 @@ class RunningServer:
 
     def start(self) -> None:
         self.store.open()
+        if self.region is not None:
+            self.region.open()
         self._thread.start()
         assert self._listening.wait(START_S_MAX)
 
@@ -63,13 +65,15 @@ class RunningServer:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_S_MAX)
             assert not self._thread.is_alive()
+        if self.region is not None:
+            self.region.close()
         self.store.close()
 
 
 @contextmanager
-def running_server(**settings: Any) -> Iterator[RunningServer]:
+def running_server(member: Member | None = None, **settings: Any) -> Iterator[RunningServer]:
     """Run a server on a free port; afterwards everything that it lent must be back."""
-    server = RunningServer(ServerSettings(listen="127.0.0.1:0", **settings))
+    server = RunningServer(ServerSettings(listen="127.0.0.1:0", **settings), member)
     server.start()
     try:
         yield server

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "wait_passively"]
+__all__ = ["Limits", "cache_home", "engine_environment", "wait_passively"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,3 +46,21 @@ def cache_home() -> Path:
     """Return kvtide's directory in the user's cache directory; nothing is created."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvtide"
+
+
+def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for an engine's process on this machine's processors, alone in its process."""
+    return {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Block names of other connectors hang on it; ours don't.
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **extra,
+    }

@@ -232,7 +232,7 @@ def forged(**changes: Any) -> Profile:
         {"span": np.array([1, 4], np.uint32)},
         {"mean": np.zeros((15, 2, 7), np.float32)},
         {"mean": np.full((15, 2, 8), np.nan, np.float32)},
-        {"weight": np.zeros((15, 2), np.float32)},
+        {"weight": np.zeros((15, 2, 8), np.float32)},
         {"scale": np.arange(15 * 16, dtype=np.int16).reshape(15, 16)},
         {"scale": np.zeros((15, 17), np.int16)},
         {"unit": np.zeros((15, 3), np.float32)},

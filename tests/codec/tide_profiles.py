@@ -32,7 +32,7 @@ def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 3) -> Profile
     rotary, moments = rotary_of(layout), Moments(layout, COSTS[cost])
     for seed in range(blocks):
         moments.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), rotary)
-    moments.add_sensitivity(np.ones((layout.layers, 2)))
+    moments.add_sensitivity(np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
     draft = draft_profile("made up", layout, cost, rotary, moments.state)
     counts = TideCounts(draft)
     for seed in range(blocks):

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
+from kvtide.cli.bench_engine import bench_engine, bench_offload
 from kvtide.cli.report import emit
 from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
@@ -23,6 +24,8 @@ __all__ = ["TextOption", "app", "progress_bars"]
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
+app.command("engine")(bench_engine)
+app.command("offload")(bench_offload)
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 

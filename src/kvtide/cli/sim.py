@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim stream`, `kvtide sim fairness`."""
+"""Commands that simulate: `kvtide sim trace | prompts | stream | fairness | pool`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
 from kvtide.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
+from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide.sim.report import (
     plot_fairness,
     plot_prompts,
@@ -28,7 +29,7 @@ from kvtide.sim.report import (
 
 __all__ = ["ClientOption", "app", "client_mix"]
 
-app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 
 SHARES = ["1%", "3%", "10%", "30%"]
@@ -69,6 +70,24 @@ def trace(
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
+
+
+@app.command("pool")
+def pool(
+    servers: Annotated[
+        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of keys and requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
+    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
+    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
+    if plot is not None:
+        plot_pool(report, plot)
+    emit(report, render_pool, as_json)
 
 
 def _share(capacity: str, unique_blocks: int) -> float:

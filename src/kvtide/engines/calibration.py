@@ -125,7 +125,7 @@ class TideCalibration:
                 moments.add(meta, block_bits(past, meta), self._rotary)
             behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
             generator = torch.Generator().manual_seed(_SEED + position)
-            moments.add_sensitivity(cache_sensitivity(self._model, past, behind, generator))
+            moments.add_sensitivity(cache_sensitivity(self._model, past, behind, self._rotary, generator))
             self._write(done, "moments", moments.state, position + 1)
         progress("moments", len(self._fitted), len(self._fitted))
         return moments.state

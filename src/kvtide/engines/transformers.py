@@ -256,7 +256,7 @@ def attach(
 
     store: `disk:///path`, a path, or `memory://`. codec: `lossless`, `tide[:quality[:refinements]]`, `tide-light`,
     `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
-    needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in each payload without.
+    needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in payloads without.
     The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
     whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.

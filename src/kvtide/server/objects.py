@@ -15,16 +15,30 @@ from typing import TypeVar
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
-from kvtide.server.exchange import Exchange
+from kvtide.server.exchange import Exchange, Headers
+from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
+from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_object, version_tag
-from kvtide.wire.protocol import REASON_HEADER, REMOVED_HEADER, ByteRange, etag, is_tag_matched, parse_range
+from kvtide.wire.protocol import (
+    AS_OF_HEADER,
+    EPOCH_HEADER,
+    FORCE_HEADER,
+    LOCAL_HEADER,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    ByteRange,
+    etag,
+    is_tag_matched,
+    parse_range,
+    staleness_s,
+)
 
 __all__ = ["ObjectRequests"]
 
@@ -44,6 +58,8 @@ class ObjectRequests:
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
+        member: Member | None = None,
+        region: Region | None = None,
     ) -> None:
         self._tier = tier
         self._names = names
@@ -52,6 +68,8 @@ class ObjectRequests:
         self._buffers = buffers
         self._limits = limits
         self._workers = workers
+        self._member = member
+        self._region = region
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
@@ -59,7 +77,8 @@ class ObjectRequests:
         if method in {"GET", "HEAD"}:
             await self._get(exchange, object_id)
         elif method == "PUT":
-            await self._put(exchange, object_id)
+            if not await self._is_sent_on(exchange, object_id):
+                await self._put(exchange, object_id)
         else:
             await self._delete(exchange, object_id)
 
@@ -76,13 +95,18 @@ class ObjectRequests:
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
         stored = self._names.stored(exchange.caller.tenant, object_id)
+        tier = self._tier_for(exchange, stored)
         # A thread takes ten times as long as what it would do here.
-        lent = self._tier.lend_at_once(stored) if isinstance(self._tier, Lender) else None
+        lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
         if lent is None:
-            lent = await self._in_thread(partial(_lend, self._tier, stored, self._buffers), _release)
+            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+        if lent is None and self._region is not None and FORCE_HEADER in exchange.head.headers:
+            await self._in_thread(partial(self._region.latest.bring, stored))
+            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
         if lent is None:
             self._metrics.count_miss()
-            await self._reply_absent(exchange, stored)
+            if not await self._is_sent_on(exchange, object_id):
+                await self._reply_absent(exchange, stored)
             return
         self._metrics.count_hit()
         try:
@@ -90,13 +114,41 @@ class ObjectRequests:
         finally:
             lent.release()
 
+    async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
+        """Send a request on to who keeps the object in our pool. False if that is nobody else."""
+        there = self._member.redirect(object_id.key) if self._member else None
+        if there is None:
+            return False
+        place: Headers = [("Location", f"http://{there.address}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
+        await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
+        return True
+
+    def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
+        """Return where to look: what is here alone if a region asks, or if the latest is looked for apart anyway.
+
+        RequestRefused (503) if what we know of the centre is older than the request allows.
+        """
+        region, headers = self._region, exchange.head.headers
+        if region is None:
+            return self._tier
+        oldest_s = staleness_s(headers)
+        if oldest_s is not None:
+            region.require_fresh(oldest_s)
+        region.note_use(stored)
+        return region.local if LOCAL_HEADER in headers or FORCE_HEADER in headers else self._tier
+
+    def _as_of(self) -> list[tuple[str, str | int]]:
+        as_of_s = self._region.as_of_s() if self._region else None
+        return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
+
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> None:
         reason = await self._in_thread(partial(self._tier.removed_reason, stored))
-        await exchange.refuse(RequestRefused(404, "no such object"), [(REMOVED_HEADER, reason)] if reason else ())
+        known: Headers = [(REMOVED_HEADER, reason)] if reason else []
+        await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
 
     async def _send(self, exchange: Exchange, lent: LentObject) -> None:
         headers, tag = exchange.head.headers, etag(version_tag(lent.head))
-        common = [("ETag", tag), ("Accept-Ranges", "bytes")]
+        common = [("ETag", tag), ("Accept-Ranges", "bytes"), *self._as_of()]
         if is_tag_matched(headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=common)
             return

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -18,17 +19,19 @@ from kvtide.server.auth import Gate
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.gateway import Gateway
 from kvtide.server.listing import Listing
+from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
 from kvtide.server.settings import Address, ServerSettings, TlsSettings, parse_address
 from kvtide.server.stream import Stream
 from kvtide.tier import TierStack, tiers_of
 
-__all__ = ["Service", "store_for"]
+__all__ = ["Service", "store_and_region", "store_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,14 +50,41 @@ def store_for(settings: ServerSettings, clock: Clock) -> TierStack:
     return tiers_of(settings.tiers, settings.limits.of_tiers(), clock, lambda key: False)
 
 
+def store_and_region(settings: ServerSettings, clock: Clock) -> tuple[TierStack, Region | None]:
+    """Return what a server answers from, not yet opened, and what it knows of other regions, if there are any.
+
+    ValueError for a bad URL, or a region without a manifest's place.
+    """
+    local = store_for(settings, clock)
+    bounds = RegionSettings(settings.sync_bytes_s_max, settings.limits.object_bytes_max)
+    if settings.central is not None:
+        if settings.manifest is None:
+            raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
+        region = region_of(local, settings.central, settings.manifest, bounds, clock)
+        return region.store, region
+    return local, centre_of(local, settings.regions, bounds, clock) if settings.regions else None
+
+
 class Service:
     """Serves one tier, which the caller has opened, until it is told to stop."""
 
-    def __init__(self, settings: ServerSettings, tier: TierStack, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        tier: TierStack,
+        clock: Clock,
+        member: Member | None = None,
+        region: Region | None = None,
+    ) -> None:
         self._settings = settings
+        self._member = member
+        self._region = region
         self._tier = tier
         self._clock = clock
         self._address = parse_address(settings.listen)
+        self._addresses = [self._address]
+        if settings.socket_path is not None:
+            self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tls = _tls_context(settings.tls) if settings.tls else None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._connections = 0
@@ -76,27 +106,34 @@ class Service:
         """
         limits = self._settings.limits
         loop = asyncio.get_running_loop()
-        with _listener(self._address) as listener, ThreadPoolExecutor(limits.io_threads, "kvtide-tiers") as workers:
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
+            workers = stack.enter_context(ThreadPoolExecutor(limits.io_threads, "kvtide-tiers"))
             gateway = self._gateway(loop, workers)
-            accepting = asyncio.create_task(self._accept(listener, gateway))
-            on_listening(_bound(self._address, listener))
+            accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
+            on_listening(_bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (accepting, stopping):
+            done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*accepting, stopping):
                 task.cancel()
-            await asyncio.gather(accepting, stopping, return_exceptions=True)
-            if accepting in done:
-                # It ends by a fault alone: better no server than one that is deaf.
-                accepting.result()
-            listener.close()
+            await asyncio.gather(*accepting, stopping, return_exceptions=True)
+            for task in accepting:
+                if task in done:
+                    # It ends by a fault alone: better no server than one that is deaf.
+                    task.result()
+            for listener in listeners:
+                listener.close()
             await self._drain(gateway, limits.drain_s_max)
-        if self._address.path:
-            Path(self._address.path).unlink(missing_ok=True)
+        for address in self._addresses:
+            if address.path:
+                Path(address.path).unlink(missing_ok=True)
 
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
         sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
-        objects = ObjectRequests(self._tier, self._names, sender, self.buffers, limits, metrics, workers)
+        objects = ObjectRequests(
+            self._tier, self._names, sender, self.buffers, limits, metrics, workers, self._member, self._region
+        )
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
         listing, rates = Listing(self._tier, self._names), Rates(limits.tenant_requests_s_max)
@@ -130,7 +167,8 @@ class Service:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-        if self._tls is not None:
+        is_near = sock.family == socket.AF_UNIX and not self._address.path
+        if self._tls is not None and not is_near:
             return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return sock
 

@@ -75,7 +75,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """All that `kvtide serve` needs."""
 
     listen: str = DEFAULT_LISTEN
+    # Where clients on this machine reach the server besides, without the network and without TLS.
+    socket_path: Path | None = None
     tiers: tuple[str, ...] = ("memory://",)
+    # A regional server's centre, and the file in which it notes what the centre has not got yet.
+    central: str | None = None
+    manifest: Path | None = None
+    sync_bytes_s_max: float = 50e6
+    # A centre's regions, which it asks for what it lacks when a client wants the latest.
+    regions: tuple[str, ...] = ()
     grants: tuple[Grant, ...] = ()
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
@@ -27,7 +27,7 @@ from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
 
-__all__ = ["HttpTier", "http_tier"]
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -106,7 +106,7 @@ class HttpTier:
             return 0
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if answer.status != 206 or found is None:
-            raise TierUnavailable(_refusal("GET", answer))
+            raise _refusal("GET", answer)
         start, last, size = map(int, found.groups())
         if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
             raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
@@ -139,7 +139,7 @@ class HttpTier:
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
-                error = TierUnavailable(_refusal("PUT", answer))
+                error = _refusal("PUT", answer)
         if not stored and error is not None:
             with self._lock:
                 self._faults += 1
@@ -222,7 +222,7 @@ class HttpTier:
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
         with self._lock:
             self._faults += 1
-        return TierUnavailable(_refusal(method, answer))
+        return _refusal(method, answer)
 
     def check(self) -> None:
         """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
@@ -235,9 +235,11 @@ def _target(object_id: ObjectId) -> str:
     return f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
 
 
-def _refusal(method: str, answer: Answer) -> str:
+def _refusal(method: str, answer: Answer) -> TierUnavailable:
+    if answer.status == 307:
+        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
     text = answer.body[:200].decode(errors="replace").strip()
-    return f"{method} was answered with status {answer.status}: {text}"
+    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
 
 
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
@@ -247,8 +249,33 @@ def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 
-def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> HttpTier:
-    """Return the tier of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`, not yet opened.
+def http_tier(
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
+) -> HttpTier:
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+
+    `extra` headers go with every request.
+    """
+    servers = servers_of(url)
+    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
+    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
+
+
+class Servers(NamedTuple):
+    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+    takes_evicted: bool
+
+
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
     for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
@@ -262,12 +289,10 @@ def http_tier(url: str, clock: Clock, settings: PeerSettings | None = None) -> H
     headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    endpoints = _endpoints(url, tls)
-    peers = [Peer(endpoint, headers, settings or PeerSettings(), clock, time.sleep) for endpoint in endpoints]
     takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
     if takes_evicted is None:
         raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    return HttpTier(peers, clock, takes_evicted=takes_evicted)
+    return Servers(_endpoints(url, tls), headers, takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

@@ -75,6 +75,8 @@ class Link:
         self._is_aborted = False
         # Whether the exchange under way has got any byte back.
         self.has_answer = False
+        # Bytes of that answer's body that are in the caller's buffer.
+        self.received = 0
 
     def open(self, patience: Patience) -> None:
         """Connect."""
@@ -109,7 +111,7 @@ class Link:
 
         Never more bytes than `into` has: an answer that is longer is refused.
         """
-        self.has_answer = False
+        self.has_answer, self.received = False, 0
         self._send(head, body, patience)
         is_head = head.startswith(b"HEAD ")
         answer = parse_response_head(self._read_head(patience))
@@ -161,11 +163,12 @@ class Link:
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
+        self.received = done
         while done < len(view):
             came = self._when_ready(patience, _receive_some, view[done:])
             if not came:
                 raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
-            done += came
+            self.received = done = done + came
 
     def _when_ready(
         self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview

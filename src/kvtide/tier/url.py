@@ -1,4 +1,4 @@
-"""Tiers by URL: memory://, disk:///path, http://host, valkey://host, s3://bucket. A bare path means a disk tier."""
+"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import HttpTier, http_tier
 from kvtide.tier.memory import MemoryTier
+from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
@@ -45,10 +46,6 @@ def _disk(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
 
 
-def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    return http_tier(url, clock)
-
-
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("valkey"):
         from kvtide.tier.valkey import ValkeyTier
@@ -59,6 +56,14 @@ def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("s3"):
         from kvtide.tier.s3 import S3Tier
     return S3Tier(url, clock)
+
+
+def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return http_tier(url, clock)
+
+
+def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return pool_tier(url, clock)
 
 
 @contextmanager
@@ -76,6 +81,7 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
+    **dict.fromkeys(POOL_SCHEMES, _pool),
 }
 
 

@@ -13,12 +13,17 @@ from kvtide.errors import RequestRefused
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = [
+    "AS_OF_HEADER",
     "DEADLINE_HEADER",
+    "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
+    "FORCE_HEADER",
     "LIST_MAX",
+    "LOCAL_HEADER",
     "REASON_HEADER",
     "REMOVED_HEADER",
+    "STALENESS_HEADER",
     "ByteRange",
     "ExistsAnswer",
     "ExistsQuestion",
@@ -37,10 +42,17 @@ __all__ = [
     "parse_keys",
     "parse_range",
     "parse_target",
+    "staleness_s",
     "urgency",
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+EPOCH_HEADER = "kvtide-epoch"
+# Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
+LOCAL_HEADER = "kvtide-local"
+FORCE_HEADER = "kvtide-force-latest"
+STALENESS_HEADER = "kvtide-max-staleness"
+AS_OF_HEADER = "kvtide-as-of"
 REASON_HEADER = "kvtide-reason"
 REMOVED_HEADER = "kvtide-removed"
 EXISTS_KEYS_MAX = 4096
@@ -154,6 +166,16 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
+
+
+def staleness_s(headers: Mapping[str, str]) -> float | None:
+    """Return how old the knowledge of the centre may be. RequestRefused (400) if it says something else."""
+    text = headers.get(STALENESS_HEADER)
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+        raise RequestRefused(400, f"{STALENESS_HEADER} is a number of seconds, got {text[:40]!r}")
+    return float(text)
 
 
 def urgency(headers: Mapping[str, str]) -> int:

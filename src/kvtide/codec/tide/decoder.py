@@ -82,7 +82,7 @@ def _restored(model: TideModel, path: str, work: _Decoding, step: tuple[int, int
     places = loudness.places
     first_layer = rows.places[0].group.layer_start
     for group, start, stop in rows.places:
-        mean, weight = model.mean_and_weight(group, kv_heads * head_dim)
+        mean, weight = model.mean_and_weight(group)
         scale = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weight.astype(np.float64)).astype(np.float32)
         layers = slice(group.layer_start - first_layer, group.layer_stop - first_layer)
         out = values[layers].reshape(-1, tokens, kv_heads * head_dim)

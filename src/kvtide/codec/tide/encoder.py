@@ -94,7 +94,7 @@ def _project(
     group, start, stop = place
     layers, tokens = group.layer_stop - group.layer_start, values.shape[2]
     streams = values[group.layer_start - layer_start :][:layers].reshape(2 * layers, tokens, -1)
-    mean, weight = model.mean_and_weight(group, streams.shape[2])
+    mean, weight = model.mean_and_weight(group)
     scale = (weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32)
     apart, items = out
     matrix = (group.to_components, group.shape[::-1], group.order)

@@ -39,6 +39,8 @@ COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64
 
 # Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
+# Where no transform mixes channels, how much each one's own sensitivity counts.
+CHANNEL_POWER = 0.25
 SECTION_LAYERS_MAX = 10
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
@@ -63,7 +65,7 @@ class Moments:
             "tokens": np.zeros(1),
             "sum": np.zeros((groups, values)),
             "square": np.zeros(shape, dtype=np.float32),
-            "sensitivity": np.zeros((layout.layers, 2)),
+            "sensitivity": np.zeros((layout.layers, 2, layout.kv_heads * layout.head_dim)),
         }
 
     def add(self, meta: BlockMeta, bits: BlockBits, rotary: Rotary | None) -> None:
@@ -81,7 +83,7 @@ class Moments:
         state["tokens"] += layout.tokens - int(is_apart.sum())
 
     def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
-        """Take a text's mean squared gradient of the loss by each value: (layers, 2)."""
+        """Take a text's mean squared gradient of the loss by each value: (layers, 2, channels)."""
         self.state["sensitivity"] += sensitivity
         self.state["texts"] += 1
 
@@ -106,8 +108,8 @@ def draft_profile(
     is_full = square.ndim == 3
     covariance = square - (mean[:, :, None] * mean[:, None, :] if is_full else mean**2)
     variance = np.maximum(np.diagonal(covariance, axis1=1, axis2=2) if is_full else covariance, 1e-20)
-    weight = _weights(variance.reshape(layout.layers, 2, channels), moments["sensitivity"] / texts)
-    by_value = np.repeat(weight.reshape(-1), channels).reshape(len(mean), -1)
+    weight = _weights(variance.reshape(layout.layers, 2, channels), moments["sensitivity"] / texts, not is_full)
+    by_value = weight.reshape(len(mean), -1)
     arrays = _transform(covariance, by_value, cost) if is_full else _ordered(variance, by_value)
     arrays |= {
         "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
@@ -121,12 +123,20 @@ def draft_profile(
     return Profile.make(f"tide-{cost_name}", model, layout, (int(texts), int(tokens)), arrays)
 
 
-def _weights(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a weight for K and V of each layer, so that the mean component's scale is one."""
-    spread = variance.mean(axis=-1)
+def _weights(
+    variance: NDArray[np.float64], sensitivity: NDArray[np.float64], is_by_channel: bool
+) -> NDArray[np.float64]:
+    """Return a weight for each value, so that the mean component's scale is one.
+
+    Alike for all channels of K or V of a layer, unless `is_by_channel`: a transform mixes them anyway.
+    """
     floor = 1e-6 * float(sensitivity.mean()) + 1e-30
-    weight = np.maximum(sensitivity, floor) ** SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2)
-    scaled: NDArray[np.float64] = weight / np.sqrt((weight**2 * spread).mean())
+    by_stream = np.maximum(sensitivity.mean(axis=-1, keepdims=True), floor)
+    spread = variance.mean(axis=-1, keepdims=True)
+    weight = by_stream**SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2) * np.ones_like(variance)
+    if is_by_channel:
+        weight *= np.maximum(sensitivity / by_stream, 1e-3) ** CHANNEL_POWER
+    scaled: NDArray[np.float64] = weight / np.sqrt((weight**2 * variance).mean())
     return scaled
 
 

@@ -98,7 +98,7 @@ class TideModel:
         rotary = arrays["rotary"].tobytes()
         self.rotary = Rotary.parse(rotary) if rotary else None
         self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
-        self.weight: NDArray[np.float32] = _shaped(arrays, "weight", (layers, 2)).astype(np.float32)
+        self.weight: NDArray[np.float32] = _shaped(arrays, "weight", (layers, 2, channels)).astype(np.float32)
         if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
             raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
@@ -110,10 +110,10 @@ class TideModel:
         """Return the groups of a range of layers."""
         return [group for group in self.groups if layer_start <= group.layer_start < layer_start + layers]
 
-    def mean_and_weight(self, group: Group, channels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""
         layers = slice(group.layer_start, group.layer_stop)
-        return self.mean[layers].reshape(-1), np.repeat(self.weight[layers].reshape(-1), channels)
+        return self.mean[layers].reshape(-1), self.weight[layers].reshape(-1)
 
     def _groups(self, arrays: Mapping[str, NDArray[Any]], group_layers: int, values: int) -> list[Group]:
         count = self.profile.layers // group_layers

@@ -1,0 +1,138 @@
+"""What stands beside kvtide in the engine bench: how each is configured, started and waited for."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtide.bench.engine_process import kvtide_transfer
+from kvtide.config import engine_environment
+
+__all__ = ["PEERS", "Contender", "contenders", "settle", "side_server"]
+
+PEERS = ("native", "lmcache")
+MEMORY_BYTES = 512 << 20
+SETTLE_S_MAX = 60.0
+SERVER_S_MAX = 120.0
+
+
+class Contender(NamedTuple):
+    """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
+
+    What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says.
+    """
+
+    name: str
+    python: Path
+    transfer: Mapping[str, Any] | None
+    folder: Path | None = None
+    server: tuple[str, ...] = ()
+    health_url: str = ""
+
+
+def contenders(
+    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], stores: tuple[str, ...], work: Path
+) -> list[Contender]:
+    """Return plain vLLM, kvtide and the chosen peers, each with its store under `work`.
+
+    `stores` are further stores for kvtide, each `codec=URL`. ValueError for an unknown peer, a store without a codec,
+    and for LMCache without an environment that has it.
+    """
+    unknown = sorted(set(peers) - set(PEERS))
+    if unknown:
+        raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
+    disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
+    found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide")]
+    for store in stores:
+        codec, separator, url = store.partition("=")
+        if not separator or "/" in codec:
+            raise ValueError(f"a further store is given as codec=URL, got {store!r}")
+        transfer = kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES)
+        found.append(Contender(f"kvtide {store}", python, transfer))
+    if "native" in peers:
+        found.append(Contender("native", python, _native(work / "native"), work / "native"))
+    if "lmcache" in peers:
+        if lmcache_python is None:
+            raise ValueError("LMCache runs in an environment of its own: give --lmcache-python")
+        found.append(_lmcache(lmcache_python, work / "lmcache"))
+    return found
+
+
+def _native(folder: Path) -> dict[str, Any]:
+    tier = {"type": "fs", "root_dir": str(folder), "n_read_threads": 2, "n_write_threads": 2}
+    config = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "kvtide.engines.vllm.cpu_offload",
+        "cpu_bytes_to_use": MEMORY_BYTES,
+        "secondary_tiers": [tier],
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
+def _lmcache(python: Path, folder: Path) -> Contender:
+    # No port is asked for: one that is taken ends the bench with the server's own message.
+    port, http_port = random.sample(range(20_000, 32_000), 2)
+    adapter = json.dumps({"type": "fs", "base_path": str(folder)})
+    server = f"server --host 127.0.0.1 --port {port} --http-port {http_port} --l1-size-gb 1 --chunk-size 256"
+    modes = "--supported-transfer-mode auto --eviction-policy LRU --disable-observability"
+    command = (str(python.parent / "lmcache"), *server.split(), *modes.split(), "--l2-adapter", adapter)
+    config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+    return Contender("lmcache", python, transfer, folder, command, f"http://127.0.0.1:{http_port}/healthcheck")
+
+
+@contextmanager
+def side_server(contender: Contender, log: Path) -> Iterator[None]:
+    """Run the contender's server, if it has one, for the time of the `with`. RuntimeError if it does not come up."""
+    if not contender.server:
+        yield
+        return
+    if contender.folder is not None:
+        contender.folder.mkdir(parents=True, exist_ok=True)
+    environment = engine_environment({"LMCACHE_TRACK_USAGE": "false"})
+    with log.open("ab") as output:
+        process = subprocess.Popen(contender.server, stdout=output, stderr=output, env=environment)
+    try:
+        _wait_for(contender.health_url, process)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    give_up_s = time.monotonic() + SERVER_S_MAX
+    while time.monotonic() < give_up_s and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=1.0).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError(f"nothing answers at {url}")
+
+
+def settle(folder: Path | None) -> None:
+    """Wait until nothing has been written to the folder for a second."""
+    if folder is None:
+        return
+    give_up_s, before, quiet_s = time.monotonic() + SETTLE_S_MAX, -1, 0.0
+    while quiet_s < 1.0 and time.monotonic() < give_up_s:
+        now = sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+        quiet_s = quiet_s + 0.25 if now == before else 0.0
+        before = now
+        time.sleep(0.25)

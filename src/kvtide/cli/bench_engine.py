@@ -1,0 +1,94 @@
+"""`kvtide bench engine` and `kvtide bench offload`: real engines in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvtide.bench import engine
+from kvtide.bench.engine_process import EngineProcess
+from kvtide.cli.report import emit
+from kvtide.cli.store import JsonOption
+
+__all__ = ["bench_engine", "bench_offload"]
+
+PythonOption = Annotated[
+    Path | None, typer.Option("--python", help="Interpreter with vLLM and kvtide; default: this one.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer rounds; engines take minutes to start.")]
+
+
+def bench_engine(
+    peers: Annotated[str, typer.Option("--peers", help="none, or some of native,lmcache.")] = "none",
+    python: PythonOption = None,
+    lmcache_python: Annotated[
+        Path | None, typer.Option("--lmcache-python", help="Interpreter with vLLM and LMCache.")
+    ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option("--store", help="A further store for kvtide, codec=URL; may be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Real vLLM: plain, with kvtide and with peers; restart, chat, questions on documents, all misses."""
+    chosen = () if peers == "none" else tuple(peers.split(","))
+    folder, tokens = _model_and_text()
+    with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
+        result = engine.run(
+            folder,
+            tokens,
+            python or Path(sys.executable),
+            lmcache_python,
+            chosen,
+            tuple(store or ()),
+            engine.QUICK if quick else engine.EngineBenchSize(),
+            Path(work),
+            _show,
+            dtype,
+        )
+    if plot is not None:
+        engine.plot(result, plot)
+    emit(result, engine.table, as_json)
+
+
+def bench_offload(
+    python: PythonOption = None,
+    device: Annotated[str, typer.Option("--device", help="Where the pages are: cpu or cuda.")] = "cpu",
+    swaps_only: Annotated[bool, typer.Option("--swaps-only", help="Only the first table; needs no vLLM.")] = False,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Both tables of the offloading study: swap seconds by model, requests a second by answer length."""
+    from kvtide.bench import offload
+
+    models = offload.MODELS[:4:3] if quick else offload.MODELS
+    if swaps_only:
+        emit(offload.run(device, models, _show), offload.tables, as_json)
+        return
+    folder, tokens = _model_and_text()
+    size = offload.QUICK if quick else offload.FULL
+    with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
+        start = partial(EngineProcess, python or Path(sys.executable), folder, Path(work) / "log")
+        result = offload.run(device, models, _show, start, tokens, size, folder.name)
+    emit(result, offload.tables, as_json)
+
+
+def _model_and_text() -> tuple[Path, list[int]]:
+    from kvtide.bench import texts
+    from kvtide.engines import smollm2
+
+    folder = smollm2.converted_folder()
+    tokenizer = smollm2.load_tokenizer(folder)
+    return folder, [token for text in texts.evaluation_texts() for token in tokenizer(text.content[:40_000]).input_ids]
+
+
+def _show(step: str, done: int, total: int) -> None:
+    Console(stderr=True).print(f"{step} {done} of {total}")

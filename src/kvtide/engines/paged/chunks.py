@@ -1,0 +1,87 @@
+"""Chunks of an engine's bytes under the engine's own names: for hosts that hand over bytes and not tokens.
+
+A chunk's bytes are kept, not understood: keys and values may lie in it in any order, so that it takes a lossless codec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock, cache_for
+from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry
+from kvtide.engines.paged.gate import WriteGate
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.errors import UnsupportedModel
+from kvtide.keys import NamespaceSpec
+from kvtide.types import BlockKey, ObjectId
+
+__all__ = ["ChunkStore", "chunk_layout"]
+
+# Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
+_UNIT = KVDtype.BFLOAT16
+
+
+def chunk_layout(chunk_bytes: int, layers: int, tokens: int) -> BlockLayout:
+    """Return a block layout of exactly so many bytes. UnsupportedModel if the size can't be split so."""
+    elements, rest = divmod(chunk_bytes, 2 * layers * tokens * _UNIT.item_bytes)
+    heads = next((n for n in range(1, elements + 1) if elements % n == 0 and elements // n <= HEAD_DIM_MAX), 0)
+    if rest or not heads:
+        raise UnsupportedModel(f"a chunk of {chunk_bytes} bytes is not {layers} layers of {tokens} tokens")
+    return BlockLayout(layers, tokens, heads, elements // heads, _UNIT)
+
+
+class ChunkStore:
+    """Chunks of one size by name. Opened by its constructor's caller through `cache`; faults are misses.
+
+    `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec.
+    """
+
+    def __init__(self, settings: ConnectorSettings, layout: BlockLayout, fingerprint: bytes, text: str) -> None:
+        codec = CodecRegistry().make(settings.codec)
+        if not codec.is_lossless:
+            raise ValueError(f"chunks hold bytes of any order: the codec must be lossless or raw, got {settings.codec}")
+        self.layout = layout
+        salt = settings.tenant_salt.encode()
+        self._namespace = NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, salt).digest()
+        self._load_s_max = settings.load_s_max
+        self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=SystemClock())
+
+    def _meta(self, name: bytes) -> BlockMeta:
+        key = BlockKey(hashlib.sha256(self._namespace + name).digest())
+        # Chunks stand alone: the engine knows what comes before which.
+        return BlockMeta(ObjectId(self._namespace, key), BlockKey(self._namespace), 0, self.layout)
+
+    def contains(self, name: bytes) -> bool:
+        """Tell whether the store seems to have the chunk."""
+        return bool(self.cache.match([self._meta(name).id]))
+
+    def store(self, name: bytes, chunk: memoryview) -> bool:
+        """Copy a chunk and queue it to be stored. False if the queue is full. ValueError for another size."""
+        if chunk.nbytes != self.layout.raw_bytes:
+            raise ValueError(f"a chunk has {self.layout.raw_bytes} bytes, got {chunk.nbytes}")
+        bits = np.frombuffer(chunk, dtype=self.layout.bits_dtype).reshape(self.layout.shape).copy()
+        return self.cache.store([PendingBlock(self._meta(name), partial(np.asarray, bits))]) == 1
+
+    def load(self, names: Sequence[bytes], write: Callable[[int, memoryview], None]) -> int:
+        """Load chunks and hand each, with its position, to `write`; return how many leading ones came whole.
+
+        `write` may be called from several threads at once and for chunks that don't count, never after the return.
+        """
+        gate = WriteGate()
+
+        def sink(position: int, bits: BlockBits) -> None:
+            with gate.enter() as is_in:
+                if is_in:
+                    write(position, bits.data.cast("B"))
+
+        metas = [self._meta(name) for name in names]
+        failed = LoadReport(0, 0, MissReason.FAULT)
+        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, self._load_s_max), failed)
+        gate.close()
+        return report.blocks

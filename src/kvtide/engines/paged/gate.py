@@ -1,0 +1,38 @@
+"""Keeps late writers out: who was given a place to write may come back after the place is somebody else's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["WriteGate"]
+
+
+class WriteGate:
+    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._writers = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        with self.changed:
+            is_in = not self.is_closed
+            self._writers += is_in
+        try:
+            yield is_in
+        finally:
+            with self.changed:
+                self._writers -= is_in
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more; return when nobody is inside. Idempotent."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._writers == 0)

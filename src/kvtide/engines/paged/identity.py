@@ -1,0 +1,57 @@
+"""Whose cache it is: a digest of a model's weight files and settings. Reads every byte of them, once for each file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+
+from kvtide.config import cache_home
+
+__all__ = ["files_fingerprint"]
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+READ_BYTES = 16 << 20
+
+
+def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
+    """Return a digest of all weight files in a model folder and of the settings that change what they compute.
+
+    A file that has not changed since (size, time, inode) is not read again. ValueError if there are no weight files.
+    """
+    files = sorted(file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES) if folder.is_dir() else []
+    if not files:
+        raise ValueError(
+            f"no weight files in {folder}: give the option `fingerprint`, which must change with the model"
+        )
+    digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode())
+    for file in files:
+        digest.update(f"{file.name} {_file_digest(file)}\n".encode())
+    return digest.digest()
+
+
+def _file_digest(file: Path) -> str:
+    state = file.stat()
+    name = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
+    note = cache_home() / "fingerprints" / hashlib.sha256(name.encode()).hexdigest()
+    try:
+        return note.read_text(encoding="ascii")
+    except OSError:
+        found = _read_digest(file)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    aside = note.with_name(f"{note.name}.{os.getpid()}")
+    aside.write_text(found, encoding="ascii")
+    aside.rename(note)
+    return found
+
+
+def _read_digest(file: Path) -> str:
+    hasher, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
+    with file.open("rb", buffering=0) as source:
+        while size := source.readinto(buffer):
+            hasher.update(memoryview(buffer)[:size])
+    return hasher.hexdigest()

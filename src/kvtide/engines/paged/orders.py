@@ -1,0 +1,63 @@
+"""What the scheduler half tells the worker half, and what it hears back. Values only; they cross processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtide.types import BlockKey, ObjectId
+
+__all__ = ["BlockRef", "LoadOrder", "LoadTiming", "StepOrders", "StoreOrder", "WorkerReport"]
+
+
+class BlockRef(NamedTuple):
+    """One block of a sequence: for each shard of the model, its object and that of the block before."""
+
+    ids: tuple[ObjectId, ...]
+    parents: tuple[BlockKey, ...]
+    start: int
+
+
+class LoadOrder(NamedTuple):
+    """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on."""
+
+    request: str
+    blocks: tuple[BlockRef, ...]
+    pages: tuple[int, ...]
+    skip_pages: int
+    deadline_s: float
+
+
+class StoreOrder(NamedTuple):
+    """Store one block of a request, whose tokens the step completes, from these pages."""
+
+    request: str
+    block: BlockRef
+    pages: tuple[int, ...]
+
+
+class StepOrders(NamedTuple):
+    """All orders of one engine step. `is_idle`: the step computes nothing, so that waiting costs nobody."""
+
+    step: int
+    loads: tuple[LoadOrder, ...]
+    stores: tuple[StoreOrder, ...]
+    is_idle: bool
+
+
+class LoadTiming(NamedTuple):
+    """How long a load took for how many tokens; one that was given up is extrapolated."""
+
+    tokens: int
+    seconds: float
+
+
+class WorkerReport(NamedTuple):
+    """What a worker found out in a step.
+
+    `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
+    """
+
+    step: int
+    loads: tuple[LoadTiming, ...]
+    lost: tuple[BlockKey, ...]
+    failed: tuple[str, ...]

@@ -1,0 +1,113 @@
+"""The engine's pages and kvtide's blocks: where keys and values lie inside a page, and copying between the two.
+
+A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), however it is strided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import BlockBits, BlockLayout
+
+__all__ = ["CellOrder", "HostPages", "PagePool", "cell_order", "keys_values"]
+
+Cells = NDArray[Any]
+
+
+class CellOrder(Enum):
+    """What the cell of one page and head holds.
+
+    SPLIT: for each token its key, then its value. TRANSPOSED_KEYS: keys as (head_dim, tokens), then values as
+    (tokens, head_dim), whatever the array's shape says.
+    """
+
+    SPLIT = "split"
+    TRANSPOSED_KEYS = "transposed keys"
+
+
+class PagePool(Protocol):
+    """All layers' pages of an engine. Safe to use from several threads on different pages."""
+
+    layout: BlockLayout
+    page_tokens: int
+
+    def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
+        """Write one layer of a block into `pages`, from `skip_pages` pages into the block on."""
+
+    def capture(self, pages: Sequence[int]) -> Callable[[], BlockBits]:
+        """Copy the pages of a block as they are now; the result makes them a block, later and elsewhere."""
+
+
+def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
+    """Return views (..., tokens, head_dim) of the keys and values in cells (..., tokens, 2 * head_dim).
+
+    Takes arrays and tensors. TRANSPOSED_KEYS needs cells that are contiguous in their last two axes.
+    """
+    *outer, tokens, content = cells.shape
+    head_dim = content // 2
+    if order is CellOrder.SPLIT:
+        return cells[..., :head_dim], cells[..., head_dim:]
+    flat = cells.reshape(*outer, tokens * content)
+    keys = flat[..., : tokens * head_dim].reshape(*outer, head_dim, tokens)
+    return keys.swapaxes(-1, -2), flat[..., tokens * head_dim :].reshape(*outer, tokens, head_dim)
+
+
+def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
+    """Return the order in which a cell holds keys and values (tokens, head_dim) that the engine wrote into it.
+
+    ValueError if it is none that is known.
+    """
+    for order in CellOrder:
+        found_keys, found_values = keys_values(cell, order)
+        if np.array_equal(found_keys, keys) and np.array_equal(found_values, values):
+            return order
+    raise ValueError("the engine keeps keys and values inside a page in an order that kvtide does not know")
+
+
+class HostPages:
+    """Pages in this machine's memory, copied by the processor.
+
+    layers: one array (pages, kv_heads, page_tokens, 2 * head_dim) of bit patterns for each layer.
+    """
+
+    def __init__(self, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder) -> None:
+        self.layout = layout
+        self.page_tokens = layers[0].shape[2]
+        self._layers = list(layers)
+        self._order = order
+        self._views = [keys_values(layer, order) for layer in layers]
+        for layer, (keys, _) in zip(layers, self._views, strict=True):
+            # Writes to a copy would be lost without a word.
+            assert np.shares_memory(layer, keys)
+
+    def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
+        """Write one layer of a block into `pages`, from `skip_pages` pages into the block on."""
+        tokens = self.page_tokens
+        for room, values in zip(self._views[layer], bits[layer], strict=True):
+            for position, page in enumerate(pages, skip_pages):
+                room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
+
+    def capture(self, pages: Sequence[int]) -> Callable[[], BlockBits]:
+        """Copy the pages of a block as they are now; the result makes them a block, later and elsewhere."""
+        _, kv_heads, tokens, content = self._layers[0].shape
+        cells = np.empty((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
+        for layer, copy in zip(self._layers, cells, strict=True):
+            for position, page in enumerate(pages):
+                copy[position] = layer[page]
+        return partial(block_of_cells, cells, self.layout, self._order)
+
+
+def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:
+    """Return the block in cells (layers, pages, kv_heads, page_tokens, 2 * head_dim)."""
+    bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+    layers, pages, kv_heads, tokens, content = cells.shape
+    rooms = bits.reshape(layers, 2, pages, tokens, kv_heads, content // 2)
+    for which, part in enumerate(keys_values(cells, order)):
+        rooms[:, which] = part.swapaxes(2, 3)
+    return bits

@@ -1,0 +1,220 @@
+"""The half of a connector beside the engine's scheduler: what is stored, what to load, what to store. Moves no bytes.
+
+Invariant: what is ordered to be stored are full blocks of known tokens whose keys and values the step completes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import NamedTuple
+
+from kvtide.cache import Cache
+from kvtide.clock import Clock
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
+from kvtide.engines.paged.pace import Pace
+from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
+from kvtide.types import BlockKey
+
+__all__ = ["ScheduledRequest", "SchedulerHalf"]
+
+# Answers of local tiers come within this; the engine's loop waits for no longer at a time.
+ANSWER_S = 0.005
+STEPS_IN_FLIGHT_MAX = 64
+# Blocks that a worker did not find are taken as missing for so long, whatever tiers say that have not noticed yet.
+LOST_S = 60.0
+LOST_MAX = 1 << 16
+
+
+class ScheduledRequest(NamedTuple):
+    """What the engine runs of one request in a step. `pages` is asked for only if there is something to store."""
+
+    request: str
+    tokens: Sequence[int]
+    computed_tokens: int
+    pages: Callable[[], Sequence[int]]
+
+
+class _Lookup(NamedTuple):
+    asked_s: float
+    future: Future[int]
+
+
+class _Step(NamedTuple):
+    started_s: float
+    tokens: int
+
+
+class SchedulerHalf:
+    """Decides for all requests of one engine. Not thread-safe: the engine's scheduler calls it.
+
+    `is_private`: only the workers see the store, so that what was ordered to be stored counts as stored; a load tells.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        namespaces: Namespaces,
+        block_tokens: int,
+        page_tokens: int,
+        pace: Pace,
+        clock: Clock,
+        match_s_max: float,
+        is_private: bool,
+    ) -> None:
+        assert block_tokens % page_tokens == 0
+        self.cache = cache
+        self._namespaces = namespaces
+        self._block_tokens = block_tokens
+        self._page_tokens = page_tokens
+        self._pace = pace
+        self._clock = clock
+        self._match_s_max = match_s_max
+        self._is_private = is_private
+        self._epoch = b""
+        self._sequences: dict[str, TrackedSequence] = {}
+        self._lookups: dict[str, _Lookup] = {}
+        self._loads: list[LoadOrder] = []
+        self._lost: OrderedDict[BlockKey, float] = OrderedDict()
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._step = 0
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
+
+    def close(self) -> None:
+        """Stop asking the store. Idempotent."""
+        self._asker.shutdown(wait=False, cancel_futures=True)
+        self.cache.close()
+
+    def match(self, request: str, salt: bytes, tokens: Sequence[int], computed_tokens: int) -> int | None:
+        """Return how many tokens behind `computed_tokens` are worth loading; None to be asked again soon.
+
+        The last token always runs: its logits are the answer's next token. Nothing is changed by asking.
+        """
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            namespaces = self._namespaces.of(salt + self._epoch)
+            sequence = self._sequences[request] = TrackedSequence(namespaces, self._block_tokens)
+        sequence.computed_tokens = computed_tokens
+        blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
+        if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
+            return 0
+        hits = self._stored(request, blocks)
+        if hits is None:
+            return None
+        fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
+        return fresh if fresh > 0 and self._pace.is_load_faster(fresh, self._clock.monotonic_s()) else 0
+
+    def _stored(self, request: str, blocks: Sequence[BlockRef]) -> int | None:
+        now_s = self._clock.monotonic_s()
+        lookup = self._lookups.get(request)
+        if lookup is None:
+            lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks))
+            self._lookups[request] = lookup
+        try:
+            hits = lookup.future.result(ANSWER_S)
+        except FutureTimeoutError:
+            # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
+            return None if now_s - lookup.asked_s < self._match_s_max else 0
+        del self._lookups[request]
+        return hits
+
+    def _found(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks no worker has missed lately."""
+        oldest_s = self._clock.monotonic_s() - LOST_S
+        while self._lost and next(iter(self._lost.values())) < oldest_s:
+            self._lost.popitem(last=False)
+        missing = (i for i, block in enumerate(blocks) if any(each.key in self._lost for each in block.ids))
+        return next(missing, len(blocks)) if self._lost else len(blocks)
+
+    def _match_shards(self, blocks: Sequence[BlockRef]) -> int:
+        hits = len(blocks)
+        for shard in range(len(blocks[0].ids)):
+            hits = min(hits, self.cache.match([block.ids[shard] for block in blocks[:hits]]))
+        return hits
+
+    def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int) -> None:
+        """Order the load that the last match offered, into the pages that the request got for it."""
+        sequence = self._sequences[request]
+        start = sequence.computed_tokens
+        stop = start + loaded_tokens
+        assert start % self._page_tokens == 0
+        assert stop % self._block_tokens == 0
+        first = start // self._block_tokens
+        blocks = tuple(sequence.blocks(())[first : stop // self._block_tokens])
+        filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
+        skip_pages = (start - first * self._block_tokens) // self._page_tokens
+        deadline_s = self._pace.deadline_s(loaded_tokens, self._clock.monotonic_s())
+        self._loads.append(LoadOrder(request, blocks, filled, skip_pages, deadline_s))
+
+    def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepOrders:
+        """Return the orders of this step and forget them."""
+        stores = tuple(order for request in scheduled for order in self._stores(request))
+        loads, self._loads = tuple(self._loads), []
+        self._step += 1
+        self._steps[self._step] = _Step(self._clock.monotonic_s(), step_tokens)
+        if len(self._steps) > STEPS_IN_FLIGHT_MAX:
+            self._steps.popitem(last=False)
+        return StepOrders(self._step, loads, stores, is_idle=step_tokens == 0)
+
+    def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+        sequence = self._sequences.get(scheduled.request)
+        full = min(scheduled.computed_tokens, len(scheduled.tokens)) // self._block_tokens
+        if sequence is None or full <= sequence.settled:
+            return
+        blocks = sequence.blocks(scheduled.tokens)[:full]
+        # With several shards all are stored at once, so that the first one speaks for all.
+        known = self._found(blocks[: len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)])
+        fresh = range(max(known, sequence.settled), full)
+        pages = scheduled.pages() if fresh else ()
+        pages_per_block = self._block_tokens // self._page_tokens
+        for position in fresh:
+            block = blocks[position]
+            filled = tuple(pages[position * pages_per_block : (position + 1) * pages_per_block])
+            for object_id in block.ids:
+                self._lost.pop(object_id.key, None)
+            yield StoreOrder(scheduled.request, block, filled)
+            if self._is_private:
+                self._note_stored(block)
+        sequence.settled = full
+
+    def _note_stored(self, block: BlockRef) -> None:
+        for object_id, parent in zip(block.ids, block.parents, strict=True):
+            self.cache.index.insert(object_id.namespace, [object_id.key], parent)
+
+    def heard(self, report: WorkerReport) -> None:
+        """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
+        now_s, step = self._clock.monotonic_s(), self._steps.pop(report.step, None)
+        if step is not None:
+            self._pace.note_prefill(step.tokens, now_s - step.started_s, now_s)
+        for timing in report.loads:
+            self._pace.note_load(timing.tokens, timing.seconds, now_s)
+        for request in report.failed:
+            if request in self._sequences:
+                self._sequences[request].may_load = False
+        for key in report.lost:
+            self.cache.index.remove(key)
+            self._lost[key] = now_s
+            self._lost.move_to_end(key)
+            if len(self._lost) > LOST_MAX:
+                self._lost.popitem(last=False)
+
+    def finished(self, request: str) -> None:
+        """Forget a request, however it ended."""
+        self._sequences.pop(request, None)
+        lookup = self._lookups.pop(request, None)
+        if lookup is not None:
+            lookup.future.cancel()
+        self._loads = [order for order in self._loads if order.request != request]
+
+    def reset(self, epoch: bytes) -> None:
+        """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""
+        self._epoch = b"\0epoch " + epoch
+        self._sequences.clear()
+
+    def check(self) -> None:
+        """AssertionError if anything of a finished request is left. Call it while no request runs."""
+        assert not self._sequences, f"requests are still tracked: {sorted(self._sequences)}"
+        assert not self._lookups
+        assert not self._loads

@@ -1,0 +1,69 @@
+"""What a user tells a connector, checked before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from kvtide.config import Limits
+
+__all__ = ["ConnectorSettings"]
+
+# Half a block more or less decides what a prompt restores; shorter blocks cost objects.
+BLOCK_TOKENS_WANTED = 128
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A connector's options.
+
+    `store` is a store URL. `load` says how blocks come in: `async` loads between the engine's steps, so that other
+    requests run meanwhile; `layers` loads within the step, each layer waiting for its own keys and values alone.
+    """
+
+    store: str
+    codec: str = "lossless"
+    block_tokens: int = 0
+    tenant_salt: str = ""
+    fingerprint: str = ""
+    load: Literal["async", "layers"] = "async"
+    memory_bytes_max: int = Limits().memory_bytes_max
+    disk_bytes_max: int = Limits().disk_bytes_max
+    store_queue_bytes_max: int = Limits().store_queue_bytes_max
+    load_threads: int = Limits().load_threads
+    # A look-up or load that has no better bound is given up after this long, and the engine computes.
+    match_s_max: float = 0.5
+    load_s_max: float = 10.0
+
+    @classmethod
+    def parse(cls, options: Mapping[str, object]) -> ConnectorSettings:
+        """Return the settings in a mapping. ValueError for an unknown option, a bad value or no store."""
+        try:
+            settings = msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"bad kvtide option: {error}") from error
+        if settings.block_tokens < 0:
+            raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
+        if settings.match_s_max <= 0:
+            raise ValueError(f"match_s_max must be positive, got {settings.match_s_max}")
+        settings.limits()
+        return settings
+
+    def limits(self) -> Limits:
+        """Return the bounds of the cache. ValueError for one that is not positive."""
+        return Limits(
+            memory_bytes_max=self.memory_bytes_max,
+            disk_bytes_max=self.disk_bytes_max,
+            store_queue_bytes_max=self.store_queue_bytes_max,
+            load_threads=self.load_threads,
+            load_s_max=self.load_s_max,
+        )
+
+    def block_tokens_for(self, page_tokens: int) -> int:
+        """Return the tokens of a block. ValueError if the user's number is not a multiple of the engine's page."""
+        if self.block_tokens % page_tokens:
+            raise ValueError(
+                f"block_tokens must be a multiple of the engine's page of {page_tokens} tokens, got {self.block_tokens}"
+            )
+        return self.block_tokens or page_tokens * max(1, BLOCK_TOKENS_WANTED // page_tokens)

@@ -1,0 +1,201 @@
+"""The half of a connector beside the engine's pages: loads blocks into them and stores blocks from them.
+
+Invariant: nothing is written to a page after the load that it was given for has been reported as ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
+from kvtide.clock import Clock
+from kvtide.engines.paged.gate import WriteGate
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, WorkerReport
+from kvtide.engines.paged.pages import PagePool
+from kvtide.types import BlockKey
+
+__all__ = ["LoadOutcome", "WorkerHalf"]
+
+# Requests that load at the same time; more wait their turn.
+LOADS_AT_ONCE = 4
+# A step without work waits so long for a load to end, instead of spinning through the engine's loop.
+IDLE_WAIT_S = 0.005
+
+
+class LoadOutcome(NamedTuple):
+    """Loads that ended: of which requests, and the pages that were not filled."""
+
+    requests: set[str]
+    failed_pages: set[int]
+
+
+class _Load:
+    """One load. Its sink is a BlockSink that may be called too late: then it writes nothing."""
+
+    def __init__(self, order: LoadOrder, pool: PagePool, started_s: float) -> None:
+        self.order = order
+        self.started_s = started_s
+        self._pool = pool
+        self._pages_per_block = pool.layout.tokens // pool.page_tokens
+        self._gate = WriteGate()
+        # Of each layer, the blocks that are still to come.
+        self._missing = [len(order.blocks)] * pool.layout.layers
+
+    def sink(self, position: int, bits: BlockBits) -> None:
+        start = position * self._pages_per_block - self.order.skip_pages
+        pages = self.order.pages[max(0, start) : start + self._pages_per_block]
+        with self._gate.enter() as is_in:
+            if is_in:
+                for layer in range(self._pool.layout.layers):
+                    self._pool.scatter(layer, bits, pages, max(0, -start))
+                    self._note_layer(layer)
+
+    def _note_layer(self, layer: int) -> None:
+        with self._gate.changed:
+            self._missing[layer] -= 1
+            if self._missing[layer] == 0:
+                self._gate.changed.notify_all()
+
+    def wait_layer(self, layer: int) -> None:
+        """Wait until the layer is whole or the load has ended."""
+        with self._gate.changed:
+            self._gate.changed.wait_for(lambda: self._gate.is_closed or self._missing[layer] == 0)
+
+    def close(self) -> None:
+        """Let nothing more be written; return when nothing is. Idempotent."""
+        self._gate.close()
+
+    def unfilled(self, blocks: int) -> tuple[int, ...]:
+        """Return the pages behind the first `blocks` blocks."""
+        return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
+
+
+class WorkerHalf:
+    """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own."""
+
+    def __init__(self, cache: Cache, pool: PagePool, shard: int, label: str, clock: Clock) -> None:
+        self.cache = cache
+        self._pool = pool
+        self._shard = shard
+        self._label = label
+        self._clock = clock
+        self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
+        self._changed = threading.Condition()
+        self._loads: dict[str, _Load] = {}
+        self._ended: list[str] = []
+        self._failed_pages: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._timings: list[LoadTiming] = []
+        self._lost: list[BlockKey] = []
+        self._failed: list[str] = []
+
+    def close(self) -> None:
+        """End all loads and store what is queued, as long as the cache may. Idempotent."""
+        for load in list(self._loads.values()):
+            load.close()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self.cache.close()
+
+    def start(self, orders: StepOrders) -> None:
+        """Start the step's loads."""
+        self._failed_requests = set()
+        for order in orders.loads:
+            load = _Load(order, self._pool, self._clock.monotonic_s())
+            with self._changed:
+                assert order.request not in self._loads, f"{order.request} loads already"
+                self._loads[order.request] = load
+            self._loaders.submit(self._run, load)
+
+    def _run(self, load: _Load) -> None:
+        metas = [self._meta(block) for block in load.order.blocks]
+        left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
+        failed = LoadReport(0, 0, MissReason.FAULT)
+        report = self.cache.guarded("load", partial(self.cache.load, metas, load.sink, max(0.0, left_s)), failed)
+        load.close()
+        seconds = self._clock.monotonic_s() - load.started_s
+        with self._changed:
+            if self._loads.pop(load.order.request, None) is None:
+                return
+            self._end(load, report)
+            self._note(load, report, seconds)
+            self._changed.notify_all()
+
+    def _end(self, load: _Load, report: LoadReport) -> None:
+        unfilled = load.unfilled(report.blocks)
+        self._ended.append(load.order.request)
+        self._failed_pages.update(unfilled)
+        if unfilled:
+            self._failed_requests.add(load.order.request)
+
+    def _note(self, load: _Load, report: LoadReport, seconds: float) -> None:
+        wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
+        if report.blocks < wanted:
+            self._failed.append(load.order.request)
+        if report.reason is MissReason.DEADLINE:
+            self._timings.append(LoadTiming(wanted * tokens, seconds * wanted * tokens / (report.blocks * tokens or 1)))
+            return
+        self._timings.append(LoadTiming(report.blocks * tokens, seconds))
+        if report.blocks < wanted:
+            self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
+
+    def _meta(self, block: BlockRef) -> BlockMeta:
+        return BlockMeta(
+            block.ids[self._shard], block.parents[self._shard], block.start, self._pool.layout, self._label
+        )
+
+    def wait_layer(self, layer: int, requests: Collection[str]) -> None:
+        """Wait until what is being loaded for these requests has this layer whole, or has failed."""
+        with self._changed:
+            loads = [self._loads[request] for request in requests if request in self._loads]
+        for load in loads:
+            load.wait_layer(layer)
+
+    def wait_loads(self, requests: Collection[str]) -> None:
+        """Wait until these requests load no more; each load has a deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(request in self._loads for request in requests))
+
+    def store(self, orders: StepOrders) -> None:
+        """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
+        for order in orders.stores:
+            # What was computed on top of pages that were never filled is no cache of anything.
+            if order.request in self._failed_requests:
+                continue
+            block = PendingBlock(self._meta(order.block), self._pool.capture(order.pages))
+            if not self.cache.store([block]):
+                return
+
+    def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
+        """Return what has ended since the last call; loads of `finished` requests are given up.
+
+        If nothing is computed (`is_idle`) a load that runs is waited for, for at most IDLE_WAIT_S.
+        """
+        with self._changed:
+            if is_idle and self._loads and not self._ended:
+                self._changed.wait_for(lambda: self._ended, IDLE_WAIT_S)
+            given_up = [self._loads.pop(request) for request in finished if request in self._loads]
+        for load in given_up:
+            load.close()
+        with self._changed:
+            self._ended += [load.order.request for load in given_up]
+            outcome = LoadOutcome(set(self._ended), self._failed_pages)
+            self._ended, self._failed_pages = [], set()
+        return outcome
+
+    def report(self, step: int) -> WorkerReport:
+        """Return what the scheduler half should know, once."""
+        with self._changed:
+            found = WorkerReport(step, tuple(self._timings), tuple(self._lost), tuple(self._failed))
+            self._timings, self._lost, self._failed = [], [], []
+        return found
+
+    def check(self) -> None:
+        """AssertionError if a load is left over. Call it while no request runs."""
+        with self._changed:
+            assert not self._loads, f"loads are left: {sorted(self._loads)}"
+            assert not self._ended

@@ -1,0 +1,247 @@
+"""The connector that vLLM loads: its calls, turned into those of the two halves. Decides nothing itself.
+
+Invariant: a request never fails for the cache's sake; pages that could not be filled are reported and recomputed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvtide.cache import Cache, cache_for
+from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry
+from kvtide.config import Limits
+from kvtide.engines.paged.orders import StepOrders, WorkerReport
+from kvtide.engines.paged.pace import Pace
+from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
+from kvtide.engines.profiles import shipped_profiles
+from kvtide.engines.vllm.model import page_pool, served_model
+
+__all__ = ["KVTideConnector"]
+
+# The scheduler half only asks; what it would keep in memory is of no use to the workers.
+ASKING_MEMORY_BYTES = 1 << 20
+EPOCH_BYTES = 16
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for us
+    """What travels to the workers with a step."""
+
+    orders: StepOrders
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What travels back."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join what two workers found out in one step."""
+        assert isinstance(other, StepReport)
+        mine, theirs = self.report, other.report
+        loads, lost, failed = mine.loads + theirs.loads, mine.lost + theirs.lost, mine.failed + theirs.failed
+        return StepReport(WorkerReport(mine.step, loads, lost, failed))
+
+
+class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """A KV connector for vLLM. Options are `ConnectorSettings`; UnsupportedModel for what can't be served exactly."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        # Read after the connector is made: a block that can't be loaded is computed, never a failed request.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._clock = SystemClock()
+        registry = CodecRegistry(shipped_profiles())
+        self._model = served_model(
+            vllm_config, kv_cache_config, self._settings, registry.make(self._settings.codec).is_lossless
+        )
+        self._codec = registry.make(self._settings.codec, self._model.layout)
+        self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
+        self._is_async = self._settings.load == "async"
+        self._requests: dict[str, Any] = {}
+        self._worker: WorkerHalf | None = None
+        self._outcome = LoadOutcome(set(), set())
+        self._scheduler = self._scheduler_half() if role is KVConnectorRole.SCHEDULER else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Return False: a block that is not stored is a future miss."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Tell that waiting for single layers needs Python between them."""
+        return extra_config.get("load") == "layers"
+
+    def _cache(self, limits: Limits) -> Cache:
+        cache = cache_for(self._settings.store, self._codec, shipped_profiles(), limits, self._clock)
+        cache.open()
+        return cache
+
+    # The scheduler's side
+
+    def _scheduler_half(self) -> SchedulerHalf:
+        return SchedulerHalf(
+            self._cache(replace(self._settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
+            self._model.namespaces,
+            self._model.layout.tokens,
+            self._model.page_tokens,
+            Pace(self._settings.load_s_max),
+            self._clock,
+            self._settings.match_s_max,
+            is_private=self._settings.store.startswith("memory://"),
+        )
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """Return the scheduler half; only in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind the computed ones to load, or None to be asked again, and whether aside."""
+        if not _is_plain(request):
+            return 0, False
+        salt = (request.cache_salt or "").encode()
+        tokens = self.scheduler.match(request.request_id, salt, request.all_token_ids, num_computed_tokens)
+        return tokens, self._is_async and bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Order the load into the pages that the request got."""
+        if num_external_tokens:
+            (pages,) = blocks.get_block_ids()
+            self.scheduler.allocated(request.request_id, pages, num_external_tokens)
+
+    def on_new_request(self, request: Any) -> None:
+        """Remember the request: its tokens are needed when its blocks fill."""
+        if _is_plain(request):
+            self._requests[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return the step's orders."""
+        total = scheduler_output.total_num_scheduled_tokens
+        return StepMetadata(self.scheduler.plan(self._scheduled(scheduler_output), total))
+
+    def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(name)
+            if request is not None:
+                pages = partial(_pages, scheduler_output.kv_connector_block_state, name)
+                yield ScheduledRequest(name, request.all_token_ids, request.num_computed_tokens + tokens, pages)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learn from the workers' reports."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self.scheduler.heard(connector_output.kv_connector_worker_meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
+        self._requests.pop(request.request_id, None)
+        self.scheduler.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
+        self.scheduler.reset(os.urandom(EPOCH_BYTES))
+        return True
+
+    # The workers' side
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """Return the worker half; only in a worker's process, once the pages are there."""
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.orders
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
+        pool = page_pool(self._model, kv_caches, self._vllm_config)
+        cache = self._cache(self._settings.limits())
+        self._worker = WorkerHalf(cache, pool, get_tensor_model_parallel_rank(), self._model.label, self._clock)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the step's loads."""
+        self.worker.start(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for what this step loads of a layer; loads aside of steps wait for nobody."""
+        if not self._is_async:
+            self.worker.wait_layer(self._layers[layer_name], [load.request for load in self._orders.loads])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: blocks are stored when all their layers are there."""
+
+    def wait_for_save(self) -> None:
+        """Copy what the step completed; encoding and storing happen in the background."""
+        if not self._is_async:
+            self.worker.wait_loads([load.request for load in self._orders.loads])
+        self.worker.store(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended; loads of finished requests end here."""
+        self._outcome = self.worker.ended(finished_req_ids, self._orders.is_idle)
+        # vLLM hears of the others through their pages alone.
+        return None, self._outcome.requests if self._is_async else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the pages that the loads just reported could not fill."""
+        return self._outcome.failed_pages
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what the scheduler half should know."""
+        return StepReport(self.worker.report(self._orders.step))
+
+    def shutdown(self) -> None:
+        """Store what is queued and give everything back. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+def _pages(block_state: Any, request: str) -> Sequence[int]:
+    (pages,) = block_state.get_block_ids(request)
+    return list(pages)
+
+
+def _is_plain(request: Any) -> bool:
+    """Tell whether the request's keys and values depend on its tokens alone."""
+    return (
+        request.lora_request is None
+        and request.pooling_params is None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and not request.resumable
+    )

@@ -1,0 +1,125 @@
+"""kvtide below vLLM's own offloading, as a secondary tier: its stores, checksums and lossless codecs.
+
+secondary_tiers: [{"type": "KVTideTier", "module_path": "kvtide.engines.vllm.tiering", "store": "disk:///var/cache/x"}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
+from kvtide.engines.paged.identity import files_fingerprint
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.vllm.model import model_folder
+from kvtide.errors import UnsupportedModel
+
+__all__ = ["KVTideTier"]
+
+TRANSFER_THREADS = 2
+
+
+class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
+    """A secondary tier of vLLM's. Options are those of the connector that concern the store. Faults are misses.
+
+    vLLM names chunks by its own hashes: set PYTHONHASHSEED, or a restarted engine finds nothing.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = offloading_spec.config
+        if len(config.groups) != 1:
+            raise UnsupportedModel(f"hybrid models are not supported: {len(config.groups)} groups of layers")
+        (group,) = config.groups
+        tokens = group.tokens_per_block * config.cache.blocks_per_chunk
+        settings = ConnectorSettings.parse(options)
+        self._store = ChunkStore(
+            settings,
+            chunk_layout(self.block_size_bytes, len(group.layer_names), tokens),
+            settings.fingerprint.encode() or _fingerprint(config),
+            f"vllm chunks of {self.block_size_bytes} bytes, world={config.parallel.world_size}",
+        )
+        self._chunks = np.frombuffer(primary_kv_view.cast("B"), dtype=np.uint8).reshape(-1, self.block_size_bytes)
+        self._store.cache.open()
+        self._workers = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kvtide-tier")
+        self._pending: set[Future[JobResult]] = set()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Tell whether the store seems to have the chunk."""
+        return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Queue chunks to be copied, then encoded and stored in the background."""
+        self._submit(self._store_chunks, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load chunks into the primary tier in the background."""
+        self._submit(self._load_chunks, job_metadata)
+
+    def _submit(self, action: Callable[[TransferJob], JobResult], job: TransferJob) -> None:
+        failed = JobResult(job_id=job.job_id, success=False)
+        guarded = self._store.cache.guarded
+        self._pending.add(self._workers.submit(guarded, "move chunks", partial(action, job), failed))
+
+    def _store_chunks(self, job: TransferJob) -> JobResult:
+        pairs = zip(job.keys, job.chunk_ids.tolist(), strict=True)
+        stored = [self._store.store(key, memoryview(self._chunks[chunk])) for key, chunk in pairs]
+        return JobResult(job_id=job.job_id, success=all(stored), transfer_bytes=sum(stored) * self.block_size_bytes)
+
+    def _load_chunks(self, job: TransferJob) -> JobResult:
+        keys, chunks = list(job.keys), job.chunk_ids.tolist()
+
+        def write(position: int, chunk: memoryview) -> None:
+            self._chunks[chunks[position]] = np.frombuffer(chunk, dtype=np.uint8)
+
+        count = self._store.load(keys, write)
+        return JobResult(
+            job_id=job.job_id,
+            success=count == len(keys),
+            successful_keys=keys[:count],
+            transfer_bytes=count * self.block_size_bytes,
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return what was finished since the last call."""
+        done = {future for future in self._pending if future.done()}
+        self._pending -= done
+        return [future.result() for future in done]
+
+    def has_pending_work(self) -> bool:
+        """Tell whether jobs run, so that the engine asks for them."""
+        return bool(self._pending)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Return no preference."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches the primary tier."""
+        wait(self._pending)
+
+    def shutdown(self) -> None:
+        """Finish jobs, store what is queued, give everything back."""
+        self.drain_jobs()
+        self._workers.shutdown()
+        self._store.cache.close()
+
+
+def _fingerprint(config: Any) -> bytes:
+    what = {"dtype": config.model.dtype, "layers": config.groups[0].layer_names, "page": config.kv_cache_layout}
+    return files_fingerprint(model_folder(config.model.name), what)

@@ -1,0 +1,337 @@
+"""Both halves of a connector together on a toy engine: pages, tokens, steps, no model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
+
+from kvtide.cache import Cache
+from kvtide.clock import SystemClock
+from kvtide.engines.paged.orders import StepOrders
+from kvtide.engines.paged.pace import Pace
+from kvtide.engines.paged.pages import CellOrder, keys_values
+from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
+from kvtide.engines.paged.sequence import Namespaces
+from kvtide.engines.paged.worker import WorkerHalf
+from kvtide.keys import NamespaceSpec
+
+BLOCK = LAYOUT.tokens
+ORDER = CellOrder.TRANSPOSED_KEYS
+
+
+def _namespaces(shards: int = 1) -> Namespaces:
+    return Namespaces(
+        lambda salt: [
+            NamespaceSpec(b"model", LAYOUT.dtype, f"toy {shard}/{shards}", BLOCK, salt) for shard in range(shards)
+        ]
+    )
+
+
+class ToyEngine:
+    """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
+
+    def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1) -> None:
+        self.clock = SystemClock()
+        self.pace = Pace(5.0)
+        self.scheduler = SchedulerHalf(
+            open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5, "memory" in store
+        )
+        self.pool, self.layers = host_pages(ORDER, pages=64)
+        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock)
+        self._free = iter(range(1, 64))
+
+    def pages(self, tokens: int) -> list[int]:
+        return [next(self._free) for _ in range(-(-tokens // PAGE_TOKENS))]
+
+    def step(self, *scheduled: ScheduledRequest, tokens: int = 100) -> StepOrders:
+        orders = self.scheduler.plan(scheduled, tokens)
+        self.worker.start(orders)
+        self.worker.store(orders)
+        return orders
+
+    def ask(self, request: str, tokens: list[int], computed: int = 0, salt: bytes = b"") -> int:
+        """Match as an engine does: again and again until there is an answer."""
+        hit = None
+        while hit is None:
+            hit = self.scheduler.match(request, salt, tokens, computed)
+        return hit
+
+    def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
+        """Run a whole prompt without loading anything; return its pages."""
+        self.ask(request, tokens, salt=salt)
+        pages = self.pages(len(tokens))
+        for position in range(len(tokens) // BLOCK):
+            start = position * BLOCK // PAGE_TOKENS
+            engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
+        self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
+        assert self.worker.cache.flush(10)
+        self.finish(request)
+        return pages
+
+    def finish(self, request: str) -> None:
+        self.scheduler.finished(request)
+        self.worker.ended([request], is_idle=False)
+
+    def wait(self, request: str) -> set[int]:
+        """Step until the request's load has ended; return the pages that were not filled."""
+        for _ in range(2000):
+            outcome = self.worker.ended([], is_idle=True)
+            if request in outcome.requests:
+                return outcome.failed_pages
+        raise AssertionError("the load never ended")
+
+    def load(self, request: str, tokens: list[int], computed: int = 0) -> tuple[int, list[int], set[int]]:
+        hit = self.ask(request, tokens, computed)
+        pages = self.pages(len(tokens))
+        if not hit:
+            return 0, pages, set()
+        self.scheduler.allocated(request, pages, hit)
+        orders = self.step(tokens=0)
+        failed = self.wait(request)
+        self.scheduler.heard(self.worker.report(orders.step))
+        return hit, pages, failed
+
+
+def block_of(tokens: list[int], position: int) -> Any:
+    return random_block(hash(tuple(tokens[: (position + 1) * BLOCK])) & 0xFFFF)
+
+
+def held(engine: ToyEngine, pages: list[int]) -> Any:
+    """Return keys and values of pages as (layers, 2, tokens, heads, dim)."""
+    layers = []
+    for cells in engine.layers:
+        both = [part[pages].transpose(0, 2, 1, 3).reshape(-1, 2, LAYOUT.head_dim) for part in keys_values(cells, ORDER)]
+        layers.append(np.stack(both))
+    return np.stack(layers)
+
+
+@pytest.fixture
+def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callable[..., ToyEngine]]:
+    """Make engines on one disk store; all must be clean in the end."""
+    made: list[ToyEngine] = []
+
+    def make(store: str = "", shards: int = 1) -> ToyEngine:
+        made.append(ToyEngine(open_cache, store or str(tmp_path / "store"), shards))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.scheduler.check()
+        engine.worker.check()
+        engine.scheduler.close()
+        engine.worker.close()
+
+
+PROMPT = list(range(3 * BLOCK + 3))
+
+
+def test_another_engine_restores_every_full_block(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    hit, pages, failed = second.load("b", PROMPT)
+    assert (hit, failed) == (3 * BLOCK, set())
+    restored = held(second, pages)
+    for position in range(3):
+        assert np.array_equal(restored[:, :, position * BLOCK : (position + 1) * BLOCK], block_of(PROMPT, position))
+    second.finish("b")
+
+
+def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    engine.compute("a", PROMPT[: 2 * BLOCK])
+    assert engine.ask("b", PROMPT[: 2 * BLOCK]) == BLOCK
+    assert engine.ask("b", PROMPT[: 2 * BLOCK + 1]) == 2 * BLOCK
+    engine.finish("b")
+
+
+def test_load_starts_behind_what_the_engine_has(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    hit, pages, failed = second.load("b", PROMPT, computed=BLOCK + PAGE_TOKENS)
+    assert (hit, failed) == (2 * BLOCK - PAGE_TOKENS, set())
+    restored = held(second, pages)
+    assert not restored[:, :, : BLOCK + PAGE_TOKENS].any()
+    assert np.array_equal(restored[:, :, 2 * BLOCK : 3 * BLOCK], block_of(PROMPT, 2))
+    second.finish("b")
+
+
+def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    blocks = list(second.scheduler.cache.tiers.objects())
+    assert len(blocks) == 3
+    second.ask("x", PROMPT)
+    refs = second.scheduler._sequences["x"].blocks(PROMPT)
+    second.finish("x")
+    second.worker.cache.tiers.delete(refs[1].ids[0], "removed")
+    hit, pages, failed = second.load("b", PROMPT)
+    assert hit == 3 * BLOCK
+    assert failed == set(pages[BLOCK // PAGE_TOKENS : 3 * BLOCK // PAGE_TOKENS])
+    assert second.ask("b", PROMPT) == 0
+    assert second.ask("c", PROMPT) == BLOCK
+    second.finish("b")
+    second.finish("c")
+
+
+def test_private_store_counts_what_was_ordered(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines("memory://")
+    engine.compute("a", PROMPT)
+    assert engine.ask("b", PROMPT) == 3 * BLOCK
+    engine.finish("b")
+
+
+def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    gate, tiers = threading.Event(), second.worker.cache.tiers
+    read = tiers.get_into
+    tiers.get_into = lambda *arguments: (gate.wait(5), read(*arguments))[1]  # type: ignore[method-assign]
+    hit = second.ask("b", PROMPT)
+    pages = second.pages(len(PROMPT))
+    assert hit
+    second.scheduler.allocated("b", pages, hit)
+    second.step(tokens=0)
+    second.scheduler.finished("b")
+    assert second.worker.ended(["b"], is_idle=False).requests == {"b"}
+    gate.set()
+    second.worker.close()
+    assert not held(second, pages).any()
+
+
+def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callable[..., ToyEngine]) -> None:
+    long = list(range(100, 100 + 10 * BLOCK + 1))
+    engines().compute("a", long)
+    second = engines()
+    second.pace.note_prefill(10_000, 1.0, second.clock.monotonic_s())
+    gate, tiers = threading.Event(), second.worker.cache.tiers
+    tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
+    hit, pages, failed = second.load("b", long)
+    assert hit == 10 * BLOCK
+    assert failed == set(pages[: 10 * BLOCK // PAGE_TOKENS])
+    assert second.ask("c", long) == 0
+    gate.set()
+    second.finish("b")
+    second.finish("c")
+
+
+def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    second.pace = second.scheduler._pace = Pace(0.05)
+    gate, tiers = threading.Event(), second.worker.cache.tiers
+    tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
+    hit, pages, failed = second.load("b", PROMPT)
+    assert failed == set(pages[: hit // PAGE_TOKENS])
+    # Neither speed of prefill is known nor a block lost: only that this request has waited.
+    assert second.ask("b", PROMPT) == 0
+    gate.set()
+    second.finish("b")
+
+
+def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    hit = second.ask("b", PROMPT)
+    pages = second.pages(len(PROMPT) + BLOCK)
+    assert hit
+    second.worker.cache.tiers.get_into = lambda *arguments: None  # type: ignore[method-assign]
+    second.scheduler.allocated("b", pages, hit)
+    longer = PROMPT + list(range(BLOCK))
+    orders = second.scheduler.plan([ScheduledRequest("b", longer, len(longer), lambda: pages)], 10)
+    second.worker.start(orders)
+    second.worker.wait_loads(["b"])
+    second.worker.store(orders)
+    assert len(orders.stores) == 1
+    assert second.worker.cache.flush(5)
+    assert second.worker.cache.stats().blocks_stored == 0
+    second.worker.ended([], is_idle=False)
+    second.finish("b")
+
+
+def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    hit = second.ask("b", PROMPT)
+    assert hit
+    pages = second.pages(len(PROMPT))
+    second.scheduler.allocated("b", pages, hit)
+    second.step(tokens=0)
+    for layer in range(LAYOUT.layers):
+        second.worker.wait_layer(layer, ["b"])
+        assert np.array_equal(held(second, pages)[layer, :, :BLOCK], block_of(PROMPT, 0)[layer])
+    second.worker.wait_loads(["b"])
+    second.finish("b")
+
+
+def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    tokens, pages = PROMPT[: BLOCK - 2], engine.pages(3 * BLOCK)
+    assert engine.ask("a", tokens) == 0
+    stored = []
+    for computed in range(len(tokens), 2 * BLOCK + 1):
+        # The token that the step computes is known, the one that it draws is not.
+        orders = engine.step(ScheduledRequest("a", PROMPT[:computed], computed, lambda: pages))
+        stored += [(computed, order.block.start) for order in orders.stores]
+    assert stored == [(BLOCK, 0), (2 * BLOCK, BLOCK)]
+    engine.finish("a")
+
+
+def test_tokens_not_known_yet_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    assert engine.ask("a", PROMPT[:BLOCK]) == 0
+    orders = engine.scheduler.plan([ScheduledRequest("a", PROMPT[: BLOCK - 1], BLOCK, list)], 1)
+    assert orders.stores == ()
+    engine.finish("a")
+
+
+@pytest.mark.parametrize("salt", [b"tenant", b"\0epoch x"])
+def test_other_salt_finds_nothing(engines: Callable[..., ToyEngine], salt: bytes) -> None:
+    engine = engines()
+    engine.compute("a", PROMPT)
+    assert engine.ask("b", PROMPT, salt=salt) == 0
+    engine.finish("b")
+
+
+def test_reset_serves_nothing_that_was_stored_before(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    engine.compute("a", PROMPT)
+    engine.scheduler.reset(b"1")
+    assert engine.ask("b", PROMPT) == 0
+    engine.finish("b")
+    engine.compute("c", PROMPT)
+    assert engine.ask("d", PROMPT) == 3 * BLOCK
+    engine.finish("d")
+
+
+def test_store_of_another_number_of_shards_is_a_miss(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines(shards=2)
+    assert second.ask("b", PROMPT) == 0
+    second.finish("b")
+
+
+def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines(shards=2)
+    engine.compute("a", PROMPT)
+    # Only shard 0 had a worker.
+    assert engine.ask("b", PROMPT) == 0
+    engine.finish("b")
+
+
+def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    gate = threading.Event()
+    engine.scheduler.cache.tiers.places = lambda object_id: iter([0] * gate.wait(5))  # type: ignore[method-assign]
+    answers = [engine.scheduler.match("a", b"", PROMPT, 0)]
+    while answers[-1] is None:
+        answers.append(engine.scheduler.match("a", b"", PROMPT, 0))
+    assert len(answers) > 2
+    assert answers[-1] == 0
+    gate.set()
+    engine.finish("a")

@@ -1,0 +1,103 @@
+"""Blocks in and out of pages, for every order and stride that engines use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_writes, host_pages, random_block
+
+from kvtide.engines.paged.device import DevicePages
+from kvtide.engines.paged.pages import CellOrder, cell_order, keys_values
+
+
+@pytest.mark.parametrize("order", CellOrder)
+def test_captured_block_is_what_the_engine_wrote(order: CellOrder) -> None:
+    pool, layers = host_pages(order)
+    bits = random_block(1)
+    engine_writes(layers, order, bits, [7, 2])
+    source = pool.capture([7, 2])
+    for layer in layers:
+        layer[:] = 0
+    assert np.array_equal(source(), bits)
+
+
+@pytest.mark.parametrize("order", CellOrder)
+def test_scattered_block_is_what_the_engine_reads(order: CellOrder) -> None:
+    pool, layers = host_pages(order)
+    expected, bits = empty_layers(), random_block(2)
+    engine_writes(expected, order, bits, [3, 5])
+    for layer in range(LAYOUT.layers):
+        pool.scatter(layer, bits, [3, 5], 0)
+    assert np.array_equal(layers, expected)
+
+
+def test_pages_that_were_skipped_stay_as_they_were() -> None:
+    pool, layers = host_pages()
+    bits = random_block(3)
+    pool.scatter(1, bits, [4], 1)
+    keys, values = keys_values(layers[1], CellOrder.TRANSPOSED_KEYS)
+    assert np.array_equal(keys[4], bits[1, 0, PAGE_TOKENS:].transpose(1, 0, 2))
+    assert np.array_equal(values[4], bits[1, 1, PAGE_TOKENS:].transpose(1, 0, 2))
+    layers[1][4] = 0
+    assert not np.any(layers)
+
+
+def test_transposed_keys_lie_as_the_research_says() -> None:
+    # One cell of three tokens with two values each: keys by value index, then values by token.
+    cell = np.array([1, 2, 3, 4, 5, 6, 10, 20, 30, 40, 50, 60]).reshape(3, 4)
+    keys, values = keys_values(cell, CellOrder.TRANSPOSED_KEYS)
+    assert keys.tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert values.tolist() == [[10, 20], [30, 40], [50, 60]]
+
+
+@pytest.mark.parametrize("order", CellOrder)
+def test_order_is_found_from_a_page_that_the_engine_wrote(order: CellOrder) -> None:
+    cell = np.zeros((4, 12), np.uint16)
+    keys, values = np.arange(24).reshape(4, 6), 100 + np.arange(24).reshape(4, 6)
+    room_keys, room_values = keys_values(cell, order)
+    room_keys[:], room_values[:] = keys, values
+    assert cell_order(cell, keys, values) is order
+
+
+def test_unknown_order_is_refused() -> None:
+    keys = np.arange(24).reshape(4, 6)
+    cell = np.concatenate([keys[::-1], keys], axis=1)
+    with pytest.raises(ValueError, match="does not know"):
+        cell_order(cell, keys, keys)
+
+
+def _strided(axes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return zeroed layers (pages, heads, tokens, content) whose memory is in the order of `axes`; 4 is the layer."""
+    sizes = (12, LAYOUT.kv_heads, PAGE_TOKENS, 2 * LAYOUT.head_dim, LAYOUT.layers)
+    storage = torch.zeros([sizes[axis] for axis in axes], dtype=torch.bfloat16)
+    logical = storage.permute([axes.index(axis) for axis in (4, 0, 1, 2, 3)])
+    return list(logical)
+
+
+@pytest.mark.parametrize("axes", [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (4, 1, 0, 2, 3), (0, 4, 1, 2, 3), (0, 4, 2, 1, 3)])
+def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int, ...]) -> None:
+    layers, bits = _strided(axes), random_block(4)
+    pool = DevicePages(layers, LAYOUT)
+    for layer in range(LAYOUT.layers):
+        pool.scatter(layer, bits, [9, 1], 0)
+    written: Any = layers[2][9, 1, 3].view(torch.int16).numpy().view(np.uint16)
+    assert written.tolist() == [*bits[2, 0, 3, 1], *bits[2, 1, 3, 1]]
+    source = pool.capture([9, 1])
+    layers[0].zero_()
+    assert np.array_equal(source(), bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
+    layers = [layer.cuda() for layer in _strided((4, 0, 2, 1, 3))]
+    pool, bits = DevicePages(layers, LAYOUT), random_block(5)
+    for layer in range(LAYOUT.layers):
+        pool.scatter(layer, bits, [9, 1], 0)
+    source = pool.capture([9, 1])
+    for layer in layers:
+        layer.zero_()
+    assert np.array_equal(source(), bits)

@@ -1,0 +1,143 @@
+"""The storage backend against SGLang's interface as its callers use it; the engine itself needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtide.errors import UnsupportedModel
+
+PAGE_TOKENS = 4
+PAGE = (2, 3, PAGE_TOKENS, 2, 8)
+
+
+class HostPool:
+    """A page-first host pool: flat pages by the index of their first token."""
+
+    page_size = PAGE_TOKENS
+    layout = "page_first"
+
+    def __init__(self) -> None:
+        self.pages = torch.zeros((8, *PAGE), dtype=torch.bfloat16)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(PAGE, dtype=torch.bfloat16).flatten()
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        page = self.pages[index // PAGE_TOKENS]
+        return page.flatten() if flat else page
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.pages[index // PAGE_TOKENS] = data_page.reshape(PAGE)
+
+
+class Interface:
+    """The base class's part that its callers rely on."""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+
+@pytest.fixture
+def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Make backends on one store, each with a host pool of its own."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.mem_cache.hicache_storage"].HiCacheStorage = Interface  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "kvtide.engines.sglang.storage", raising=False)
+    from kvtide.engines.sglang.storage import KVTideStorage
+
+    made = []
+
+    def make(rank: int = 0, **options: Any) -> Any:
+        ours = {"store": str(tmp_path / "store"), "fingerprint": "toy", **options}
+        factory = {"backend_name": "kvtide", "module_path": "m", "class_name": "c"}
+        config = SimpleNamespace(
+            tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            model_name="toy", extra_config={**factory, **ours},
+        )  # fmt: skip
+        backend = KVTideStorage(config, {})
+        backend.register_mem_pool_host(HostPool())
+        made.append(backend)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def _filled(backend: Any) -> torch.Tensor:
+    pool = backend.mem_pool_host
+    pool.pages = torch.randn(pool.pages.shape, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    return pool.pages.clone()
+
+
+def _indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS) for page in pages])
+
+
+def test_pages_come_back_in_another_process_pool(backends: Callable[..., Any]) -> None:
+    first = backends()
+    pages = _filled(first)
+    assert first.batch_set_v1(["a", "b"], _indices(5, 2)) == [True, True]
+    first.close()
+    second = backends()
+    assert second.batch_exists(["a", "b", "c"]) == 2
+    assert second.batch_get_v1(["a", "b"], _indices(1, 7)) == [True, True]
+    assert torch.equal(second.mem_pool_host.pages[[1, 7]], pages[[5, 2]])
+
+
+def test_missing_page_ends_the_run_and_leaves_the_pool_alone(backends: Callable[..., Any]) -> None:
+    backend = backends()
+    pages = _filled(backend)
+    backend.batch_set_v1(["a"], _indices(0))
+    assert backend.store.cache.flush(10)
+    assert backend.batch_get_v1(["x", "a"], _indices(3, 4)) == [False, False]
+    assert torch.equal(backend.mem_pool_host.pages, pages)
+
+
+def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
+    backend = backends()
+    page = torch.arange(2 * 3 * PAGE_TOKENS * 2 * 8, dtype=torch.float32).to(torch.bfloat16)
+    assert backend.set("a", page)
+    assert backend.store.cache.flush(10)
+    target = torch.zeros_like(page)
+    assert backend.get("a", target) is target
+    assert torch.equal(target, page)
+    assert backend.get("b", target) is None
+    assert backend.batch_set(["c", "d"], [page, page])
+    assert backend.exists("a") and not backend.exists("z")
+
+
+def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
+    first = backends(rank=0)
+    _filled(first)
+    first.batch_set_v1(["a"], _indices(0))
+    first.close()
+    assert not backends(rank=1).exists("a")
+
+
+def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None:
+    backend = backends()
+    with pytest.raises(ValueError, match="tensor to be read into"):
+        backend.get("a")
+    with pytest.raises(ValueError, match="as value"):
+        backend.set("a")
+    with pytest.raises(ValueError, match="need as many pages"):
+        backend.batch_get_v1(["a", "b"], _indices(0))
+    with pytest.raises(ValueError, match="bytes"):
+        backend.set("a", torch.zeros(3))
+    with pytest.raises(ValueError, match="contiguous"):
+        backend.set("a", torch.zeros((4, 4)).T)
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        backend.register_mem_host_pool_v2(None, "mamba")
+    with pytest.raises(ValueError, match="fingerprint"):
+        backends(fingerprint="")
+    with pytest.raises(ValueError, match="lossless"):
+        backends(codec="chunkwise:1")

@@ -1,0 +1,84 @@
+"""Tests on the real engine: they run in an environment of their own (`make test-vllm`) and are skipped elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+
+from kvtide.bench.engine_process import EngineProcess
+
+PROMPT_TOKENS = 2068
+ANSWER_TOKENS = 16
+PAGE_TOKENS = 128
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="vllm is not installed here: make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    from kvtide.engines import smollm2
+
+    return smollm2.converted_folder()
+
+
+@pytest.fixture(scope="session")
+def tokens(model: Path) -> list[int]:
+    """A long text's token ids."""
+    from kvtide.engines import smollm2
+
+    return list(smollm2.load_tokenizer(model)("\n".join(str(topics[name]) for name in sorted(topics))).input_ids)
+
+
+@pytest.fixture(scope="session")
+def engine(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., AbstractContextManager[EngineProcess]]:
+    log = tmp_path_factory.mktemp("engine") / "log"
+
+    def start(transfer: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[EngineProcess]:
+        wide = {"max_num_batched_tokens": 4096, **options}
+        return EngineProcess(Path(sys.executable), model, log, transfer, wide)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def soak_prompts(tokens: list[int]) -> list[list[int]]:
+    """Six prompts on two shared beginnings, whose answers fill a page and need another."""
+    return [
+        tokens[start : start + 300] + tokens[tail : tail + 80] for start in (0, 5000) for tail in (9000, 9200, 9400)
+    ]
+
+
+@pytest.fixture(scope="session")
+def plain(engine: Any, tokens: list[int], soak_prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """What vLLM says by itself: to the long prompt, warmed up, and to the soak's."""
+    with engine() as process:
+        process.ask(tokens[-300:], 2)
+        long = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+        soak = [process.ask(prompt, 8)["ids"] for prompt in soak_prompts]
+    return {"long": long, "soak": soak}
+
+
+@pytest.fixture(scope="session")
+def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that an engine has left behind after answering the long prompt."""
+    from kvtide.bench.engine_process import kvtide_transfer
+
+    store = tmp_path_factory.mktemp("filled") / "store"
+    with engine(kvtide_transfer(str(store))) as process:
+        process.ask(tokens[:PROMPT_TOKENS], 2)
+        assert process.do("settle")["is_done"]
+    return store

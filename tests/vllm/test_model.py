@@ -1,0 +1,118 @@
+"""What the connector refuses, with the reason: every case is a cache that it could not restore exactly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.errors import UnsupportedModel
+
+SETTINGS = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f"})
+
+
+def _spec(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(
+        **{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **changes}
+    )
+
+
+def _config(**changes: Any) -> Any:
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=changes.pop("stages", 1),
+        decode_context_parallel_size=changes.pop("context", 1),
+        tensor_parallel_size=changes.pop("shards", 1),
+    )
+    model = SimpleNamespace(runner_type=changes.pop("runner", "generate"), model="models/toy")
+    return SimpleNamespace(parallel_config=parallel, model_config=model, speculative_config=changes.pop("draft", None))
+
+
+def _caches(*specs: Any) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"]) for spec in specs]
+    )
+
+
+def _served(config: Any, caches: Any) -> Any:
+    from kvtide.engines.vllm.model import served_model
+
+    return served_model(config, caches, SETTINGS, is_exact=True)
+
+
+def test_plain_model_is_served_in_blocks_of_whole_pages() -> None:
+    model = _served(_config(), _caches(_spec()))
+    assert model.layout.shape == (2, 2, 128, 2, 64)
+    assert (model.page_tokens, model.label) == (16, "toy bfloat16")
+
+
+def test_shards_and_salts_have_namespaces_of_their_own() -> None:
+    one, two = (_served(_config(shards=n), _caches(_spec())).namespaces for n in (1, 2))
+    names = [*one.of(b""), *two.of(b""), *one.of(b"tenant")]
+    assert len(set(names)) == 4
+
+
+def test_hybrid_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="hybrid"):
+        _served(_config(), _caches(_spec(), _spec()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 128}, "windowed"),
+        ({"attention_chunk_size": 128}, "windowed"),
+        ({"non_causal": True}, "windowed"),
+        ({"head_size_v": 32}, "one shape"),
+    ],
+)
+def test_cache_that_is_not_all_tokens_keys_and_values_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        _served(_config(), _caches(_spec(**changes)))
+
+
+def test_quantised_cache_is_refused() -> None:
+    import torch
+
+    with pytest.raises(UnsupportedModel, match="float32, float16 or bfloat16"):
+        _served(_config(), _caches(_spec(dtype=torch.uint8)))
+
+
+def test_cache_of_another_kind_is_refused() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
+    with pytest.raises(UnsupportedModel, match="SlidingWindowSpec"):
+        _served(_config(), _caches(spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 2}, "pipeline"),
+        ({"context": 2}, "context parallel"),
+        ({"runner": "pooling"}, "text generation"),
+        ({"draft": SimpleNamespace(method="eagle")}, "eagle"),
+    ],
+)
+def test_deployment_that_spreads_or_adds_caches_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        _served(_config(**changes), _caches(_spec()))
+
+
+def test_pages_of_another_shape_are_refused() -> None:
+    import torch
+
+    from kvtide.engines.vllm.model import page_pool
+
+    model = _served(_config(), _caches(_spec()))
+    pages = torch.zeros((4, 2, 8, 128), dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModel, match="must be"):
+        page_pool(model, {"a": pages, "b": pages}, None)
+    with pytest.raises(UnsupportedModel, match="do not match"):
+        page_pool(model, {"a": pages}, None)
