@@ -91,7 +91,7 @@ class HttpTier:
         if not buffer:
             return 0 if self.contains(object_id) else None
         headers = [("Range", f"bytes={offset}-{offset + len(buffer) - 1}")]
-        call = Call("GET", _target(object_id), headers, b"", buffer)
+        call = Call("GET", _target(object_id), headers, b"", buffer, offset)
         came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
         with self._lock:
             self._hits += came is not None
@@ -122,7 +122,7 @@ class HttpTier:
             except TierUnavailable:
                 if position == len(peers) - 1:
                     raise
-                call = Call(call.method, call.target, call.headers, call.body, call.into)
+                call = call.again()
         raise AssertionError("there is at least one peer")
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -220,9 +220,10 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        error = _refusal(method, answer)
         with self._lock:
-            self._faults += 1
-        return _refusal(method, answer)
+            self._faults += not isinstance(error, WrongServer)
+        return error
 
     def check(self) -> None:
         """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
@@ -256,13 +257,13 @@ def http_tier(
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
 ) -> HttpTier:
-    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+    """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
-    `extra` headers go with every request.
+    ValueError as in `servers_of`.
     """
     servers = servers_of(url)
-    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
-    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    bounds = settings or PeerSettings()
+    peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
 
 
