@@ -106,7 +106,7 @@ class HttpTier:
             return 0
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if answer.status != 206 or found is None:
-            raise TierUnavailable(_refusal("GET", answer))
+            raise _refusal("GET", answer)
         start, last, size = map(int, found.groups())
         if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
             raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
@@ -139,7 +139,7 @@ class HttpTier:
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
-                error = TierUnavailable(_refusal("PUT", answer))
+                error = _refusal("PUT", answer)
         if not stored and error is not None:
             with self._lock:
                 self._faults += 1
@@ -220,11 +220,10 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
-        if answer.status == 307:
-            return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
+        error = _refusal(method, answer)
         with self._lock:
-            self._faults += 1
-        return TierUnavailable(_refusal(method, answer))
+            self._faults += not isinstance(error, WrongServer)
+        return error
 
     def check(self) -> None:
         """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
@@ -237,9 +236,11 @@ def _target(object_id: ObjectId) -> str:
     return f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
 
 
-def _refusal(method: str, answer: Answer) -> str:
+def _refusal(method: str, answer: Answer) -> TierUnavailable:
+    if answer.status == 307:
+        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
     text = answer.body[:200].decode(errors="replace").strip()
-    return f"{method} was answered with status {answer.status}: {text}"
+    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
 
 
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
