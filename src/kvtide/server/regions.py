@@ -77,7 +77,10 @@ class CentralTier(WrappedTier):
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Note that the centre should get the object. False: it is not there yet."""
-        self._manifest.add(object_id)
+        try:
+            self._manifest.add(object_id)
+        except OSError as error:
+            raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
 
     def staleness_s(self) -> float:
@@ -123,8 +126,8 @@ class Synchroniser:
             started_s = self._clock.monotonic_s()
             try:
                 size = self._send(object_id) if object_id is not None else self._probe()
-            except TierUnavailable as error:
-                _log.debug("the centre does not answer: %s", error)
+            except (TierUnavailable, OSError) as error:
+                _log.debug("nothing is sent to the centre now: %s", error)
                 self._closing.wait(PROBE_S)
                 continue
             least_s = size / self._settings.sync_bytes_s_max if object_id is not None else PROBE_S
