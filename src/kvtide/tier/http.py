@@ -220,9 +220,10 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        error = _refusal(method, answer)
         with self._lock:
-            self._faults += 1
-        return _refusal(method, answer)
+            self._faults += not isinstance(error, WrongServer)
+        return error
 
     def check(self) -> None:
         """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
