@@ -238,3 +238,16 @@ def test_fault_of_streaming_never_fails_the_model(stored: Stored, tmp_path: Path
     with attached(stored, tmp_path, Broken({})) as cached:
         answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer, stored.plain_answer())
+
+
+def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
+    class Silent(MadeSource):
+        def read(self, object_id: ObjectId, start: int, stop: int, take: Any, deadline_s: float) -> bool:
+            time.sleep(2.0)
+            return False
+
+    started_s = time.monotonic()
+    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0))
+    assert time.monotonic() - started_s < 1.9
+    assert report.computed_tokens == 96
+    assert torch.equal(stored.answer(engine), stored.plain_answer())

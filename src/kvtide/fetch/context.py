@@ -78,12 +78,14 @@ class ContextLoader:
         what is behind a loaded block, and at the end. CorruptPayload never leaves it: such blocks are not loaded.
         """
         started_s = self._clock.monotonic_s()
-        with ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads") as pool:
-            ids = [meta.id for meta in metas]
-            requests_max, wait_s = self._limits.requests_max, self._limits.read_s_max
-            heads = pool.submit(read_heads, self._sources, ids, self._clock, wait_s, requests_max)
-            computed = self._compute_until_known(metas, heads, engine)
-            stored = self._matching(heads.result() if heads.done() else [], metas)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
+        ids = [meta.id for meta in metas]
+        requests_max, wait_s = self._limits.requests_max, self._limits.read_s_max
+        heads = pool.submit(read_heads, self._sources, ids, self._clock, wait_s, requests_max)
+        # Heads that come too late are read to no purpose, for `read_s_max` at most.
+        pool.shutdown(wait=False)
+        computed = self._compute_until_known(metas, heads, engine)
+        stored = self._matching(heads.result() if heads.done() else [], metas)
         tokens = metas[0].layout.tokens
         if len(stored) <= computed:
             return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), None, None)
