@@ -62,13 +62,13 @@ def test_rows_compare_answers_and_times_with_plain() -> None:
         for name, found in (("plain", plain), ("kvtide", ours), ("native", theirs))
         for workload in found.answers
     ]
-    result = engine._result(rows, {"kvtide": ours}, "model", "float32")
+    result = engine._result(rows, {"kvtide": ours}, {"lmcache": "no\nport"}, "model", "float32")
     assert result.ttft_speedup_vs_plain == 16.0
     assert (result.restart_vs_native, result.memory_vs_native, result.restart_vs_lmcache) == (2.0, 2.0, None)
     assert result.is_identical
     assert {row.engine: row.is_identical for row in rows} == {"plain": True, "kvtide": True, "native": False}
     assert result.tokens_restored == 128
-    assert engine.table(result).row_count == len(rows)
+    assert engine.table(result).row_count == len(rows) + 1
 
 
 def test_chat_grows_by_the_answers() -> None:

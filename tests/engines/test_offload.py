@@ -34,7 +34,7 @@ def test_pages_come_back_as_they_went() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pages_come_back_to_a_gpu_as_they_went() -> None:
     _round_trip("cuda")
 

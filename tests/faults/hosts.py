@@ -20,7 +20,8 @@ class Host:
     def __init__(self, number: int, stack: ExitStack) -> None:
         self.name = f"kvt{os.getpid()}-{number}"
         self.address = f"10.231.{number}.2"
-        link = f"kv{os.getpid() % 100_000}x{number}"
+        self.number = number
+        self.link = link = f"kv{os.getpid() % 100_000}x{number}"
         _run("ip", "netns", "add", self.name)
         stack.callback(subprocess.run, ["ip", "netns", "delete", self.name], check=False, capture_output=True)
         _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
@@ -33,6 +34,17 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """Return a command that runs on this host."""
         return ["ip", "netns", "exec", self.name, *words]
+
+    @property
+    def gateway(self) -> str:
+        """Our end of the cable: where this host reaches a server of ours that listens on every address."""
+        return f"10.231.{self.number}.1"
+
+    def shape(self, mbit_s: int) -> None:
+        """Give the cable a rate, both ways."""
+        words = ("root", "tbf", "rate", f"{mbit_s}mbit", "burst", "128kb", "latency", "50ms")
+        _run("tc", "qdisc", "replace", "dev", self.link, *words)
+        _run(*self.command("tc", "qdisc", "replace", "dev", "eth0", *words))
 
     def cut(self, *hooks: str) -> None:
         """Drop what comes in (`input`), goes out (`output`), or both."""

@@ -13,11 +13,13 @@ from tests.servers import RunningServer
 
 from kvtide.bench.services import free_ports, wait_until
 from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
 from kvtide.server.manifest import Manifest
-from kvtide.server.regions import RegionSettings
+from kvtide.server.regions import CentralTier, RegionSettings
 from kvtide.server.service import store_and_region
-from kvtide.server.settings import ServerSettings
+from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import MemoryTier
 
 
 class World:
@@ -163,6 +165,37 @@ def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: p
     manifest.close()
 
 
+def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.manifest.RECORDS_MAX", 20)
+    path = tmp_path / "manifest"
+    manifest = Manifest(path)
+    manifest.open()
+    for number in range(200):
+        manifest.add(object_id(number))
+        if number % 10:
+            manifest.done(object_id(number))
+    waiting = len(manifest)
+    manifest.close()
+    assert waiting == 20
+    assert path.stat().st_size <= 73 * (20 + 22)
+    again = Manifest(path)
+    again.open()
+    assert len(again) == 20
+    again.close()
+
+
+def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "manifest")
+    manifest.open()
+    assert manifest._file is not None
+    manifest._file.close()
+    manifest._file = (tmp_path / "manifest").open("rb")
+    central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest, SystemClock())
+    with pytest.raises(TierUnavailable, match="can't note"):
+        central.put_from(object_id(1), b"x")
+    manifest.close()
+
+
 def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, sync_bytes_s_max=100_000.0)
@@ -180,6 +213,19 @@ def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         store_and_region(ServerSettings(**wrong), SystemClock())  # type: ignore[arg-type]
+
+
+def test_file_names_paths_as_text(tmp_path: Path) -> None:
+    lines = ['socket_path = "/run/near"', 'manifest = "/var/m"', 'central = "http://h:1"', "[tls]"]
+    path = tmp_path / "server.toml"
+    path.write_text("\n".join([*lines, 'cert_file = "/c"', 'key_file = "/k"']))
+    settings = read_settings(path, {})
+    assert (settings.socket_path, settings.manifest) == (Path("/run/near"), Path("/var/m"))
+    assert settings.tls is not None and settings.tls.key_file == Path("/k")
+    assert read_settings(None, {"manifest": tmp_path}).manifest == tmp_path
+    path.write_text("manifest = 3")
+    with pytest.raises(ValueError, match="manifest"):
+        read_settings(path, {})
 
 
 def test_bounds_are_positive() -> None:

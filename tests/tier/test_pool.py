@@ -167,11 +167,22 @@ def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None
     tier._watcher._closing.set()
     assert pool.map is not None
     pool.publish(pool.map.with_server(pool.start("server-4")).with_server(pool.start("server-5")))
+    while tier.epoch == 1:
+        assert not any(tier.contains(object_id(number)) for number in range(OBJECTS))
     fill(tier)
     assert tier.epoch == 3
     assert wrong_or_missing(tier) == []
     placement = Placement(pool.map)
     assert pool.held("server-4") == {n for n in range(OBJECTS) if 4 in placement.owners(object_id(n).key)}
+
+
+def test_store_by_an_old_map_reaches_the_new_owners(pool: Pool, tier: PoolTier) -> None:
+    tier._watcher._closing.set()
+    assert pool.map is not None
+    pool.publish(pool.map.with_server(pool.start("server-4")).with_server(pool.start("server-5")))
+    fill(tier)
+    assert tier.epoch == 3
+    assert wrong_or_missing(tier) == []
 
 
 def test_server_of_this_machine_is_read_through_its_socket(pool: Pool, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="vllm is not installed here: make test-vllm"))
+                item.add_marker(pytest.mark.skip(reason="needs an environment of its own: make test-vllm"))
 
 
 @pytest.fixture(scope="session")

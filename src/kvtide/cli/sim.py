@@ -16,6 +16,7 @@ from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
 from kvtide.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
+from kvtide.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
 from kvtide.sim.report import (
     plot_fairness,
     plot_prompts,
@@ -70,6 +71,16 @@ def trace(
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
+
+
+@app.command("regions")
+def regions(
+    seed: Annotated[int, typer.Option("--seed", help="Of the requests.")] = 0,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Hit rates and bytes between regions, by what they have in common and how fast they synchronise."""
+    emit(run_regions(seed, REQUESTS_QUICK if quick else REQUESTS), render_regions, as_json)
 
 
 @app.command("pool")

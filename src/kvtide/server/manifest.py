@@ -16,6 +16,8 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 __all__ = ["PENDING_MAX", "Manifest"]
 
 PENDING_MAX = 1 << 18
+# The file is written anew when it has more records than this: 73 bytes each.
+RECORDS_MAX = 4 * PENDING_MAX
 # Sequence number, namespace, key, and whether the centre has it now.
 _RECORD = struct.Struct("<Q32s32s?")
 
@@ -29,7 +31,7 @@ class Manifest:
         self._file: BinaryIO | None = None
         self._pending: OrderedDict[ObjectId, int] = OrderedDict()
         self._uses: Counter[ObjectId] = Counter()
-        self._sequence = 0
+        self._sequence = self._records = 0
         self.dropped = 0
 
     def open(self) -> None:
@@ -45,10 +47,7 @@ class Manifest:
                     self._pending.pop(object_id, None)
                 else:
                     self._pending[object_id] = sequence
-            aside = self._path.with_suffix(".new")
-            aside.write_bytes(b"".join(_RECORD.pack(n, *object_id, False) for object_id, n in self._pending.items()))
-            aside.replace(self._path)
-            self._file = self._path.open("ab", buffering=0)
+            self._rewrite()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -97,3 +96,16 @@ class Manifest:
     def _write(self, sequence: int, object_id: ObjectId, is_done: bool) -> None:
         if self._file is not None:
             self._file.write(_RECORD.pack(sequence, object_id.namespace, object_id.key, is_done))
+            self._records += 1
+            if self._records > RECORDS_MAX:
+                self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Write what waits anew, without what is done, and go on behind it."""
+        aside = self._path.with_suffix(".new")
+        aside.write_bytes(b"".join(_RECORD.pack(n, *object_id, False) for object_id, n in self._pending.items()))
+        aside.replace(self._path)
+        if self._file is not None:
+            self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._records = len(self._pending)

@@ -77,7 +77,10 @@ class CentralTier(WrappedTier):
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Note that the centre should get the object. False: it is not there yet."""
-        self._manifest.add(object_id)
+        try:
+            self._manifest.add(object_id)
+        except OSError as error:
+            raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
 
     def staleness_s(self) -> float:
@@ -119,23 +122,26 @@ class Synchroniser:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            object_id = self._manifest.next()
             started_s = self._clock.monotonic_s()
             try:
-                size = self._send(object_id) if object_id is not None else self._probe()
-            except TierUnavailable as error:
-                _log.debug("the centre does not answer: %s", error)
+                size = self.step()
+                if size is None:
+                    self._central.contains(_NOBODY)
+            except (TierUnavailable, OSError) as error:
+                _log.debug("nothing is sent to the centre now: %s", error)
                 self._closing.wait(PROBE_S)
                 continue
-            least_s = size / self._settings.sync_bytes_s_max if object_id is not None else PROBE_S
+            least_s = PROBE_S if size is None else size / self._settings.sync_bytes_s_max
             self._closing.wait(max(0.0, least_s - (self._clock.monotonic_s() - started_s)))
 
-    def _probe(self) -> int:
-        self._central.contains(_NOBODY)
-        return 0
+    def step(self) -> int | None:
+        """Send the next object; return how many bytes that took, None if nothing waits.
 
-    def _send(self, object_id: ObjectId) -> int:
-        """Send one object; return how many bytes that took. One that is gone here, or there already, costs none."""
+        One that is gone here, or there already, costs none. TierUnavailable if the centre does not answer or take it.
+        """
+        object_id = self._manifest.next()
+        if object_id is None:
+            return None
         found = None if self._central.contains(object_id) else self._whole(object_id)
         if found is not None:
             self._tries[object_id] += 1

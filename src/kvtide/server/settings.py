@@ -136,7 +136,7 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"can't read {path}: {error}") from error
     try:
-        settings = msgspec.convert(found | dict(changes), ServerSettings)
+        settings = msgspec.convert(found | dict(changes), ServerSettings, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path or 'settings'}: {error}") from error
     address = parse_address(settings.listen)
@@ -148,3 +148,10 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
     return settings
+
+
+def _path(kind: type[object], value: object) -> Path:
+    """Return a path that TOML has as text."""
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

@@ -142,7 +142,12 @@ class PoolTier:
         state = self._now()
         owners = self._owners(state, object_id.key)
         members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
-        asked = self._each(members, lambda member: member.tier.contains(object_id), until=bool)
+        try:
+            asked = self._each(members, lambda member: member.tier.contains(object_id), until=bool)
+        except WrongServer:
+            # A server has a newer map than we have; the next call asks by that.
+            self._watcher.refresh()
+            return False
         return any(is_here for _, is_here in asked)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:

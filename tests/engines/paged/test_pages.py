@@ -91,7 +91,7 @@ def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
     layers = [layer.cuda() for layer in _strided((4, 0, 2, 1, 3))]
     pool, bits = DevicePages(layers, LAYOUT), random_block(5)

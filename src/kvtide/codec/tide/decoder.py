@@ -13,7 +13,7 @@ from kvtide.codec.tide.grid import TABLES, THIRD, planes, step_of, top_tables
 from kvtide.codec.tide.lists import CodedLists, Items, Lists
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, TideModel
 from kvtide.codec.tide.rows import RangeRows, digit_rows, place_groups, top_rows
-from kvtide.codec.tide.section import Loudness, Steps, split_base, split_refinement
+from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_refinement
 from kvtide.codec.tide.values import Floats, Turns, put_apart, store_values
 from kvtide.errors import CorruptPayload
 
@@ -44,9 +44,7 @@ def decode_range(
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
         _refine(model, path, work, steps, refinement, found.lists)
-    values = _restored(model, path, work, (steps.final_units, missing), out.shape)
-    put_apart(base.apart, values)
-    store_values(values, meta.layout.dtype, layer_start, turns, out)
+    _restore(model, path, work, (steps.final_units, missing), base.apart, (meta, layer_start, turns, out))
 
 
 class _Decoding(NamedTuple):
@@ -72,21 +70,31 @@ def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refineme
         lists.take(job)
 
 
-def _restored(model: TideModel, path: str, work: _Decoding, step: tuple[int, int], shape: tuple[int, ...]) -> Floats:
-    """Return the values of all groups. step: the final one in units, and how many thirds coarser it is."""
+def _restore(
+    model: TideModel,
+    path: str,
+    work: _Decoding,
+    step: tuple[int, int],
+    apart: Apart,
+    target: tuple[BlockMeta, int, Turns, BlockBits],
+) -> None:
+    """Write the layers of all groups. step: the final one in units, and how many thirds coarser it is."""
     units, thirds = step
     rows, loudness, items = work
-    values = np.empty(shape, dtype=np.float32)
-    _, _, tokens, kv_heads, head_dim = shape
+    meta, layer_start, turns, out = target
     classes = top_tables(rows.scales, loudness.gains, units + THIRD * thirds)
     places = loudness.places
-    first_layer = rows.places[0].group.layer_start
+    # One group's values at a time, always in the same place: they are still in the cache when they are stored.
+    values: Floats | None = None
     for group, start, stop in rows.places:
+        layers = slice(group.layer_start - layer_start, group.layer_stop - layer_start)
+        if values is None:
+            values = np.empty(out[layers].shape, dtype=np.float32)
         mean, weight = model.mean_and_weight(group)
         scale = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weight.astype(np.float64)).astype(np.float32)
-        layers = slice(group.layer_start - first_layer, group.layer_stop - first_layer)
-        out = values[layers].reshape(-1, tokens, kv_heads * head_dim)
+        streams = values.reshape(2 * len(values), meta.layout.tokens, -1)
         matrix = (group.to_values, group.shape, group.order)
-        args = (items[start:stop], classes[start:stop], model.pulls, places, mean, scale, *matrix, out)
+        args = (items[start:stop], classes[start:stop], model.pulls, places, mean, scale, *matrix, streams)
         _native.tide_restore(path, *args)
-    return values
+        put_apart(apart.of(layers), values)
+        store_values(values, meta.layout.dtype, group.layer_start, turns, out[layers])

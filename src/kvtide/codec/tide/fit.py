@@ -40,7 +40,7 @@ COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64
 # Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
 # Where no transform mixes channels, how much each one's own sensitivity counts.
-CHANNEL_POWER = 0.25
+CHANNEL_POWER = 0.2
 SECTION_LAYERS_MAX = 10
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.

@@ -73,6 +73,10 @@ class Apart(NamedTuple):
     scales: NDArray[np.uint16]
     values: NDArray[np.int8]
 
+    def of(self, layers: slice) -> Apart:
+        """Return what is kept of some layers."""
+        return Apart(self.positions, self.scales[layers], self.values[layers])
+
 
 class Base(NamedTuple):
     """What a base section has besides."""
