@@ -36,10 +36,13 @@ void join(const ConstBytes& planes, const std::string& format_name, const Bytes&
 
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels of kvtide: no I/O, no state.";
+  // Tables that a module or a cache of the user's holds live until the interpreter ends; that is no leak.
+  nb::set_leak_warnings(false);
   kvtide::bind_quantise(module);
   kvtide::bind_rope(module);
   module.def("split_planes", &kvtide::split, nb::arg("elements").noconvert(), nb::arg("dtype"), nb::arg("planes").noconvert());
   module.def("join_planes", &kvtide::join, nb::arg("planes").noconvert(), nb::arg("dtype"), nb::arg("elements").noconvert());
   kvtide::bind_rans(module);
   kvtide::bind_prefix(module);
+  kvtide::bind_tide(module);
 }

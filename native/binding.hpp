@@ -75,5 +75,6 @@ void bind_quantise(nb::module_& module);
 void bind_rope(nb::module_& module);
 void bind_rans(nb::module_& module);
 void bind_prefix(nb::module_& module);
+void bind_tide(nb::module_& module);
 
 }  // namespace kvtide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,35 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 NIGHTLY_FACTOR = 30
+# Skips that stay skips where KVTIDE_NO_SKIPS makes failures of all others: what can't be installed.
+HARDWARE_REASONS = ("needs a processor with AVX-512", "needs a CUDA device", "the kernels are for x86-64")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
+
+
+def _refuse_skip(report: Any) -> None:
+    """Make a failure of a skip where everything that tests need is said to be there."""
+    is_skip = report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple)
+    if is_skip and os.environ.get("KVTIDE_NO_SKIPS") and not report.longrepr[2].endswith(HARDWARE_REASONS):
+        report.outcome, report.longrepr = "failed", f"{report.longrepr[2]}; KVTIDE_NO_SKIPS allows no skips"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
 
 
 @pytest.fixture(scope="session")

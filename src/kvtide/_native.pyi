@@ -67,6 +67,60 @@ def rans_read_tables(data: NDArray[np.uint8], frequencies: NDArray[np.uint16]) -
 def prefix_lengths(counts: NDArray[np.uint64], lengths: NDArray[np.uint8]) -> None: ...
 def prefix_write_tables(lengths: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
 def prefix_read_tables(data: NDArray[np.uint8], lengths: NDArray[np.uint8]) -> bool: ...
+def tide_paths() -> list[str]: ...
+def tide_count(
+    values: NDArray[np.int16],
+    which: NDArray[np.uint32],
+    tables: NDArray[np.uint16],
+    mode: int,
+    counts: NDArray[np.int64],
+) -> None: ...
+def tide_take(
+    path: str,
+    values: NDArray[np.int16],
+    which: NDArray[np.uint32],
+    tables: NDArray[np.uint16],
+    mode: int,
+    items: NDArray[np.int16],
+    cursors: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> bool: ...
+def tide_put(
+    path: str,
+    values: NDArray[np.int16],
+    which: NDArray[np.uint32],
+    tables: NDArray[np.uint16],
+    mode: int,
+    parents: NDArray[np.int16],
+    items: NDArray[np.int16],
+    cursors: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> bool: ...
+def tide_pack(matrix: NDArray[np.int16], panels: NDArray[np.int16]) -> None: ...
+def tide_project(
+    path: str,
+    values: NDArray[np.float32],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    panels: NDArray[np.int16],
+    shape: tuple[int, int],
+    order: NDArray[np.uint16],
+    apart: NDArray[np.uint8],
+    out: NDArray[np.int16],
+) -> None: ...
+def tide_restore(
+    path: str,
+    coefficients: NDArray[np.int16],
+    classes: NDArray[np.uint16],
+    pulls: NDArray[np.int8],
+    places: NDArray[np.uint16],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    panels: NDArray[np.int16],
+    shape: tuple[int, int],
+    order: NDArray[np.uint16],
+    out: NDArray[np.float32],
+) -> None: ...
 
 class _Tables:
     def encode(

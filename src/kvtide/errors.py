@@ -4,7 +4,9 @@ KvtideError
 ├── UnencodableBlock            a codec can't keep this block's values: another codec stores it
 ├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
 ├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
-│   └── TierFull                no room for this object: it is not stored
+│   ├── TierFull                no room for this object: it is not stored
+│   └── WrongServer             a pool's server that does not keep this object, as its newer map says
+├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
 ├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
@@ -17,10 +19,12 @@ __all__ = [
     "CorruptPayload",
     "KvtideError",
     "QueueFull",
+    "RequestRefused",
     "TierFull",
     "TierUnavailable",
     "UnencodableBlock",
     "UnsupportedModel",
+    "WrongServer",
 ]
 
 
@@ -42,6 +46,19 @@ class TierUnavailable(KvtideError):
 
 class TierFull(TierUnavailable):
     """A tier has no room for an object, even after evicting what it may."""
+
+
+class WrongServer(TierUnavailable):
+    """A server of a pool sends us to another one; our map of the pool may be old."""
+
+
+class RequestRefused(KvtideError):
+    """A request that gets this status as its answer; the caller may come back after `retry_after_s`, if given."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(KvtideError):

@@ -47,6 +47,17 @@ def test_prompts_prints_both_figures() -> None:
     assert set(report["rows"][0]) >= {"p", "hit_rate", "items_per_s", "items_per_s_uncached"}
 
 
+def test_fairness_prints_a_row_for_each_policy(tmp_path: Path) -> None:
+    arguments = ["fairness", "--seconds", "3", "--client", "4096:1", "--client", "256:3:2:1.5"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [row["policy"] for row in report["rows"]] == ["fifo", "lottery", "drr", "vtc"]
+    assert report["clients"] == 4
+    assert report["jain_vtc"] > report["jain_fifo"]
+    result = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "a.png")])
+    assert "lottery" in result.stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,6 +69,10 @@ def test_prompts_prints_both_figures() -> None:
         (["trace", "FILE", "--capacity", "0.03"], "a share as in 3%, got '0.03'"),
         (["trace", "FILE", "--capacity", "many"], "a share as in 3%, got 'many'"),
         (["trace", "FILE", "--sessions", "-1"], "--sessions must not be negative"),
+        (["fairness", "--client", "16"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:x"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:1:1:1:1"], "--client is KIB:COUNT"),
+        (["fairness", "--slots", "0"], "slots must be positive"),
     ],
 )
 def test_bad_arguments_are_refused(trace_file: Path, arguments: list[str], message: str) -> None:

@@ -73,7 +73,22 @@ def test_registry_makes_and_finds_codecs() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["zip", "", "cachegen:9", "cachegen:0", "cachegen:1:zip", "cachegen:x", "raw:1", "lossless:1", "a:1:rans:2"]
+    "spec",
+    [
+        "zip",
+        "",
+        "cachegen:9",
+        "cachegen:0",
+        "cachegen:1:zip",
+        "cachegen:x",
+        "raw:1",
+        "lossless:1",
+        "a:1:rans:2",
+        "tide:x",
+        "tide:0",
+        "tide:1e-3:9",
+        "tide:1e-3:x",
+    ],
 )
 def test_bad_codec_spec_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"codec|level"):

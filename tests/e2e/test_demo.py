@@ -40,5 +40,9 @@ def test_demo_restores_every_full_block_and_answers_the_same(tmp_path: Path) -> 
         assert result["identical_tokens"] is True
         assert result["was_warm"] is is_second
         assert 0 < result["stored_bytes"] < result["raw_bytes"]
+        tide = result["tide"]
+        assert tide["codec"] == "tide" and tide["hit_tokens"] == 512
+        assert 5 * tide["stored_bytes"] < result["stored_bytes"]
+        assert 0 < tide["kl"] < 0.1
         assert "is warm" in run.stderr if is_second else "is warm" not in run.stderr
     assert (tmp_path / "store.png").read_bytes().startswith(b"\x89PNG")

@@ -16,12 +16,17 @@ class Tally:
     wrong_bytes: int = 0
     lost_committed: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
 
     def count(self, kind: str, wrong_bytes: int, lost_committed: int) -> None:
         self.faults += 1
         self.wrong_bytes += wrong_bytes
         self.lost_committed += lost_committed
         self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+
+    def note(self, name: str, figure: float) -> None:
+        """Keep a measured figure for the line at the end."""
+        self.figures.setdefault(name, []).append(round(figure, 4))
 
 
 _TALLY = pytest.StashKey[Tally]()
@@ -40,4 +45,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tally = config.stash[_TALLY]
     if tally.faults:
         counts = {"faults": tally.faults, "wrong_bytes": tally.wrong_bytes, "lost_committed": tally.lost_committed}
-        terminalreporter.write_line(json.dumps({**counts, **tally.by_kind}))
+        terminalreporter.write_line(json.dumps({**counts, **tally.by_kind, **tally.figures}))

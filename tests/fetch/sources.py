@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import TierUnavailable
 from kvtide.fetch import Job, Wish, layered_job
-from kvtide.fetch.source import Take
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.testing.strategies import block_meta
+from kvtide.tier.source import Take
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 
@@ -115,13 +115,17 @@ class MadeEngine:
         self.spans: list[tuple[int, int]] = []
         self._tokens_per_s = tokens_per_s
 
-    def compute(self, start: int, stop: int) -> None:
-        time.sleep((stop - start) / self._tokens_per_s)
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        for _ in range(start, stop):
+            time.sleep(1 / self._tokens_per_s)
+            if not is_wanted():
+                return False
         self.spans.append((start, stop))
+        return True
 
 
 class IdleEngine:
     """Must not be asked."""
 
-    def compute(self, start: int, stop: int) -> None:
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
         raise AssertionError(f"asked to compute [{start}, {stop})")

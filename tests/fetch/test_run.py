@@ -23,9 +23,9 @@ def load(
     job: Job, policy: Policy, *sources: Source, engine: Engine | None = None, limits: FetchLimits | None = None
 ) -> tuple[FetchReport, Receiver]:
     link = LinkState(HarmonicRate())
-    report, receiver = run(
-        job, policy, sources, link, SystemClock(), engine or IdleEngine(), limits or FetchLimits(retry_s=0.01)
-    )
+    receiver = Receiver(job.objects)
+    bounds = limits or FetchLimits(retry_s=0.01)
+    report = run(job, receiver, policy, sources, link, SystemClock(), engine or IdleEngine(), bounds)
     receiver.check()
     return report, receiver
 

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvtide.server.scheduler import POLICIES, Scheduler, SchedulerSettings, policy_named
+from kvtide.server.scheduler import POLICIES, Flow, Scheduler, SchedulerSettings, policy_named
+from kvtide.server.scheduler.policies import DrrPolicy, VtcPolicy
 from kvtide.testing.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
 BYTE_FAIR = ("drr", "vtc")
@@ -115,6 +116,66 @@ def test_only_sent_bytes_are_charged(policy: str) -> None:
     assert abs(sent["a"] - sent["b"]) <= 2 * SLICE_BYTES
 
 
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_few_bytes_more_than_a_slice_need_no_turn_of_their_own(policy: str) -> None:
+    for size, slices in ((150, [150]), (151, [100, 51]), (450, [100, 100, 100, 150])):
+        scheduler = scheduler_for(policy)
+        scheduler.enqueue("a", "a", size, 0.0)
+        assert [part.size for part in drain(scheduler)] == slices
+
+
+@pytest.mark.parametrize("policy", BYTE_FAIR)
+def test_bytes_are_shared_between_bodies_a_little_larger_than_a_slice(policy: str) -> None:
+    # Each small body is asked for when the one before it is out.
+    scheduler, sent = scheduler_for(policy), Counter[str]()
+    scheduler.enqueue("large", "l", 10**7, 0.0)
+    for tenant in "abc":
+        scheduler.enqueue(tenant, tenant, SLICE_BYTES + 3, 0.0)
+    for _ in range(2000):
+        (part,) = scheduler.grant(0.0)
+        scheduler.finish(part, part.size, 0.0)
+        sent[part.send.tenant] += part.size
+        if part.send.tenant != "large":
+            scheduler.enqueue(part.send.tenant, part.send.client, SLICE_BYTES + 3, 0.0)
+    assert max(sent.values()) - min(sent.values()) <= 2 * SLICE_BYTES
+
+
+def test_link_rate_paces_the_grants() -> None:
+    # 800 bits a second: a slice of 100 bytes each second, and one granted ahead.
+    scheduler = scheduler_for("vtc", slots=4, link_bits_s=800.0)
+    for client in "abcde":
+        scheduler.enqueue(client, client, 100, 10.0)
+    parts = scheduler.grant(10.0)
+    assert (len(parts), scheduler.next_grant_s()) == (2, 11.0)
+    assert scheduler.grant(10.9) == []
+    assert len(scheduler.grant(11.0)) == 1
+    scheduler.finish(parts[0], 40, 11.0)
+    assert scheduler.next_grant_s() == pytest.approx(11.4)
+    assert len(scheduler.grant(20.0)) == 2
+    scheduler.check()
+
+
+def test_next_grant_is_none_unless_the_link_alone_holds_it_up() -> None:
+    scheduler = scheduler_for("vtc", link_bits_s=800.0)
+    assert scheduler.next_grant_s() is None
+    scheduler.enqueue("a", "a", 200, 0.0)
+    scheduler.grant(0.0)
+    assert scheduler.next_grant_s() is None
+    unlimited = scheduler_for("vtc")
+    unlimited.enqueue("a", "a", 200, 0.0)
+    assert unlimited.next_grant_s() is None
+
+
+def test_tenants_that_left_are_remembered_within_a_bound() -> None:
+    for policy in (VtcPolicy(SLICE_BYTES), DrrPolicy(SLICE_BYTES)):
+        for number in range(5000):
+            flow = Flow(f"tenant-{number}", 1.0)
+            policy.enter(flow)
+            policy.charge(flow, 10)
+            policy.leave(flow)
+        assert len(policy._left) <= 1024
+
+
 def test_fifo_sends_whole_bodies_in_order_of_arrival() -> None:
     scheduler = scheduler_for("fifo")
     sends = [
@@ -171,6 +232,12 @@ def test_bounds_must_be_positive(changes: dict[str, int]) -> None:
 def test_weight_out_of_range_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="tenant 'a'"):
         SchedulerSettings(weights={"a": weight})
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.inf, math.nan])
+def test_link_rate_must_be_a_number(rate: float) -> None:
+    with pytest.raises(ValueError, match="link_bits_s"):
+        SchedulerSettings(link_bits_s=rate)
 
 
 def test_unknown_policy_is_refused_with_the_known_names() -> None:

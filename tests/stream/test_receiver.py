@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import CachegenCodec, Codec, LosslessCodec
+from kvtide.codec import CachegenCodec, Codec, LosslessCodec, TideCodec
 from kvtide.errors import CorruptPayload
 from kvtide.stream import arrival
 from kvtide.stream.receiver import Outcome, Receiver, Usable
@@ -20,8 +21,12 @@ from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import FRAME_HEADER_BYTES, StoredObject, pack_frame, pack_object, parse_header, parse_object
 
-LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=4, dtype=KVDtype.BFLOAT16)
-CODECS: dict[str, Codec] = {"cachegen": CachegenCodec(), "lossless": LosslessCodec()}
+LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.BFLOAT16)
+CODECS: dict[str, Codec] = {
+    "cachegen": CachegenCodec(),
+    "lossless": LosslessCodec(),
+    "tide": TideCodec(fitted(LAYOUT), 1e-2, 2),
+}
 BLOCKS = 2
 
 

@@ -14,11 +14,12 @@ from rich.table import Table
 
 from kvtide.bench.texts import Text
 from kvtide.block import BlockLayout
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec
+from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec, TideCodec
 from kvtide.codec.cachegen import LEVELS
 from kvtide.codec.chunkwise import CHUNKWISE_LEVELS
 from kvtide.codec.integers import CODERS
-from kvtide.engines.judge import Judge, Verdict
+from kvtide.codec.tide import THIRD, Steps
+from kvtide.engines.judge import CodedContext, Judge, Verdict
 
 __all__ = ["CodecQuality", "QualityRow", "QualitySize", "plot", "render", "run"]
 
@@ -42,14 +43,18 @@ Progress = Callable[[str, int, int], None]
 class QualityRow(msgspec.Struct, frozen=True):
     """One codec at one level. `profile` says where the distributions are: shared, payload, or none needed.
 
-    `refinements` are those that were read and decoded; of a codec that has more, only these bytes count.
+    Of a codec with refinements a row may be of objects that end at one of them. Of tide `quality` is what the whole
+    object was asked for, `over_single` by how much the row's bits exceed those of an object of the same step without
+    refinements.
     """
 
     codec: str
     level: int
     coder: str
     profile: str
+    quality: float | None
     refinements: int
+    over_single: float | None
     bits_per_element: float
     kl: float
     kl_stderr: float
@@ -87,10 +92,14 @@ class _Case(NamedTuple):
     profile: str
     codec: Codec
     refinements: int | None = None
+    quality: float | None = None
 
 
 # By codec, level, place of distributions, refinements.
 _Verdicts = dict[tuple[str, int, str, int], list[Verdict]]
+# What objects of tide are asked for, and how many refinements they get: the last has prefixes of all qualities.
+TIDE_QUALITIES = ((1e-2, 1), (4e-3, 1), (8e-4, 3))
+TIDE_QUALITIES_QUICK = ((4e-3, 1),)
 
 
 def cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list[_Case]:
@@ -106,9 +115,22 @@ def cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list
                 for number, coder in enumerate(CODERS):
                     where = "shared" if profile else "payload"
                     found.append(_Case(name, level, coder.name, where, maker(level, number, profile)))
+    return found + _anchor_cases(found) + _tide_cases(profiles, layout, quick)
+
+
+def _anchor_cases(found: Sequence[_Case]) -> list[_Case]:
     # The paper's own bins, the coarsest: beside deltas that are not here, finer ones are bits for nothing.
     whole = [case for case in found if (case.name, case.level, case.coder) == ("cachegen", max(LEVELS), "rans")]
-    return found + [whole[-1]._replace(refinements=refinements) for refinements in SINGLE_DELTAS]
+    return [whole[-1]._replace(refinements=refinements) for refinements in SINGLE_DELTAS]
+
+
+def _tide_cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list[_Case]:
+    return [
+        _Case(profile.kind, 0, "rans", "shared", TideCodec(profile, quality, refinements), quality=quality)
+        for profile in profiles
+        if profile.kind.startswith("tide") and profile.fits(layout)
+        for quality, refinements in (TIDE_QUALITIES_QUICK if quick else TIDE_QUALITIES)
+    ]
 
 
 def run(
@@ -138,7 +160,10 @@ def run(
     verdicts: _Verdicts = {}
     for number, case in enumerate(every):
         progress("codecs", number, len(every))
-        rows.append(_row(judge, case, rows, verdicts))
+        if isinstance(case.codec, TideCodec):
+            rows += _tide_rows(judge, case, case.codec)
+        else:
+            rows.append(_row(judge, case, rows, verdicts))
     progress("codecs", len(every), len(every))
     return CodecQuality(model_name, layout.dtype.value, len(kinds), *size[1:], kinds, rows)
 
@@ -149,23 +174,57 @@ def _row(judge: Judge, case: _Case, rows: Sequence[QualityRow], verdicts: _Verdi
     key = (case.name, case.level, case.profile, coded[0].refinements)
     if key not in verdicts:
         verdicts[key] = [judge.judge(context, found.decoded) for context, found in enumerate(coded)]
-    kls = [verdict.kl for verdict in verdicts[key]]
-    raw_bytes, stored_bytes = sum(found.raw_bytes for found in coded), sum(found.stored_bytes for found in coded)
-    bits = 8 * judge.layout.dtype.item_bytes * stored_bytes / raw_bytes
+    bits = _bits(judge, coded)
     rans = [row for row in rows if (row.codec, row.level, row.profile, row.refinements, row.coder) == (*key, "rans")]
+    return _said(judge, case, coded, verdicts[key], size_vs_rans=bits / rans[0].bits_per_element if rans else None)
+
+
+def _tide_rows(judge: Judge, case: _Case, codec: TideCodec) -> list[QualityRow]:
+    """Return a row for each refinement at which the objects may end."""
+    contexts = range(len(judge.contexts))
+    by_context = [judge.code_prefixes(context, codec) for context in contexts]
+    rows = []
+    for refinement in range(codec.steps.refinements + 1):
+        coded = [prefixes[refinement] for prefixes in by_context]
+        verdicts = [judge.judge(context, coded[context].decoded) for context in contexts]
+        units = codec.steps.final_units + THIRD * (codec.steps.refinements - refinement)
+        single = codec.with_steps(Steps(units, 0))
+        single_bits = _bits(judge, [judge.code(context, single) for context in contexts])
+        over_single = _bits(judge, coded) / single_bits - 1
+        rows.append(_said(judge, case, coded, verdicts, over_single=over_single))
+    return rows
+
+
+def _bits(judge: Judge, coded: Sequence[CodedContext]) -> float:
+    raw_bytes, stored_bytes = sum(found.raw_bytes for found in coded), sum(found.stored_bytes for found in coded)
+    return 8 * judge.layout.dtype.item_bytes * stored_bytes / raw_bytes
+
+
+def _said(
+    judge: Judge,
+    case: _Case,
+    coded: Sequence[CodedContext],
+    verdicts: Sequence[Verdict],
+    over_single: float | None = None,
+    size_vs_rans: float | None = None,
+) -> QualityRow:
+    kls = [verdict.kl for verdict in verdicts]
+    raw_bytes = sum(found.raw_bytes for found in coded)
     return QualityRow(
         codec=case.name,
         level=case.level,
         coder=case.coder,
         profile=case.profile,
+        quality=case.quality,
         refinements=coded[0].refinements,
-        bits_per_element=bits,
+        over_single=over_single,
+        bits_per_element=_bits(judge, coded),
         kl=fmean(kls),
         kl_stderr=float(np.std(kls) / math.sqrt(len(kls))),
-        ppl_change_pct=100 * (math.exp(fmean(verdict.nll_change for verdict in verdicts[key])) - 1),
-        top1=fmean(verdict.top1 for verdict in verdicts[key]),
-        greedy_match=fmean(verdict.greedy_match for verdict in verdicts[key]),
-        size_vs_rans=bits / rans[0].bits_per_element if rans else None,
+        ppl_change_pct=100 * (math.exp(fmean(verdict.nll_change for verdict in verdicts)) - 1),
+        top1=fmean(verdict.top1 for verdict in verdicts),
+        greedy_match=fmean(verdict.greedy_match for verdict in verdicts),
+        size_vs_rans=size_vs_rans,
         encode_mb_s=raw_bytes / 1e6 / sum(found.encode_s for found in coded),
         decode_mb_s=raw_bytes / 1e6 / sum(found.decode_s for found in coded),
     )
@@ -177,6 +236,7 @@ def render(result: CodecQuality) -> Table:
     columns = (
         "codec",
         "level",
+        "refinements",
         "coder",
         "tables",
         "refined",
@@ -187,6 +247,7 @@ def render(result: CodecQuality) -> Table:
         "top-1",
         "greedy",
         "× rans",
+        "over single %",
         "enc",
         "dec MB/s",
     )
@@ -194,7 +255,8 @@ def render(result: CodecQuality) -> Table:
     for row in result.rows:
         table.add_row(
             row.codec,
-            str(row.level),
+            f"{row.quality:g}" if row.quality else str(row.level),
+            str(row.refinements),
             row.coder,
             row.profile,
             str(row.refinements),
@@ -205,6 +267,7 @@ def render(result: CodecQuality) -> Table:
             f"{row.top1:.3f}",
             f"{row.greedy_match:.1f}",
             f"{row.size_vs_rans:.3f}" if row.size_vs_rans else "",
+            "" if row.over_single is None else f"{100 * row.over_single:+.2f}",
             f"{row.encode_mb_s:.0f}",
             f"{row.decode_mb_s:.0f}",
         )
@@ -224,9 +287,12 @@ def plot(result: CodecQuality, path: Path) -> str | None:
     for row in result.rows:
         whole[row.codec, row.level] = max(row.refinements, whole.get((row.codec, row.level), 0))
     for row in result.rows:
-        if row.kl > 0 and row.level:
-            part = f", level {row.level} in part" if row.refinements < whole[row.codec, row.level] else ""
+        if row.kl > 0:
+            is_part = row.level and row.refinements < whole[row.codec, row.level]
+            part = f", level {row.level} in part" if is_part else ""
             lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables{part}", []).append(row)
+    for rows in lines.values():
+        rows.sort(key=lambda row: row.bits_per_element)
     for name, rows in lines.items():
         style = "o-" if "rans" in name else "s--"
         axes.plot([row.bits_per_element for row in rows], [row.kl for row in rows], style, label=name, markersize=4)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Group
 from rich.table import Table
 
 from kvtide.codec.entropy import EntropyTables, PrefixCoder, RansCoder, Runs, Streams
@@ -46,8 +47,28 @@ class PathSpeed(msgspec.Struct, frozen=True):
     size_over_rans: float
 
 
+class TideSpeed(msgspec.Struct, frozen=True):
+    """One profile, all refinements decoded; 10^9 elements a second, median, 10th and 90th percentile.
+
+    `decode_over_prefill` is decoding on one core over prefill on all.
+    """
+
+    profile: str
+    kv_dtype: str
+    quality: float
+    refinements: int
+    bits_per_element: float
+    decode_gelem_s: float
+    decode_spread: tuple[float, float]
+    encode_gelem_s: float
+    encode_spread: tuple[float, float]
+    decode_s_per_token: float
+    prefill_s_per_token: float
+    decode_over_prefill: float
+
+
 class CodecSpeed(msgspec.Struct, frozen=True):
-    """Best rANS path on top, every path and coder in `rows`."""
+    """Best rANS path on top, every path and coder in `rows`, whole blocks through tide in `tide`."""
 
     decode_gsym_s: float
     decode_vs_memcpy: float
@@ -62,6 +83,7 @@ class CodecSpeed(msgspec.Struct, frozen=True):
     stream_symbols: int
     output_mb: float
     rows: list[PathSpeed]
+    tide: list[TideSpeed] = []
 
 
 class Workload(NamedTuple):
@@ -111,8 +133,8 @@ def run(quick: bool) -> CodecSpeed:
     )
 
 
-def render(result: CodecSpeed) -> Table:
-    """Return the rows as a table for people."""
+def render(result: CodecSpeed) -> Group:
+    """Return the rows as tables for people."""
     table = Table(title=f"codec-speed: memcpy {result.memcpy_gb_s} GB/s, two cores {result.two_core_scaling}x")
     for name in ("path", "coder", "decode Gsym/s", "10-90 %", "encode Gsym/s", "10-90 %", "vs memcpy", "over entropy"):
         table.add_column(name, justify="left" if name in {"path", "coder"} else "right")
@@ -120,6 +142,17 @@ def render(result: CodecSpeed) -> Table:
         decode_spread, encode_spread = (f"{low:.2f}-{high:.2f}" for low, high in (row.decode_spread, row.encode_spread))
         speeds = (f"{row.decode_gsym_s:.3f}", decode_spread, f"{row.encode_gsym_s:.3f}", encode_spread)
         table.add_row(row.path, row.coder, *speeds, f"{row.decode_vs_memcpy:.2f}", f"{row.size_over_entropy:.4f}")
+    return Group(table, _render_tide(result.tide))
+
+
+def _render_tide(rows: list[TideSpeed]) -> Table:
+    columns = ("profile", "refinements", "bits", "decode Gelem/s", "10-90 %", "encode", "10-90 %", "of prefill")
+    table = Table(*columns, title="tide: blocks of the real model, bfloat16")
+    for row in rows:
+        decode_spread, encode_spread = (f"{low:.2f}-{high:.2f}" for low, high in (row.decode_spread, row.encode_spread))
+        speeds = (f"{row.decode_gelem_s:.3f}", decode_spread, f"{row.encode_gelem_s:.3f}", encode_spread)
+        ends = (f"{row.bits_per_element:.2f}", *speeds, f"{row.decode_over_prefill:.3f}")
+        table.add_row(row.profile, str(row.refinements), *ends)
     return table
 
 

@@ -33,7 +33,7 @@ from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["DiskBenchResult", "DiskBenchRow", "run", "table"]
+__all__ = ["DiskBenchResult", "DiskBenchRow", "made_objects", "run", "table"]
 
 _Place = TypeVar("_Place")
 
@@ -155,7 +155,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float] | None:
 
 def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, number: int) -> _Round:
     """Write once and read several times on both sides; who goes first changes, since the second meets a busy disk."""
-    objects = _objects(size, count)
+    objects = made_objects(size, count)
     path, store = folder / "fio", folder / "store"
     tier = DiskTier(store, 64 * size * count, clock, lambda key: False)
     done = _Round(_Pass(0.0, 0.0), [], [], [], [])
@@ -233,7 +233,7 @@ def _timed(read_share: Callable[[Sequence[_Place]], None], order: Sequence[_Plac
     return _Pass(total / took_s, cpu_s / total)
 
 
-def _objects(size: int, count: int) -> list[tuple[ObjectId, bytearray]]:
+def made_objects(size: int, count: int) -> list[tuple[ObjectId, bytearray]]:
     """Return objects of exactly `size` bytes that share their content but not their names."""
     layout = BlockLayout(layers=_LAYERS, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
     space = NamespaceSpec(b"bench", layout.dtype, "bench", layout.tokens, b"").digest()

@@ -41,6 +41,12 @@ class Service:
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Return its process id. Only while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start, without waiting until it listens."""
         with self._log.open("ab") as log:

@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from kvtide.cli import bench, demo, doctor, sim, store
+from kvtide.cli import bench, calibrate, demo, doctor, serve, sim, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -25,7 +25,9 @@ app.command("stats")(store.stats)
 app.command("ls")(store.ls)
 app.command("rm")(store.rm)
 app.command("explain")(store.explain)
-app.command("calibrate")(bench.calibrate)
+app.command("serve")(serve.serve)
+app.command("token")(serve.token)
+app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
 

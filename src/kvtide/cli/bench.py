@@ -1,4 +1,4 @@
-"""`kvtide bench NAME` and `kvtide calibrate`: measurements and profiles."""
+"""`kvtide bench NAME`: measurements."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtide.bench import codec_speed, disk, index, stack, valkey
+from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
-from kvtide.cli.report import CONSOLE, emit, emit_json, format_bytes
+from kvtide.cli.report import emit
+from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
-from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
 from kvtide.sim import read_trace
+from kvtide.sim.fairness import FairnessSetup
 
-__all__ = ["app", "calibrate"]
+__all__ = ["TextOption", "app", "progress_bars"]
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
@@ -29,7 +31,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Show bars on stderr, one for each step that is named."""
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
@@ -45,8 +47,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """Entropy coders on one pinned core, beside memcpy."""
-    emit(codec_speed.run(quick), codec_speed.render, as_json)
+    """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
+    from kvtide.bench import texts, tide_speed
+    from kvtide.engines import profiles, smollm2, transformers
+
+    result = codec_speed.run(quick)
+    folder = smollm2.converted_folder()
+    tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
+    layout = transformers.model_layout(model, transformers.BLOCK_TOKENS)
+    ids = tokenizer(texts.evaluation_texts()[0].content).input_ids
+    rows = tide_speed.run(model, ids, layout, profiles.shipped_profiles(), quick)
+    emit(msgspec.structs.replace(result, tide=rows), codec_speed.render, as_json)
 
 
 @app.command("disk")
@@ -84,6 +95,27 @@ def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None
     emit(index.run(quick), index.render, as_json)
 
 
+@app.command("fairness")
+def bench_fairness(
+    client: ClientOption = None,
+    slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
+    pace: Annotated[
+        float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
+    ] = 0.93,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
+    setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
+    emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+
+
+@app.command("server")
+def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """The cache server beside nginx and a raw-socket floor: throughput, CPU, a crowd of connections."""
+    emit(server.run(quick), server.table, as_json)
+
+
 @app.command("valkey")
 def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
@@ -111,51 +143,9 @@ def bench_codec_quality(
     tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
     layout = transformers.model_layout(loaded, transformers.BLOCK_TOKENS)
     size = codec_quality.QUICK if quick else codec_quality.FULL
-    with _progress() as show:
+    with progress_bars() as show:
         result = codec_quality.run(
             loaded, Path(folder).name, lambda content: tokenizer(content).input_ids, layout, chosen, known, size, show
         )
     codec_quality.plot(result, plot)
     emit(result, codec_quality.render, as_json)
-
-
-def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
-    model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
-    text: TextOption = None,
-    codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(PROFILE_KINDS)}.")] = "cachegen",
-    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1024,
-    as_json: JsonOption = False,
-) -> None:
-    """Fit a profile: what a codec needs to know of one model, from texts, once."""
-    from kvtide.bench import texts
-    from kvtide.engines import judge, smollm2, transformers
-
-    if codec not in PROFILE_KINDS:
-        raise ValueError(f"profiles are made for {', '.join(PROFILE_KINDS)}, got {codec!r}")
-    chosen = texts.read_texts(text) if text else texts.calibration_texts()
-    folder = model or str(smollm2.converted_folder())
-    tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    layout = transformers.model_layout(loaded, transformers.BLOCK_TOKENS)
-    fitter = ProfileFitter(codec, Path(folder).name, layout)
-    with _progress() as show:
-        for number, item in enumerate(chosen):
-            show("texts", number, len(chosen))
-            ids = tokenizer(item.content[: 8 * tokens]).input_ids[:tokens]
-            blocks = judge.capture_blocks(loaded, ids, layout)
-            if not fitter.deviation.any():
-                fitter.scale(blocks)
-            for bits in blocks:
-                fitter.add(bits)
-        show("texts", len(chosen), len(chosen))
-    profile = fitter.profile(len(chosen))
-    data = profile.to_bytes()
-    output.write_bytes(data)
-    found = {"profile": str(output), "digest": profile.digest.hex(), "codec": codec, "model": profile.model}
-    if as_json:
-        emit_json({**found, "texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(data)})
-    else:
-        CONSOLE.print(
-            f"{output}: {format_bytes(len(data))}, fitted on {profile.tokens} tokens of {profile.texts} texts"
-        )
-        CONSOLE.print(f"digest {profile.digest.hex()}")

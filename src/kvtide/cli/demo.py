@@ -25,12 +25,27 @@ __all__ = ["demo"]
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
+# What is shown beside the codec that was asked for.
+_LOSSY = "tide"
 _LABELS = {
     "load model": "load the model",
     "prefill": "prefill",
     "answer": "answer",
     "store": "store blocks",
 }
+
+
+class DemoLossy(msgspec.Struct, frozen=True):
+    """The same prompt through a lossy codec. `kl`: of the answer's next-token distributions from the exact ones."""
+
+    codec: str
+    hit_tokens: int
+    warm_ttft_s: float
+    identical_tokens: bool
+    raw_bytes: int
+    stored_bytes: int
+    kl: float
+    answer: str
 
 
 class DemoResult(msgspec.Struct, frozen=True):
@@ -53,6 +68,7 @@ class DemoResult(msgspec.Struct, frozen=True):
     store: str
     plot: str | None
     answer: str
+    tide: DemoLossy
 
 
 def demo(
@@ -73,16 +89,17 @@ def demo(
 
         CodecRegistry().make(codec)
         folder = smollm2.converted_folder()
-    job = DemoJob(str(folder), str(store), codec, prefix_tokens, answer_tokens)
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        file.write(msgspec.json.encode(job))
-        file.flush()
-        cold = _phase("cold", Path(file.name), console)
-        if cold.was_warm:
-            console.print(f"The store at {store} is warm: it has this text from an earlier run. The cold figure is a")
-            console.print("full prefill without the cache, measured now.")
-        warm = [_phase("warm", Path(file.name), console) for _ in range(_WARM_RUNS)]
-    result = _result(store, codec, cold, warm)
+    job = DemoJob(str(folder), str(store), codec, prefix_tokens, answer_tokens, is_judged=False)
+    cold = _phase("cold", job, console)
+    if cold.was_warm:
+        console.print(f"The store at {store} is warm: it has this text from an earlier run. The cold figure is a")
+        console.print("full prefill without the cache, measured now.")
+    warm = [_phase("warm", job, console) for _ in range(_WARM_RUNS)]
+    lossy_job = msgspec.structs.replace(job, codec=_LOSSY)
+    # Blocks of lossy codecs have a namespace of their own: the first run stores them.
+    _phase("cold", lossy_job, console)
+    lossy = _phase("warm", msgspec.structs.replace(lossy_job, is_judged=True), console)
+    result = _result(store, codec, cold, warm, lossy)
     plot = _plot(result, store.with_name(f"{store.name}.png"))
     result = msgspec.structs.replace(result, plot=plot)
     if as_json:
@@ -97,16 +114,23 @@ def _disk_store(url: str) -> Path:
     return Path(url.removeprefix("disk://")).absolute()
 
 
-def _phase(phase: str, job: Path, console: Console) -> DemoRun:
+def _phase(phase: str, job: DemoJob, console: Console) -> DemoRun:
     """Run one process of the demo and show its progress."""
-    command = [sys.executable, "-m", "kvtide.cli.demo_run", phase, str(job)]
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(msgspec.json.encode(job))
+        file.flush()
+        return _run_phase(phase, job.codec, file.name, Progress(*columns, console=console))
+
+
+def _run_phase(phase: str, codec: str, job: str, progress: Progress) -> DemoRun:
+    command = [sys.executable, "-m", "kvtide.cli.demo_run", phase, job]
     with (
-        Progress(*columns, console=console) as progress,
+        progress,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
     ):
         assert process.stdout is not None
-        result = _follow(phase, process.stdout, progress)
+        result = _follow(f"{codec}, {phase}", process.stdout, progress)
     if process.returncode != 0 or result is None:
         raise ValueError(f"the {phase} run of the demo failed with status {process.returncode}; its error is above")
     return result
@@ -127,7 +151,7 @@ def _follow(phase: str, lines: Iterable[str], progress: Progress) -> DemoRun | N
     return result
 
 
-def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun]) -> DemoResult:
+def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
     warm_ttft_s = statistics.median(run.ttft_s for run in warm)
     return DemoResult(
         prompt_tokens=warm[0].prompt_tokens,
@@ -144,19 +168,34 @@ def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun]) -> 
         store=str(store),
         plot=None,
         answer=warm[0].answer,
+        tide=DemoLossy(
+            codec=_LOSSY,
+            hit_tokens=lossy.hit_tokens,
+            warm_ttft_s=lossy.ttft_s,
+            identical_tokens=lossy.answer_ids == cold.answer_ids,
+            raw_bytes=lossy.raw_bytes,
+            stored_bytes=lossy.stored_bytes,
+            kl=lossy.kl or 0.0,
+            answer=lossy.answer,
+        ),
     )
 
 
 def _print(result: DemoResult) -> None:
+    tide = result.tide
+    restored = f"{result.codec}, new process (median of {_WARM_RUNS})"
     table = Table(
-        "", "cold process", f"new process (median of {_WARM_RUNS})", title="SmolLM2-135M, float32, on this machine"
+        "", "cold process", restored, f"{tide.codec}, new process", title="SmolLM2-135M, float32, on this machine"
     )
-    table.add_row("time to first token", f"{result.cold_ttft_s:.2f} s", f"{result.warm_ttft_s:.2f} s")
-    table.add_row("prompt tokens", str(result.prompt_tokens), str(result.prompt_tokens))
-    table.add_row("tokens restored", "0", str(result.hit_tokens))
-    table.add_row("KV cache raw", "", format_bytes(result.raw_bytes))
-    table.add_row(f"stored ({result.codec})", "", format_bytes(result.stored_bytes))
-    table.add_row("answers identical", "", "yes" if result.identical_tokens else "NO")
+    times = [f"{seconds:.2f} s" for seconds in (result.cold_ttft_s, result.warm_ttft_s, tide.warm_ttft_s)]
+    table.add_row("time to first token", *times)
+    table.add_row("prompt tokens", *[str(result.prompt_tokens)] * 3)
+    table.add_row("tokens restored", "0", str(result.hit_tokens), str(tide.hit_tokens))
+    table.add_row("KV cache raw", "", format_bytes(result.raw_bytes), format_bytes(tide.raw_bytes))
+    table.add_row("stored", "", format_bytes(result.stored_bytes), format_bytes(tide.stored_bytes))
+    identical = ["yes" if is_same else "no" for is_same in (result.identical_tokens, tide.identical_tokens)]
+    table.add_row("answers identical", "", *identical)
+    table.add_row("KL from exact", "", "", f"{tide.kl:.5f}")
     CONSOLE.print(table)
     CONSOLE.print(f"[bold]{result.speedup:.1f} times faster to the first token.[/] Answer: {result.answer.strip()}")
     CONSOLE.print(f"store: {result.store}" + (f", chart: {result.plot}" if result.plot else ""))

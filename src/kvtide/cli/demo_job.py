@@ -8,13 +8,14 @@ __all__ = ["DemoJob", "DemoRun"]
 
 
 class DemoJob(msgspec.Struct, frozen=True):
-    """What one run is to do."""
+    """What one run is to do. `is_judged`: say how far what the model says is from exact."""
 
     folder: str
     store: str
     codec: str
     prefix_tokens: int
     answer_tokens: int
+    is_judged: bool
 
 
 class DemoRun(msgspec.Struct, frozen=True):
@@ -29,3 +30,4 @@ class DemoRun(msgspec.Struct, frozen=True):
     stored_bytes: int
     answer_ids: list[int]
     answer: str
+    kl: float | None

@@ -17,6 +17,8 @@ import msgspec
 from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import smollm2
+from kvtide.engines.judge import restored_kl
+from kvtide.engines.profiles import shipped_profiles
 from kvtide.engines.transformers import CachedModel, attach
 
 __all__ = ["main"]
@@ -80,7 +82,7 @@ def _run(job: DemoJob, is_cold: bool) -> DemoRun:
     tokenizer, model = smollm2.load_tokenizer(job.folder), smollm2.load_model(job.folder)
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
-    with attach(model, job.store, codec=job.codec) as cached:
+    with attach(model, job.store, codec=job.codec, profiles=shipped_profiles()) as cached:
         # The first call in a process pays for warm-up that has nothing to do with caching.
         model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
         _watch_layers(model)
@@ -111,6 +113,7 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, i
         stored_bytes=cached.last.stored_bytes_read if cached.last else tiers[-1].used_bytes,
         answer_ids=answer_ids,
         answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
+        kl=restored_kl(cached, input_ids, answer_ids) if job.is_judged else None,
     )
 
 

@@ -1,7 +1,8 @@
-"""Commands that simulate: `kvtide sim trace`, `kvtide sim prompts`, `kvtide sim stream`."""
+"""Commands that simulate: `kvtide sim trace | prompts | stream | fairness | pool`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +14,22 @@ from kvtide.cli.sim_stream import stream
 from kvtide.cli.store import JsonOption
 from kvtide.index import POLICIES
 from kvtide.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
+from kvtide.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
+from kvtide.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide.sim.report import (
+    plot_fairness,
     plot_prompts,
     plot_trace,
     prompt_report,
+    render_fairness,
     render_prompts,
     render_trace,
     trace_report,
 )
 
-__all__ = ["app"]
+__all__ = ["ClientOption", "app", "client_mix"]
 
-app = typer.Typer(help="Replay traces and prompts through the real index, stream over links.", no_args_is_help=True)
+app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 
 SHARES = ["1%", "3%", "10%", "30%"]
@@ -32,6 +37,10 @@ SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 DEFAULT_POLICY = "reuse"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+ClientOption = Annotated[
+    list[str] | None,
+    typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
+]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
 
@@ -63,6 +72,24 @@ def trace(
     emit(report, render_trace, as_json)
 
 
+@app.command("pool")
+def pool(
+    servers: Annotated[
+        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of keys and requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
+    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
+    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
+    if plot is not None:
+        plot_pool(report, plot)
+    emit(report, render_pool, as_json)
+
+
 def _share(capacity: str, unique_blocks: int) -> float:
     """Return a capacity as a share of the unique blocks, at most all of them."""
     number = capacity.removesuffix("%")
@@ -91,3 +118,46 @@ def prompts(
     if plot is not None:
         plot_prompts(report, plot)
     emit(report, render_prompts, as_json)
+
+
+@app.command("fairness")
+def fairness(
+    client: ClientOption = None,
+    link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
+    slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
+    slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
+    round_trip: Annotated[float, typer.Option("--round-trip", help="Milliseconds.")] = 0.5,
+    seconds: Annotated[float, typer.Option("--seconds", help="Of made-up time.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the lottery and the order of first requests.")] = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Share a link between clients through the server's own scheduler, under every policy."""
+    setup = FairnessSetup(
+        mix=client_mix(client),
+        link_bits_s=1e6 * link,
+        slots=slots,
+        slice_bytes=slice_kib << 10,
+        round_trip_s=round_trip / 1e3,
+        duration_s=min(seconds, 20.0) if quick else seconds,
+        seed=seed,
+    )
+    report = run_fairness(setup)
+    if plot is not None:
+        plot_fairness(report, plot)
+    emit(report, render_fairness, as_json)
+
+
+def client_mix(texts: Sequence[str] | None) -> tuple[ClientMix, ...]:
+    """Return what `--client` asks for. ValueError for a text that is not as its help says."""
+    return tuple(map(_client, texts)) if texts else FAIRNESS_MIX
+
+
+def _client(text: str) -> ClientMix:
+    try:
+        kib, count, *more = text.split(":")
+        connections, weight = [*more, *("1", "1")[len(more) :]]
+        return ClientMix(int(kib) << 10, int(count), int(connections), float(weight))
+    except ValueError as error:
+        raise ValueError(f"--client is KIB:COUNT[:CONNECTIONS[:WEIGHT]] in numbers, got {text!r}") from error

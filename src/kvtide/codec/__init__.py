@@ -7,6 +7,7 @@ from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.registry import CodecRegistry, CodecSpec
+from kvtide.codec.tide import TideCodec
 
 __all__ = [
     "CachegenCodec",
@@ -17,4 +18,5 @@ __all__ = [
     "LosslessCodec",
     "Profile",
     "RawCodec",
+    "TideCodec",
 ]

@@ -13,52 +13,73 @@ from kvtide.codec.integers import CODERS
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
+from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
 
 __all__ = ["CodecRegistry", "CodecSpec"]
 
 
 class CodecSpec(NamedTuple):
-    """A codec as a user names it: `name[:level[:coder]]`, for example `cachegen:2:prefix`."""
+    """A codec as a user names it: `cachegen[:level[:coder]]`, `tide[:quality[:refinements]]`, or a name alone."""
 
     name: str
-    level: int | None
-    coder: int
+    arguments: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> CodecSpec:
-        """Return the spec in a text. ValueError if it is not of the form, or names no coder."""
-        name, *rest = text.split(":")
-        coders = [coder.name for coder in CODERS]
-        if (
-            not name
-            or len(rest) > 2
-            or (rest and not rest[0].isdecimal())
-            or (len(rest) == 2 and rest[1] not in coders)
-        ):
-            raise ValueError(f"a codec is name[:level[:coder]] with a coder of {', '.join(coders)}, got {text!r}")
-        return cls(name, int(rest[0]) if rest else None, coders.index(rest[1]) if len(rest) == 2 else 0)
+        """Return the spec in a text. ValueError if it is not of the form."""
+        name, *arguments = text.split(":")
+        if not name or len(arguments) > 2:
+            raise ValueError(f"a codec is name[:argument[:argument]], got {text!r}")
+        return cls(name, tuple(arguments))
 
 
-# Makes a codec from level, coder and profile; a codec without levels takes none of them.
-_Maker = Callable[[int | None, int, Profile | None], Codec]
+# Makes a codec from the spec's arguments and a profile. ValueError for arguments that it does not take.
+_Maker = Callable[[tuple[str, ...], Profile | None], Codec]
 
 
 class _Kind(NamedTuple):
     codec_id: str
-    has_levels: bool
+    profile_kind: str | None
     make: _Maker
+
+
+def _plain(codec: type[RawCodec] | type[LosslessCodec]) -> _Maker:
+    def make(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+        if arguments:
+            raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
+        return codec()
+
+    return make
+
+
+def _by_level(codec: type[CachegenCodec] | type[ChunkwiseCodec]) -> _Maker:
+    def make(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+        level, coder = (*arguments, *("3", CODERS[0].name)[len(arguments) :])
+        coders = [found.name for found in CODERS]
+        if not level.isdecimal() or int(level) == 0 or coder not in coders:
+            raise ValueError(f"expected a level from 1 on and a coder of {', '.join(coders)}, got {arguments}")
+        return codec(int(level), coders.index(coder), profile)
+
+    return make
+
+
+def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    quality, refinements = (*arguments, *(str(DEFAULT_QUALITY), str(DEFAULT_REFINEMENTS))[len(arguments) :])
+    try:
+        return TideCodec(profile, float(quality), int(refinements))
+    except ValueError as error:
+        raise ValueError(f"codec tide[:quality[:refinements]], got {arguments}: {error}") from error
 
 
 def _kinds() -> dict[str, _Kind]:
     return {
-        "raw": _Kind(RawCodec.codec_id, False, lambda level, coder, profile: RawCodec()),
-        "lossless": _Kind(LosslessCodec.codec_id, False, lambda level, coder, profile: LosslessCodec()),
-        "cachegen": _Kind(
-            CachegenCodec.codec_id, True, lambda level, coder, profile: CachegenCodec(level or 3, coder, profile)
-        ),
-        "chunkwise": _Kind(
-            ChunkwiseCodec.codec_id, True, lambda level, coder, profile: ChunkwiseCodec(level or 3, coder, profile)
-        ),
+        "raw": _Kind(RawCodec.codec_id, None, _plain(RawCodec)),
+        "lossless": _Kind(LosslessCodec.codec_id, None, _plain(LosslessCodec)),
+        "cachegen": _Kind(CachegenCodec.codec_id, "cachegen", _by_level(CachegenCodec)),
+        "chunkwise": _Kind(ChunkwiseCodec.codec_id, "chunkwise", _by_level(ChunkwiseCodec)),
+        "tide": _Kind(TideCodec.codec_id, "tide-layer", _tide),
+        "tide-light": _Kind(TideCodec.codec_id, "tide-light", _tide),
+        "tide-deep": _Kind(TideCodec.codec_id, "tide-deep", _tide),
     }
 
 
@@ -80,24 +101,27 @@ class CodecRegistry:
         found = self._decoders.get((codec_id, profile))
         if found is None:
             kind = next((kind for kind in self._kinds.values() if kind.codec_id == codec_id), None)
-            if kind is None or (profile is not None and (not kind.has_levels or profile not in self._profiles)):
+            if kind is None or (profile is not None and (kind.profile_kind is None or profile not in self._profiles)):
                 return None
-            found = kind.make(None, 0, self._profiles[profile] if profile else None)
+            found = kind.make((), self._profiles[profile] if profile else None)
             self._decoders[codec_id, profile] = found
         return found
 
     def make(self, spec: str, layout: BlockLayout | None = None) -> Codec:
-        """Return the codec that a user asks for: with the first profile of its name that fits the layout, or none.
+        """Return the codec that a user asks for: with the first profile of its kind that fits the layout.
 
-        ValueError for an unknown name, level or coder, and for a level where there are none.
+        Without a fitting profile the published codecs keep their tables in each payload. ValueError for an unknown
+        name, for arguments that the codec does not take, and for tide where the layout is given and no profile fits.
         """
-        name, level, coder = CodecSpec.parse(spec)
+        name, arguments = CodecSpec.parse(spec)
         kind = self._kinds.get(name)
         if kind is None:
             raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(self.names())}")
-        if not kind.has_levels and (level is not None or coder):
-            raise ValueError(f"codec {name!r} has no levels and no choice of coder, got {spec!r}")
-        if level == 0:
-            raise ValueError(f"levels count from 1, got {spec!r}; level 0 is the codec 'lossless'")
-        fitting = [p for p in self._profiles.values() if layout is not None and p.kind == name and p.fits(layout)]
-        return kind.make(level, coder, fitting[0] if fitting else None)
+        fitting = [
+            found
+            for found in self._profiles.values()
+            if layout is not None and found.kind == kind.profile_kind and found.fits(layout)
+        ]
+        if kind.codec_id == TideCodec.codec_id and layout is not None and not fitting:
+            raise ValueError(f"codec {name!r} needs a profile of this model: make one with `kvtide calibrate`")
+        return kind.make(arguments, fitting[0] if fitting else None)

@@ -121,7 +121,7 @@ class Rotary:
         """
         self._check_head(keys)
         out = np.empty(keys.shape, dtype=np.float32)
-        _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self._neighbours, *tables, out)
+        _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self.neighbours, *tables, out)
         return out
 
     def store(self, keys: NDArray[np.float32], dtype: KVDtype, tables: RotaryTables, out: BitRows) -> None:
@@ -133,10 +133,11 @@ class Rotary:
         if not out.flags.c_contiguous:
             raise ValueError("keys must be written to a contiguous array")
         target = out.reshape(-1).view(np.uint8)
-        _native.rope_store(keys, self.dim_start, self._neighbours, *tables, dtype.code, target)
+        _native.rope_store(keys, self.dim_start, self.neighbours, *tables, dtype.code, target)
 
     @property
-    def _neighbours(self) -> bool:
+    def neighbours(self) -> bool:
+        """Tell whether the dims of a pair stand side by side."""
         return self.pairs is Pairs.NEIGHBOURS
 
     def _check_head(self, keys: NDArray[Any]) -> None:

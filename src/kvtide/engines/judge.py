@@ -13,11 +13,12 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.pages import Pages, block_bits
+from kvtide.engines.transformers import CachedModel
 from kvtide.keys import block_keys
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["CodedContext", "Judge", "Verdict", "capture_blocks"]
+__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks", "restored_kl"]
 
 
 def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[BlockBits]:
@@ -25,10 +26,11 @@ def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[
     past = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(torch.tensor([ids]), past_key_values=past, use_cache=True, logits_to_keep=1)
-    return [block_bits(past, meta) for meta in _metas(ids, layout)]
+    return [block_bits(past, meta) for meta in block_metas(ids, layout)]
 
 
-def _metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
+def block_metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
+    """Return identities for the full blocks of a text that is only measured."""
     # Objects are made only to be measured: any namespace will do.
     namespace = Namespace(bytes(32))
     keys = [BlockKey(namespace), *block_keys(namespace, np.array(ids, dtype=np.uint32), layout.tokens)]
@@ -37,8 +39,23 @@ def _metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
     ]
 
 
+def restored_kl(cached: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """Return the KL divergence of what the model says of an answer's tokens after the restored prefix from the exact.
+
+    The mean over the answer's tokens, in nats. input_ids: (1, tokens), the prompt.
+    """
+    whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
+    past = cached.restored(input_ids)
+    count = len(answer_ids)
+    with torch.inference_mode():
+        exact = cached.model(whole, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
+        rest = whole[:, past.get_seq_length() :]
+        said = cached.model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
+    return float((exact.exp() * (exact - said)).sum(-1).mean())
+
+
 class CodedContext(NamedTuple):
-    """A context's blocks through a codec: whole objects counted, or what was read of them, headers and all."""
+    """A context's blocks through a codec: whole objects counted, headers and all; they end at a refinement."""
 
     decoded: list[BlockBits]
     stored_bytes: int
@@ -63,6 +80,13 @@ class _Context(NamedTuple):
     blocks: list[BlockBits]
     exact: torch.Tensor
     greedy: list[int]
+
+
+class _Encoded(NamedTuple):
+    metas: list[BlockMeta]
+    blocks: list[list[Section]]
+    refinements: int
+    encode_s: float
 
 
 class Judge:
@@ -92,33 +116,44 @@ class Judge:
         blocks = capture_blocks(self._model, context_ids, self.layout)
         exact = self._say(blocks, ids[self._context_tokens :]).log_softmax(-1)
         greedy = self._greedy_ids(blocks, ids[: self._context_tokens + 1])
-        self.contexts.append(_Context(ids, _metas(context_ids, self.layout), blocks, exact, greedy))
+        self.contexts.append(_Context(ids, block_metas(context_ids, self.layout), blocks, exact, greedy))
 
-    def code(self, context: int, codec: Codec, refinements: int | None = None) -> CodedContext:
-        """Encode a context's blocks as objects, and decode them with so many refinements, None for all.
+    def code(self, context: int, codec: Codec, refinement: int | None = None) -> CodedContext:
+        """Encode a context's blocks, and decode them from objects that end at a refinement, None for the last.
 
-        What leads up to the last section that is decoded is counted: one range of the object. CorruptPayload if the
-        codec can't read what it wrote.
+        CorruptPayload if the codec can't read what it wrote.
         """
+        encoded = self._encoded(context, codec)
+        return self._decoded(encoded, codec, encoded.refinements if refinement is None else refinement)
+
+    def code_prefixes(self, context: int, codec: Codec) -> list[CodedContext]:
+        """Encode a context's blocks once, and decode them from objects that end at each refinement, the base's first.
+
+        `encode_s` of all is the time of the whole encoding.
+        """
+        encoded = self._encoded(context, codec)
+        return [self._decoded(encoded, codec, refinement) for refinement in range(encoded.refinements + 1)]
+
+    def _encoded(self, context: int, codec: Codec) -> _Encoded:
         found = self.contexts[context]
-        decoded, stored_bytes, steps = [], 0, {0}
-        encode_s = decode_s = 0.0
-        for meta, bits in zip(found.metas, found.blocks, strict=True):
+        start = time.perf_counter()
+        blocks = [codec.encode(meta, bits) for meta, bits in zip(found.metas, found.blocks, strict=True)]
+        encode_s = time.perf_counter() - start
+        return _Encoded(found.metas, blocks, max(section.id.refinement for section in blocks[0]), encode_s)
+
+    def _decoded(self, encoded: _Encoded, codec: Codec, refinement: int) -> CodedContext:
+        decoded, stored_bytes, decode_s = [], 0, 0.0
+        for meta, sections in zip(encoded.metas, encoded.blocks, strict=True):
+            here = [section for section in sections if section.id.refinement <= refinement]
+            packed = pack_object(meta, codec.codec_id, here, codec.profile)
+            out = np.empty(self.layout.shape, dtype=self.layout.bits_dtype)
             start = time.perf_counter()
-            packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
-            middle = time.perf_counter()
-            out = np.empty_like(bits)
-            stored = parse_object(packed, meta.id)
-            leading = [e for e in stored.entries if refinements is None or e.id.refinement <= refinements]
-            codec.decode(meta, [stored.section(position) for position in range(len(leading))], out)
-            encode_s += middle - start
-            decode_s += time.perf_counter() - middle
+            codec.decode(meta, parse_object(packed, meta.id).sections(), out)
+            decode_s += time.perf_counter() - start
             decoded.append(out)
-            stored_bytes += leading[-1].offset + leading[-1].size
-            steps |= {entry.id.refinement for entry in leading}
-        return CodedContext(
-            decoded, stored_bytes, len(steps) - 1, len(decoded) * self.layout.raw_bytes, encode_s, decode_s
-        )
+            stored_bytes += len(packed)
+        raw_bytes = len(decoded) * self.layout.raw_bytes
+        return CodedContext(decoded, stored_bytes, refinement, raw_bytes, encoded.encode_s, decode_s)
 
     def judge(self, context: int, decoded: list[BlockBits]) -> Verdict:
         """Say the continuation and the greedy answer with a decoded cache and compare."""

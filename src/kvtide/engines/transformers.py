@@ -174,6 +174,10 @@ class CachedModel:
         # The last token always runs: its logits are the answer's first token.
         return self.cache.match([meta.id for meta in self._metas(prompt[:-1])])
 
+    def restored(self, input_ids: torch.Tensor) -> DynamicCache:
+        """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
+        return self._restore(self._prompt(input_ids))[0]
+
     def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
         started_s = self._clock.monotonic_s()
         past = DynamicCache(config=self.model.config)
@@ -250,9 +254,11 @@ def attach(
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. codec: `name[:level[:coder]]`; lossy ones take their distributions
-    from the first of the `profiles` that fits the model, else from each payload. The salt keeps tenants apart. The
-    fingerprint is taken from the weights unless given; one that is given must change whenever the weights do.
+    store: `disk:///path`, a path, or `memory://`. codec: `lossless`, `tide[:quality[:refinements]]`, `tide-light`,
+    `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
+    needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in payloads without.
+    The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
+    whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
 
         with attach(model, "disk:///var/cache/kvtide") as cached:

@@ -10,17 +10,17 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.fetch.job import Job, Piece
-from kvtide.fetch.source import Source
 from kvtide.stream.bandwidth import Estimator
 from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, mean_kl
 from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source
 
 __all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "run"]
 
@@ -30,8 +30,12 @@ _log = logging.getLogger(__name__)
 class Engine(Protocol):
     """Computes tokens on top of what it has; called from the caller's thread."""
 
-    def compute(self, start: int, stop: int) -> None:
-        """Compute tokens [start, stop): everything before is computed already, or is in the receiver."""
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        """Compute tokens [start, stop) behind those that it has.
+
+        `is_wanted` is cheap: asked between two layers, so that no time is lost once the engine should start. False if
+        it said no and the tokens are not computed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,18 @@ class _Run:
     """The state of one load; everything is read and written under `changed`."""
 
     def __init__(
-        self, job: Job, policy: Policy, sources: Sequence[Source], link: LinkState, clock: Clock, limits: FetchLimits
+        self,
+        job: Job,
+        receiver: Receiver,
+        policy: Policy,
+        sources: Sequence[Source],
+        link: LinkState,
+        clock: Clock,
+        limits: FetchLimits,
+        computed_chunks: int,
     ) -> None:
         self._job = job
+        self._receiver = receiver
         self._policy = policy
         self._sources = deque(sources)
         self._link = link
@@ -102,8 +115,9 @@ class _Run:
         self._limits = limits
         self._started_s = clock.monotonic_s()
         self.changed = threading.Condition()
-        self.receiver = Receiver(job.objects)
-        self.progress = Progress.start(job.request)
+        self.progress = Progress.start(job.request).assigning(range(computed_chunks))
+        for chunk in range(computed_chunks):
+            self.progress = self.progress.computing_done(chunk)
         self._arrived: dict[int, set[int]] = {}
         self._queue: deque[Fetch] = deque()
         self._reason = Reason.COMPLETE
@@ -218,13 +232,13 @@ class _Run:
     def take(self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None) -> bool:
         """Hand bytes to the receiver; False when the flight is no longer wanted."""
         with self.changed:
-            if asked_s is not None:
+            if part and asked_s is not None:
                 self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
             self.received_bytes += len(part)
             flight.left_bytes -= len(part)
             self._touch()
-            if flight.is_wanted:
-                self.receiver.offer_bytes(block, position, part)
+            if part and flight.is_wanted:
+                self._receiver.offer_bytes(block, position, part)
             if self._has_room():
                 self.changed.notify_all()
             return flight.is_wanted and not self._is_over
@@ -232,7 +246,7 @@ class _Run:
     def _arrive(self, fetch: Fetch) -> None:
         """Count a fetch whose bytes are all here, if their checksums hold; refinements count in unbroken runs."""
         for piece in self._job.pieces[fetch.chunk][fetch.step]:
-            if not self.receiver.has_range(piece.block, piece.start, piece.stop):
+            if not self._receiver.has_range(piece.block, piece.start, piece.stop):
                 self.faults += 1
                 return
         if not self._job.request.is_layered:
@@ -257,13 +271,19 @@ class _Run:
                     left_s = self._job.request.deadline_s - self.progress.now_s
                     self.changed.wait(min(self._limits.retry_s, left_s) if left_s > 0 else self._limits.retry_s)
                     continue
-            engine.compute(self._job.request.chunks[chunk].start, self._job.request.chunks[chunk].stop)
+            tokens = self._job.request.chunks[chunk]
+            is_computed = engine.compute(tokens.start, tokens.stop, lambda: not self._is_ready())
             with self.changed:
-                self._touch()
-                self.progress = self.progress.computing_done(chunk)
-                self._touch()
-                self._replan()
-                self.changed.notify_all()
+                if is_computed:
+                    self.progress = self.progress.computing_done(chunk)
+                    self._touch()
+                    self._replan()
+                    self.changed.notify_all()
+
+    def _is_ready(self) -> bool:
+        with self.changed:
+            self._touch()
+            return is_ready(self._job.request, self.progress)
 
     def _next_chunk(self) -> int | None:
         if not self._given:
@@ -299,28 +319,32 @@ class _Taker:
 
     def take(self, part: memoryview) -> bool:
         goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s)
-        self._asked_s = None
+        if part:
+            self._asked_s = None
         self.position += len(part)
         return goes_on
 
 
 def run(
     job: Job,
+    receiver: Receiver,
     policy: Policy,
     sources: Sequence[Source],
     link: LinkState,
     clock: Clock,
     engine: Engine,
-    limits: FetchLimits = FetchLimits(),
-) -> tuple[FetchReport, Receiver]:
-    """Load a job's context, computing in this thread what the policy gives to the engine.
+    limits: FetchLimits,
+    computed_chunks: int = 0,
+) -> FetchReport:
+    """Load a job's context into `receiver`, computing in this thread what the policy gives to the engine.
 
-    Returns when the engine should start, or nothing more can come; what then has not arrived is left. The receiver has
-    what is here of each object. Sources are tried in order, from the first that works on. ValueError for no source.
+    Returns when the engine should start, or nothing more can come; what then has not arrived is left, and the receiver
+    is the caller's alone. Sources are tried in order, from the first that works on. computed_chunks: leading chunks
+    that the engine has already. ValueError for no source.
     """
     if not sources:
         raise ValueError("a load needs at least one source, got none")
-    state = _Run(job, policy, sources, link, clock, limits)
+    state = _Run(job, receiver, policy, sources, link, clock, limits, computed_chunks)
     threads = [
         threading.Thread(target=state.fetch_until_over, name=f"kvtide-fetch-{number}", daemon=True)
         for number in range(limits.requests_max)
@@ -332,7 +356,7 @@ def run(
     finally:
         state.finish()
     with state.changed:
-        report = FetchReport(
+        return FetchReport(
             progress=state.progress,
             kl=mean_kl(job.request, state.progress),
             ready_s=state.now_s(),
@@ -340,4 +364,3 @@ def run(
             faults=state.faults,
             reasons=dict(state.reasons),
         )
-    return report, state.receiver

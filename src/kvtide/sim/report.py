@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
+from kvtide.sim.fairness import FairnessReport
 from kvtide.sim.prompts import PromptPoint, PromptSetup
 from kvtide.sim.replay import BELADY, Comparison
 from kvtide.sim.workload import Trace
@@ -20,9 +21,11 @@ __all__ = [
     "PromptReport",
     "TraceReport",
     "new_figure",
+    "plot_fairness",
     "plot_prompts",
     "plot_trace",
     "prompt_report",
+    "render_fairness",
     "render_prompts",
     "render_trace",
     "trace_report",
@@ -145,6 +148,38 @@ def plot_prompts(report: PromptReport, path: Path) -> None:
     right.plot(p, [row["items_per_s"] for row in report.rows], marker=".", label="with cache")
     right.plot(p, [row["items_per_s_uncached"] for row in report.rows], linestyle="--", label="without")
     right.set(xlabel="p", ylabel="items per second")
+    right.legend()
+    figure.savefig(path)
+
+
+def render_fairness(report: FairnessReport) -> Table:
+    """Return the policies as a table with bars for the index."""
+    link = f"{report.clients} clients, {report.link_mbit_s:g} Mbit/s, {report.slots} slots"
+    table = Table(
+        title=f"{link}, {report.slice_bytes >> 10} KiB slices: a round of them takes {report.slice_round_ms:.1f} ms"
+    )
+    table.add_column("policy", no_wrap=True)
+    for column in ("Jain", "MB/s", "small bodies' wait, ms: p50", "p99", "to the last byte: p99"):
+        table.add_column(column, justify="right")
+    table.add_column("Jain")
+    for row in report.rows:
+        waits = (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99)
+        cells = (f"{row.throughput_mb_s:.1f}", *(f"{wait:.1f}" for wait in waits))
+        table.add_row(row.policy, f"{row.jain:.4f}", *cells, "█" * round(_BAR_CELLS / 3 * row.jain))
+    return table
+
+
+def plot_fairness(report: FairnessReport, path: Path) -> None:
+    """Draw Jain's index and the small bodies' waits for every policy. ValueError without matplotlib."""
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    policies = [row.policy for row in report.rows]
+    left.bar(policies, [row.jain for row in report.rows])
+    left.set(ylabel="Jain's index of bytes", ylim=(0, 1.05))
+    right.bar(policies, [row.small_wait_ms_p99 for row in report.rows], color="lightgrey", label="p99")
+    right.bar(policies, [row.small_wait_ms_p50 for row in report.rows], label="p50")
+    right.axhline(3 * report.slice_round_ms, linestyle="--", color="black", label="three rounds of slices")
+    right.set(ylabel="wait of the smallest bodies, ms")
     right.legend()
     figure.savefig(path)
 

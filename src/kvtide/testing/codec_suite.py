@@ -32,16 +32,25 @@ class CodecSuite:
 
     codec: Codec
 
+    def codec_for(self, layout: BlockLayout) -> Codec:
+        """Return the codec for blocks of a layout: another one where the codec needs a profile of the model's shape."""
+        return self.codec
+
     @given(layout=layouts(), seed=st.integers(0, 2**32), is_smooth=st.booleans())
     @settings(max_examples=60, deadline=None, suppress_health_check=_SHARED)
     def test_block_survives_object_round_trip(self, layout: BlockLayout, seed: int, is_smooth: bool) -> None:
-        bits = (smooth_bits if is_smooth or not self.codec.is_lossless else block_bits)(layout, seed)
+        codec = self.codec_for(layout)
+        bits = (smooth_bits if is_smooth or not codec.is_lossless else block_bits)(layout, seed)
         meta = block_meta(layout, seed % 1000)
-        packed = pack_object(meta, self.codec.codec_id, self.codec.encode(meta, bits))
+        try:
+            packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits))
+        except UnencodableBlock:
+            assert not codec.is_lossless
+            return
         assert len(packed) <= object_bytes_max(layout)
         out = np.empty_like(bits)
-        self.codec.decode(meta, parse_object(packed, meta.id).sections(), out)
-        if self.codec.is_lossless:
+        codec.decode(meta, parse_object(packed, meta.id).sections(), out)
+        if codec.is_lossless:
             assert np.array_equal(out, bits)
 
     @pytest.mark.parametrize("fill", [0x0000, 0x8000, 0x7F80, 0x7FC1, 0xFFFF, 0x0001])

@@ -13,13 +13,17 @@ from typing import ClassVar
 
 import pytest
 
+from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing.strategies import namespace
 from kvtide.tier import Tier
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
+from kvtide.wire import pack_object
 
 __all__ = ["TIER_BYTES", "TierSuite", "object_bytes", "object_id"]
 
 TIER_BYTES = 1 << 20
+# Header and a table of one section.
+_OBJECT_BYTES_MIN = 256 + 48
 
 
 def object_id(number: int) -> ObjectId:
@@ -28,8 +32,14 @@ def object_id(number: int) -> ObjectId:
 
 
 def object_bytes(number: int, size: int = 1000) -> bytes:
-    """Return content that tells which object it belongs to."""
-    return (hashlib.sha256(b"content" + number.to_bytes(8, "little")).digest() * (size // 32 + 1))[:size]
+    """Return content that tells which object it belongs to: a valid object, if one of one section can be so small."""
+    room = size - _OBJECT_BYTES_MIN
+    filling = hashlib.sha256(b"content" + number.to_bytes(8, "little")).digest() * (size // 32 + 1)
+    if room < 0:
+        return filling[:size]
+    name = object_id(number)
+    meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
+    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), filling[:room])]))
 
 
 def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:
@@ -83,8 +93,8 @@ class TierSuite:
 
     def test_listing_names_each_object_once_with_its_size(self, tier: Tier) -> None:
         for number in range(5):
-            tier.put_from(object_id(number), object_bytes(number, 100 + number))
-        assert {(info.id, info.size) for info in tier.objects()} == {(object_id(n), 100 + n) for n in range(5)}
+            tier.put_from(object_id(number), object_bytes(number, 400 + number))
+        assert {(info.id, info.size) for info in tier.objects()} == {(object_id(n), 400 + n) for n in range(5)}
 
     def test_callers_buffer_is_not_kept(self, tier: Tier) -> None:
         buffer = bytearray(object_bytes(1))

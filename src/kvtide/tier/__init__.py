@@ -5,7 +5,7 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
 from kvtide.tier.stack import SelectiveTier, TierStack
-from kvtide.tier.url import open_tier, stack_of
+from kvtide.tier.url import open_tier, stack_of, tiers_of
 from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "WrappedTier",
     "open_tier",
     "stack_of",
+    "tiers_of",
 ]

@@ -17,9 +17,11 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.catalog import Entry
+from kvtide.tier.demote import Offer
 from kvtide.tier.directory import side_file_bytes_max
 from kvtide.tier.files import Files
 from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.lend import LentObject
 from kvtide.tier.log import SegmentLog
 from kvtide.tier.record import RecordState
 from kvtide.types import BlockKey, ObjectId
@@ -52,6 +54,10 @@ class DiskTier:
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._log.offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Tell of evictions and deletions by this process."""
@@ -86,16 +92,41 @@ class DiskTier:
         return self._guarded("read", lambda: self._read(object_id, buffer, offset))
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
+        def read(entry: Entry) -> tuple[RecordState | None, int]:
+            size = max(0, min(len(buffer), entry.header.size - offset))
+            return self._log.read(entry, buffer[:size], min(offset, entry.header.size)), size
+
+        return self._found(object_id, read)
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
+        return self._guarded("read", lambda: self._found(object_id, self._log.lend))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place if we know it and its header is in the page cache."""
+        entry = self._log.catalog.find(object_id)
+        if entry is None:
+            return None
+        _, lent = self._guarded("read", lambda: self._log.lend(entry, can_wait=False))
+        if lent is not None:
+            self._note_hit(entry)
+        return lent
+
+    def _note_hit(self, entry: Entry) -> None:
+        self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
+        self._count(hits=1)
+
+    def _found(
+        self, object_id: ObjectId, action: Callable[[Entry], tuple[RecordState | None, _Result]]
+    ) -> _Result | None:
         for _ in range(READ_TRIES_MAX):
             entry = self._log.find(object_id)
             if entry is None:
                 break
-            size = max(0, min(len(buffer), entry.header.size - offset))
-            state = self._log.read(entry, buffer[:size], min(offset, entry.header.size))
+            state, result = action(entry)
             if state is RecordState.LIVE:
-                self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
-                self._count(hits=1)
-                return size
+                self._note_hit(entry)
+                return result
             self._forget(entry, state)
         self._count(misses=1)
         return None

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -20,8 +21,10 @@ from kvtide.errors import TierFull
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import BufferPool, aligned_buffer
 from kvtide.tier.catalog import Catalog, Entry
+from kvtide.tier.demote import Offer
 from kvtide.tier.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.files import Files
+from kvtide.tier.lend import LentObject
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
@@ -34,7 +37,7 @@ from kvtide.tier.record import (
     parse_segment_header,
     record_bytes,
 )
-from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter
+from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.types import ObjectId
 from kvtide.wire import ObjectLabel, object_label
 
@@ -71,6 +74,8 @@ class SegmentLog:
         self._is_pinned = is_pinned
         self._on_evicted = on_evicted
         self._files = files
+        # Called with what is about to be evicted; the disk tier sets it.
+        self.offer: Offer = lambda object_id, size, fill: None
         self._write_lock = threading.Lock()
         self._writer: SegmentWriter | None = None
         self._workers: ThreadPoolExecutor | None = None
@@ -131,6 +136,16 @@ class SegmentLog:
             return self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
         except (FileNotFoundError, EOFError):
             return None
+
+    def lend(self, entry: Entry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
+
+        Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
+        """
+        try:
+            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
+        except FileNotFoundError:
+            return None, None
 
     def append(self, object_id: ObjectId, body: Buffer) -> None:
         """Store an object. TierFull if there is no room."""
@@ -241,6 +256,7 @@ class SegmentLog:
                 if writer is not None:
                     for entry in keep:
                         self._move(entry, writer)
+                self._offer_rest(number)
                 # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
                 self._files.truncate(descriptor, 0)
                 self._on_evicted(self.catalog.drop_segment(number))
@@ -248,6 +264,19 @@ class SegmentLog:
         except FileNotFoundError:
             self._directory.refresh()
         return True
+
+    def _offer_rest(self, number: int) -> None:
+        """Offer what a segment holds alone before it goes."""
+        for entry in self.catalog.in_segment(number):
+            if len(self.catalog.copies(entry.header.id)) == 1:
+                self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
+
+    def _copy_out(self, entry: Entry, buffer: memoryview) -> bool:
+        try:
+            return self.read(entry, buffer, 0) is RecordState.LIVE
+        except OSError as error:
+            _log.debug("%s is lost with its segment: %s", entry.header.id, error)
+            return False
 
     def _move(self, entry: Entry, writer: SegmentWriter) -> None:
         body = aligned_buffer(entry.header.size)

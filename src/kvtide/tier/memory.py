@@ -8,18 +8,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.tier.arena import Arena, Run, frame_bytes_for
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.demote import Offer
+from kvtide.tier.lend import LentObject, joined
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.types import ObjectId
+from kvtide.wire import HEADER_BYTES
 
 __all__ = ["MemoryTier", "Pin"]
 
@@ -81,6 +85,11 @@ class MemoryTier:
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+        self._offer: Offer = lambda object_id, size, fill: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Tell of evictions and deletions."""
@@ -153,6 +162,18 @@ class MemoryTier:
             if resident is not None and arena is not None:
                 self._end_lease(resident, arena)
 
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's memory until it is released."""
+        with ExitStack() as lease:
+            views = lease.enter_context(self.lease(object_id))
+            if views is None:
+                return None
+            return LentObject(sum(map(len, views)), joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's memory if it is here."""
+        return self.lend(object_id) if object_id in self._residents else None
+
     def _end_lease(self, resident: _Resident, arena: Arena) -> None:
         with self._lock:
             resident.leases -= 1
@@ -203,6 +224,8 @@ class MemoryTier:
         if excess > 0:
             raise TierFull(f"no room for {size} bytes in the memory tier: what it holds is in use")
         for object_id in victims:
+            resident = self._residents[object_id]
+            self._offer(object_id, resident.size, partial(_copy_out, arena.views(resident.runs, resident.size)))
             self._drop(arena, object_id, "evicted")
             self._evictions += 1
         runs = arena.take(size)
@@ -268,3 +291,10 @@ class MemoryTier:
             if self._arena is not None:
                 held = [*self._residents.values(), *self._unlisted]
                 self._arena.check([run for each in held for run in each.runs])
+
+
+def _copy_out(views: Sequence[memoryview], buffer: memoryview) -> bool:
+    for view in views:
+        copy_bytes(buffer[: len(view)], view)
+        buffer = buffer[len(view) :]
+    return True

@@ -9,12 +9,14 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import BufferPool, copy_bytes, is_aligned
 from kvtide.tier.files import Files
+from kvtide.tier.lend import FilePart, LentObject
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
@@ -29,8 +31,18 @@ from kvtide.tier.record import (
     parse_segment_header,
     record_bytes,
 )
+from kvtide.wire import HEADER_BYTES
 
-__all__ = ["STAGING_BYTES", "RecordReader", "Scan", "SegmentWriter", "scan_segment", "segment_name", "segment_number"]
+__all__ = [
+    "STAGING_BYTES",
+    "RecordReader",
+    "Scan",
+    "SegmentWriter",
+    "lend_record",
+    "scan_segment",
+    "segment_name",
+    "segment_number",
+]
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
 STAGING_BYTES = 1 << 20
@@ -219,10 +231,7 @@ class RecordReader:
                 else:
                     self._read_part(descriptor, [page], expected.offset)
                     self._read_staged(descriptor, expected.offset + PAGE_BYTES, buffer, offset, scratch)
-                if is_record_header(page, expected):
-                    return RecordState.LIVE
-                removed = replace(expected, state=RecordState.REMOVED)
-                return RecordState.REMOVED if is_record_header(page, removed) else None
+                return _state(page, expected)
         finally:
             self._files.close(descriptor)
 
@@ -275,3 +284,34 @@ class RecordReader:
         came = self._files.read_full(descriptor, [part for part in parts if len(part)], offset)
         if came != wanted:
             raise EOFError(f"the segment ends at {offset + came}, a record goes to {offset + wanted}")
+
+
+def _state(page: memoryview, expected: RecordHeader) -> RecordState | None:
+    if is_record_header(page, expected):
+        return RecordState.LIVE
+    removed = replace(expected, state=RecordState.REMOVED)
+    return RecordState.REMOVED if is_record_header(page, removed) else None
+
+
+def lend_record(
+    files: Files, path: str, expected: RecordHeader, can_wait: bool
+) -> tuple[RecordState | None, LentObject | None]:
+    """Return the state of the record at this place, as `RecordReader.read` has it, and, if it is live, its body.
+
+    Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
+    """
+    descriptor = files.open(path, os.O_RDONLY)
+    body = expected.offset + PAGE_BYTES
+    pages = memoryview(bytearray(PAGE_BYTES + min(HEADER_BYTES, expected.size)))
+    try:
+        read = files.read_full if can_wait else files.read_cached
+        is_whole = read(descriptor, [pages], expected.offset) == len(pages)
+        state = _state(pages[:PAGE_BYTES], expected) if is_whole else None
+    except BaseException:
+        files.close(descriptor)
+        raise
+    if state is not RecordState.LIVE:
+        files.close(descriptor)
+        return state, None
+    head, release = bytes(pages[PAGE_BYTES:]), partial(files.close, descriptor)
+    return state, LentObject(expected.size, head, (), FilePart(descriptor, body), release)

@@ -19,7 +19,9 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.types import ObjectId
 
@@ -62,20 +64,30 @@ class TierStack:
     """A tier made of tiers. One that fails to open is left out, the others serve.
 
     `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Tiers named in
-    `write_back` are written by a background thread after `put_from` has returned.
+    `write_back` are written by a background thread after `put_from` has returned; those named in `demote_to` get
+    only what the slowest of the others evicts.
     """
 
     name = "stack"
 
-    def __init__(self, tiers: Sequence[Tier], ranking: Ranking | None = None, write_back: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        ranking: Ranking | None = None,
+        write_back: Collection[str] = (),
+        demote_to: Collection[str] = (),
+    ) -> None:
         if not tiers:
             raise ValueError("a stack needs at least one tier, got none")
-        unknown = set(write_back) - {tier.name for tier in tiers}
-        if unknown or len(write_back) >= len(tiers):
-            raise ValueError(f"write_back names some of the tiers, never all, got {sorted(write_back)}")
+        late = {*write_back, *demote_to}
+        if late - {tier.name for tier in tiers} or len(late) >= len(tiers):
+            raise ValueError(f"write_back and demote_to name some of the tiers, never all, got {sorted(late)}")
         self._tiers = list(tiers)
         self._ranking = ranking or RecencyRanking()
         self._write_back = frozenset(write_back)
+        self._late = frozenset(late)
+        self._demote_to = [tier for tier in tiers if tier.name in demote_to]
+        self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
         self._observer: Observer | None = None
@@ -91,6 +103,11 @@ class TierStack:
         self._written: set[Future[None]] = set()
         self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
+
+    @property
+    def tier_names(self) -> list[str]:
+        """Return the tiers' names, fastest first."""
+        return [tier.name for tier in self._tiers]
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -115,12 +132,23 @@ class TierStack:
             except TierUnavailable as error:
                 self._note_fault(tier, "open", error)
 
+        self.demoter.open()
+        evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
+        if self._demote_to and isinstance(evicting, Evicting):
+            evicting.offer_to(self.demoter.offer)
+
+    def _demote_evicted(self, object_id: ObjectId, data: bytearray) -> None:
+        for tier in self._demote_to:
+            if not self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                self._put_all([tier], object_id, data)
+
     def close(self) -> None:
         """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
 
         Reading ahead that a tier does not come back from is left behind after as long again.
         """
         self.flush(CLOSE_S_MAX)
+        self.demoter.close(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):
             if workers is not None:
                 workers.shutdown(wait=False, cancel_futures=True)
@@ -173,6 +201,23 @@ class TierStack:
                 return size
         return None
 
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
+        return self._lend(object_id, lambda tier: tier.lend(object_id))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and need not wait."""
+        return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
+
+    def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
+        for position, tier in enumerate(self._open):
+            lent = self._ask(tier, "read", partial(lend, tier), None) if isinstance(tier, Lender) else None
+            if lent is not None:
+                if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
+                    self.prefetch([object_id], lent.size)
+                return lent
+        return None
+
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
         return [tier for tier in tiers if not isinstance(tier, SelectiveTier) or tier.would_admit(object_id, size)]
 
@@ -182,7 +227,7 @@ class TierStack:
         Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
         """
         self._ranking.note_use(object_id)
-        at_once = [tier for tier in self._open if tier.name not in self._write_back]
+        at_once = [tier for tier in self._open if tier.name not in self._late]
         faster = self._admitting(at_once[:-1], object_id, len(buffer))
         is_stored = self._put_all([*faster, *at_once[-1:]], object_id, buffer)
         for tier in self._open:

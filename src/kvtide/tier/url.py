@@ -1,8 +1,8 @@
-"""Tiers by URL: `memory://`, `disk:///path`, `valkey://host`, `s3://bucket`. A bare path means a disk tier."""
+"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -11,17 +11,21 @@ from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.http import HttpTier, http_tier
 from kvtide.tier.memory import MemoryTier
+from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
-__all__ = ["open_tier", "stack_of"]
+__all__ = ["open_tier", "stack_of", "tiers_of"]
+
+_MEMORY = "memory://"
 
 
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     """Return the tier, not yet opened. ValueError for an unknown scheme or a URL that lacks what its scheme needs."""
     if not url:
-        raise ValueError("a store URL must not be empty; give memory:// or disk:///path")
+        raise ValueError("a store URL must not be empty; give memory://, disk:///path or http://host:port")
     if "://" not in url:
         return DiskTier(Path(url), limits.disk_bytes_max, clock, is_pinned)
     scheme = urlsplit(url).scheme
@@ -54,6 +58,14 @@ def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     return S3Tier(url, clock)
 
 
+def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return http_tier(url, clock)
+
+
+def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    return pool_tier(url, clock)
+
+
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     """Turn an import that fails for want of an optional package into advice."""
@@ -66,17 +78,34 @@ def _needing(extra: str) -> Iterator[None]:
 _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     "memory": _memory,
     "disk": _disk,
+    **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
+    **dict.fromkeys(POOL_SCHEMES, _pool),
 }
 
 
 def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it.
+    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`.
+
+    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`.
+    """
+    urls = url.split(" ") if " " in url and "://" in url else [url]
+    return tiers_of(urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls], limits, clock, is_pinned, ranking)
+
+
+def tiers_of(
+    urls: Sequence[str], limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None
+) -> TierStack:
+    """Return what the URLs name as one tier, fastest first.
 
     What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`.
     """
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
-    tier = open_tier(url, limits, clock, is_pinned)
-    memory = MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking)
-    return TierStack([memory] if isinstance(tier, MemoryTier) else [memory, tier], ranking)
+    tiers: list[Tier] = []
+    for url in urls:
+        tier = open_tier(url, limits, clock, is_pinned)
+        is_memory = isinstance(tier, MemoryTier)
+        tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
+    is_demoted = any(isinstance(tier, HttpTier) and tier.takes_evicted for tier in tiers)
+    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else ())

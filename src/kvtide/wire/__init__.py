@@ -9,12 +9,15 @@ from kvtide.wire.object import (
     ObjectLabel,
     SectionEntry,
     StoredObject,
+    embedded_namespace,
     header_and_table_bytes,
+    object_bytes,
     object_bytes_max,
     object_label,
     pack_object,
     parse_header,
     parse_object,
+    version_tag,
 )
 
 __all__ = [
@@ -27,8 +30,10 @@ __all__ = [
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
+    "embedded_namespace",
     "frame_header",
     "header_and_table_bytes",
+    "object_bytes",
     "object_bytes_max",
     "object_label",
     "pack_frame",
@@ -37,4 +42,5 @@ __all__ = [
     "parse_frame_header",
     "parse_header",
     "parse_object",
+    "version_tag",
 ]

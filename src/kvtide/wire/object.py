@@ -24,12 +24,15 @@ __all__ = [
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
+    "embedded_namespace",
     "header_and_table_bytes",
+    "object_bytes",
     "object_bytes_max",
     "object_label",
     "pack_object",
     "parse_header",
     "parse_object",
+    "version_tag",
 ]
 
 HEADER_BYTES = 256
@@ -43,6 +46,7 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
 _CODEC_BYTES = 16
+_NAMESPACE_OFFSET = 48
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
@@ -208,6 +212,22 @@ def object_label(data: bytes | bytearray | memoryview) -> ObjectLabel:
         return NO_LABEL
     fields = _HEADER.unpack_from(data)
     return ObjectLabel(codec=fields[7], parent=fields[6], start=fields[13])
+
+
+def object_bytes(head: bytes | bytearray) -> int:
+    """Return how long an object says it is in its first bytes, unchecked but for the format's bound; 0 if it can't."""
+    size: int = _HEADER.unpack_from(head)[-2] if len(head) >= HEADER_BYTES else 0
+    return min(size, OBJECT_BYTES_MAX)
+
+
+def version_tag(head: bytes) -> bytes:
+    """Return the version tag in an object's first bytes, unchecked; zeros if they are too few."""
+    return head[_CHECKSUM_OFFSET:HEADER_BYTES].ljust(HEADER_BYTES - _CHECKSUM_OFFSET, b"\0")
+
+
+def embedded_namespace(head: bytes) -> Namespace:
+    """Return the namespace in an object's first bytes, unchecked; shorter than a digest if they are too few."""
+    return Namespace(head[_NAMESPACE_OFFSET : _NAMESPACE_OFFSET + DIGEST_BYTES])
 
 
 def _order(section_id: SectionId) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from kvtide.server.scheduler.base import Flow, SendPolicy
 
 __all__ = ["POLICIES", "DrrPolicy", "FifoPolicy", "LotteryPolicy", "VtcPolicy", "policy_named"]
 
-# Tenants without anything to send whose counter `VtcPolicy` still knows.
+# Tenants without anything to send of which a policy still knows something.
 _LEFT_TENANTS_MAX = 1024
 _CREDIT_SLICES = 8
 
@@ -52,9 +52,10 @@ class LotteryPolicy(SendPolicy):
 
 
 class DrrPolicy(SendPolicy):
-    """Deficit round robin (Shreedhar and Varghese 1995): at each visit a flow may send a quantum times its weight.
+    """Deficit round robin (Shreedhar and Varghese 1995): at each visit a flow gets a quantum times its weight to send.
 
-    Between two flows that always have something to send, bytes by weight differ by one quantum and one slice at most.
+    A slice may overdraw what is left of it; the next visits pay. Between two flows that always have something to send,
+    bytes by weight differ by a quantum and a slice at most.
     """
 
     has_slices = True
@@ -63,25 +64,26 @@ class DrrPolicy(SendPolicy):
         self._quantum_bytes = quantum_bytes
         # What each flow may still send at this visit, the flow whose turn it is first.
         self._deficits: OrderedDict[Flow, float] = OrderedDict()
+        self._left = _Left()
 
     def enter(self, flow: Flow) -> None:
-        """Put the flow last, with one quantum: nothing is saved up from before."""
-        self._deficits[flow] = self._quantum_bytes * flow.weight
+        """Put the flow last, with one quantum less what it had overdrawn: debts are kept, claims are not."""
+        self._deficits[flow] = self._quantum_bytes * flow.weight + min(0.0, self._left.pop(flow.tenant, 0.0))
 
     def leave(self, flow: Flow) -> None:
-        """Forget the flow and what it may still have sent."""
-        del self._deficits[flow]
+        """Take the flow out of the round."""
+        self._left.note(flow.tenant, self._deficits.pop(flow))
 
     def charge(self, flow: Flow, size: int) -> None:
         """Take the bytes off what the flow may send."""
         self._deficits[flow] -= size
 
     def pick(self, ready: Sequence[Flow]) -> Flow:
-        """Return the first flow in the round that may send its next slice; those that may not end their visit."""
+        """Return the first flow in the round that has something left of its visit; those that don't end theirs."""
         can_send = set(ready)
         while True:
             for flow in [each for each in self._deficits if each in can_send]:
-                if self._deficits[flow] >= min(self._quantum_bytes, flow.head().unsent_bytes):
+                if self._deficits[flow] > 0:
                     return flow
                 self._deficits.move_to_end(flow)
                 self._deficits[flow] += self._quantum_bytes * flow.weight
@@ -90,40 +92,48 @@ class DrrPolicy(SendPolicy):
 class VtcPolicy(SendPolicy):
     """Virtual token counter (Sheng et al. 2024) in bytes: the flow that got least by weight is next.
 
-    A flow that comes back after it had nothing to send is lifted to the floor, the highest counter that was served, so
-    that it can't claim what it did not ask for; one that is above keeps its debt. A flow whose clients were all busy
-    lags behind the floor by `_CREDIT_SLICES` at most, so that a reader that stalls saves nothing up either.
+    A flow lags behind the highest counter that was served by `_CREDIT_SLICES` at most. So it loses nothing between two
+    requests, and saves up no more than that while it has nothing to send or its readers stall. A flow that is ahead of
+    the others stays so when it leaves and comes back. One that is new begins at that highest counter.
     """
 
     has_slices = True
 
     def __init__(self, slice_bytes: int) -> None:
-        self._credit = float(_CREDIT_SLICES * slice_bytes)
+        self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
         self._served: dict[Flow, float] = {}
-        # Counters of tenants that left, oldest first.
-        self._left: dict[str, float] = {}
-        self._floor = 0.0
+        self._left = _Left()
+        self._highest = 0.0
 
     def enter(self, flow: Flow) -> None:
-        """Lift the flow to the floor."""
-        self._served[flow] = max(self._left.pop(flow.tenant, 0.0), self._floor)
+        """Go on where the flow left, or begin at the highest counter."""
+        self._served[flow] = self._left.pop(flow.tenant, self._highest)
 
     def leave(self, flow: Flow) -> None:
-        """Remember the counter in case that it comes back before the others have caught up."""
-        self._left[flow.tenant] = self._served.pop(flow)
-        if len(self._left) > _LEFT_TENANTS_MAX:
-            del self._left[next(iter(self._left))]
+        """Remember the counter."""
+        self._left.note(flow.tenant, self._served.pop(flow))
 
     def charge(self, flow: Flow, size: int) -> None:
         """Count the bytes, each at one over the weight."""
-        lagging_at_most = self._floor - self._credit / flow.weight
-        self._served[flow] = max(self._served[flow], lagging_at_most) + size / flow.weight
+        self._served[flow] = self._counter(flow) + size / flow.weight
 
     def pick(self, ready: Sequence[Flow]) -> Flow:
         """Return the flow of least counter, the one that came first among equals."""
-        flow = min(ready, key=self._served.__getitem__)
-        self._floor = max(self._floor, self._served[flow])
+        flow = min(ready, key=self._counter)
+        self._highest = max(self._highest, self._served[flow])
         return flow
+
+    def _counter(self, flow: Flow) -> float:
+        return max(self._served[flow], self._highest - self._credit_bytes / flow.weight)
+
+
+class _Left(dict[str, float]):
+    """What tenants without anything to send had, the last `_LEFT_TENANTS_MAX` that left."""
+
+    def note(self, tenant: str, value: float) -> None:
+        self[tenant] = value
+        if len(self) > _LEFT_TENANTS_MAX:
+            del self[next(iter(self))]
 
 
 POLICIES: Mapping[str, Callable[[int, random.Random], SendPolicy]] = MappingProxyType(

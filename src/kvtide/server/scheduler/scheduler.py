@@ -6,6 +6,7 @@ was enqueued is sent, in flight, waiting or dropped, and never two of these.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,17 +22,21 @@ __all__ = ["Scheduler", "SchedulerSettings", "TenantLoad"]
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
-class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to share, and every bound of the scheduler. ValueError for one that is not positive."""
 
     policy: str = "vtc"
     slots: int = 8
-    # A body goes out in slices of at most so many bytes: 4 ms of a link of 1 Gbit/s, so that no body blocks another.
+    # A body goes out in slices of so many bytes, 4 ms of a link of 1 Gbit/s, so that no body blocks another. The last
+    # slice may be half as much longer: a few bytes more than a slice don't wait for a turn of their own.
     slice_bytes: int = 512 << 10
     # Sends of one tenant that may wait or be in flight; more are refused.
     tenant_sends_max: int = 256
     # Slots that one tenant may hold: its slow readers leave the others to the rest.
     tenant_slots_max: int = 4
+    # What the server may send, in bits of bodies a second; 0 for as much as the sockets take. Somewhat less than the
+    # link carries keeps the queue here, where it is shared fairly, instead of in the kernel and in switches.
+    link_bits_s: float = 0.0
     # Tenants with another weight than 1.
     weights: Mapping[str, float] = {}
 
@@ -39,6 +44,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("slots", "slice_bytes", "tenant_sends_max", "tenant_slots_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if not 0 <= self.link_bits_s < math.inf:
+            raise ValueError(f"link_bits_s must not be negative, got {self.link_bits_s!r}")
         for tenant, weight in self.weights.items():
             if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
                 raise ValueError(
@@ -64,6 +71,8 @@ class Scheduler:
         self._flows: dict[str, Flow] = {}
         self._in_flight: set[Slice] = set()
         self._turns = 0
+        # When the link will have sent what was granted, if it sends at its rate.
+        self._link_free_s = -math.inf
         self._enqueued_bytes = self._sent_bytes = self._dropped_bytes = 0
 
     @property
@@ -97,15 +106,35 @@ class Scheduler:
         return send
 
     def grant(self, now_s: float) -> list[Slice]:
-        """Return the slices that may be sent from now on, until no slot is free or nobody has anything to send."""
+        """Return the slices that may be sent from now on, until no slot is free or nobody has anything to send.
+
+        With `link_bits_s` also until the link has one slice to send beside the one that it sends; `next_grant_s` tells
+        when to ask again.
+        """
         granted: list[Slice] = []
-        while self.slots_used < self.settings.slots:
+        while self.slots_used < self.settings.slots and self._grant_s() <= now_s:
             ready = [flow for flow in self._flows.values() if self._may_send(flow)]
             if not ready:
                 break
             flow = self._policy.pick(ready)
             granted.append(self._start(flow, flow.head(), now_s))
         return granted
+
+    def next_grant_s(self) -> float | None:
+        """Return when `grant` will give slices although nothing is finished before, or None if it won't."""
+        is_full = self.slots_used >= self.settings.slots
+        if is_full or not self.settings.link_bits_s or not any(map(self._may_send, self._flows.values())):
+            return None
+        return self._grant_s()
+
+    def _grant_s(self) -> float:
+        if not self.settings.link_bits_s:
+            return -math.inf
+        return self._link_free_s - self._link_s(self.settings.slice_bytes)
+
+    def _link_s(self, size: int) -> float:
+        """Return how long the link takes for so many bytes."""
+        return 8 * size / self.settings.link_bits_s if self.settings.link_bits_s else 0.0
 
     def finish(self, part: Slice, sent_bytes: int, now_s: float) -> None:
         """Free the slot of a slice of which so many bytes went out; what did not is queued again unless cancelled.
@@ -119,6 +148,7 @@ class Scheduler:
         send, flow = part.send, self._flows[part.send.tenant]
         self._in_flight.remove(part)
         self._policy.charge(flow, sent_bytes - part.size)
+        self._link_free_s -= self._link_s(part.size - sent_bytes)
         self._sent_bytes += sent_bytes
         send.sent_bytes += sent_bytes
         send.turn = self._next_turn()
@@ -142,12 +172,15 @@ class Scheduler:
         return flow.is_ready and flow.in_flight < self.settings.tenant_slots_max
 
     def _start(self, flow: Flow, send: Send, now_s: float) -> Slice:
-        size = min(send.unsent_bytes, self.settings.slice_bytes) if self._policy.has_slices else send.unsent_bytes
+        slice_bytes, size = self.settings.slice_bytes, send.unsent_bytes
+        if self._policy.has_slices and size > slice_bytes * 3 // 2:
+            size = slice_bytes
         part = Slice(send, send.sent_bytes, size)
         if send.started_s is None:
             send.started_s = now_s
         flow.start(send)
         self._policy.charge(flow, size)
+        self._link_free_s = max(self._link_free_s, now_s) + self._link_s(size)
         self._in_flight.add(part)
         return part
 

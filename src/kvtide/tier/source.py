@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.tier import Tier
+from kvtide.tier.base import Tier
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 

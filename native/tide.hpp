@@ -1,0 +1,106 @@
+// Kernels of the tide codec (docs/codec.md, "Codec tide-1"): symbols between lists and rows, and transforms in whole numbers.
+//
+// Transforms are products of int16 in int32, so every path gives the same bits, whatever the order of summation.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtide {
+
+// Tokens of a block are sorted by loudness and cut into parts; a row of coefficients has one table for each part.
+inline constexpr std::size_t tide_parts = 4;
+constexpr std::size_t tide_part_start(std::size_t part, std::size_t tokens) { return part * tokens / tide_parts; }
+// Tokens and columns that a kernel takes at a time; panels are padded to them with zeros.
+inline constexpr std::size_t tide_panel_tokens = 4;
+inline constexpr std::size_t tide_panel_columns = 16;
+// How many lists follow each other for digits: of zeros, of ones, of the rest.
+inline constexpr std::size_t tide_contexts = 3;
+
+enum class TideMode : std::uint8_t {
+  top,      // a value of its own
+  digit,    // -1, 0, 1 after three times the value so far
+  context,  // the same, folded so that 1 is away from zero, in the list of the value's magnitude
+};
+
+// Some rows of (all, tokens) values, by number, and the table of each one's parts: (rows, tide_parts).
+struct TideRows {
+  std::span<std::int16_t> values;
+  std::span<const std::uint32_t> which;
+  std::span<const std::uint16_t> tables;
+  std::size_t tokens;
+  TideMode mode;
+};
+
+// Lists of all tables in one array; a list's next item stands at its table's cursor and may not reach its stop.
+template <class Item>
+struct TideLists {
+  std::span<Item> items;
+  std::span<std::int64_t> cursors;
+  std::span<const std::int64_t> stops;
+};
+
+// Adds to each table's count what `rows` will take from its lists.
+void tide_count(const TideRows& rows, std::span<std::int64_t> counts);
+
+// Matrices in panels: [columns / 16][rows / 2][16][2], each pair of rows side by side, padded with zeros.
+constexpr std::size_t tide_pairs(std::size_t rows) { return (rows + 1) / 2; }
+constexpr std::size_t tide_panels(std::size_t columns) { return (columns + tide_panel_columns - 1) / tide_panel_columns; }
+void tide_pack(std::span<const std::int16_t> matrix, std::size_t rows, std::size_t columns, std::span<std::int16_t> panels);
+
+// A matrix in panels, of which the first `used_rows` and `used_columns` count. Its entries are in units of 1 / tide_one.
+struct TideMatrix {
+  std::span<const std::int16_t> panels;
+  std::size_t rows, columns, used_rows, used_columns;
+};
+inline constexpr int tide_one_bits = 13;
+inline constexpr int tide_step_bits = 4;  // coefficients are in 16ths of a step where they meet the matrix
+
+// Where a group's values lie: (streams, tokens, channels) float32; a stream is K or V of a layer.
+struct TideShape {
+  std::size_t streams, tokens, channels;
+  std::size_t values() const { return streams * channels; }
+};
+
+// Values to rows of whole coefficients: (value - mean) * scale in 16ths of a step, times the matrix, rounded to steps. Without
+// panels coefficient k is value order[k]. Tokens in `apart` are left out, and those that are too loud for 16 bits are added to
+// it: all their coefficients are 0.
+struct TideProject {
+  TideShape shape;
+  std::span<const float> values, mean, scale;  // mean and scale of each value of a token
+  TideMatrix matrix;                           // rows are values, columns coefficients
+  std::span<const std::uint16_t> order;
+  std::span<std::uint8_t> apart;  // of each token
+  std::span<std::int16_t> out;    // (matrix.used_columns, tokens)
+};
+
+// The other way: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the
+// matrix, times scale, plus mean.
+struct TideRestore {
+  TideShape shape;
+  std::span<const std::int16_t> coefficients;  // (matrix.used_rows, tokens), tokens in the order of `places`
+  std::span<const std::uint16_t> classes;      // (matrix.used_rows, tide_parts): rows of `pulls`
+  std::span<const std::int8_t> pulls;          // (classes, 4): how far magnitudes 0, 1, 2 and above are pulled to zero
+  std::span<const std::uint16_t> places;       // where each token belongs
+  std::span<const float> mean, scale;
+  TideMatrix matrix;  // rows are coefficients, columns values
+  std::span<const std::uint16_t> order;
+  std::span<float> out;
+};
+
+// One row of the dispatch table. All rows give the same bits.
+struct TidePath {
+  const char* name;
+  bool (*is_supported)();
+  // False, with anything in the rows, if a list is too short.
+  bool (*take)(const TideRows& rows, const TideLists<const std::int16_t>& lists);
+  bool (*put)(const TideRows& rows, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists);
+  void (*project)(const TideProject& job);
+  void (*restore)(const TideRestore& job);
+};
+
+std::span<const TidePath> tide_paths();
+
+}  // namespace kvtide

@@ -1,0 +1,112 @@
+"""`kvtide calibrate`: what a codec needs to know of one model, from texts, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvtide.cli.bench import TextOption, progress_bars
+from kvtide.cli.report import CONSOLE, emit_json, format_bytes
+from kvtide.cli.store import JsonOption
+from kvtide.codec import Profile
+from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.tide.fit import COSTS
+
+__all__ = ["calibrate"]
+
+_TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
+_KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)
+_Progress = Callable[[str, int, int], None]
+
+
+class _Subject:
+    """The model and the texts as token ids."""
+
+    def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
+        from kvtide.engines import smollm2, transformers
+
+        tokenizer = smollm2.load_tokenizer(folder)
+        self.model = smollm2.load_model(folder)
+        self.name = Path(folder).name
+        self.layout = transformers.model_layout(self.model, transformers.BLOCK_TOKENS)
+        self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
+    model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
+    text: TextOption = None,
+    codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(_KINDS)}.")] = "tide-layer",
+    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1664,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a profile: what a codec needs to know of one model, from texts, once.
+
+    Profiles of tide are fitted in three passes; one that was stopped goes on from `OUTPUT.partial`.
+    """
+    from kvtide.bench import texts
+    from kvtide.engines import smollm2
+
+    if codec not in _KINDS:
+        raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
+    chosen = texts.read_texts(text) if text else texts.calibration_texts()
+    subject = _Subject(model or str(smollm2.converted_folder()), [item.content for item in chosen], tokens)
+    report: dict[str, Any] = {}
+    with progress_bars() as show:
+        if codec in _TIDE_KINDS:
+            profile, report = _tide(subject, codec.removeprefix("tide-"), output, show)
+        else:
+            profile = _published(subject, codec, show)
+    data = profile.to_bytes()
+    output.write_bytes(data)
+    found = {"profile": str(output), "digest": profile.digest.hex(), "codec": codec, "model": profile.model}
+    if as_json:
+        sizes = {"texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(data)}
+        emit_json({**found, **sizes, **report})
+        return
+    CONSOLE.print(f"{output}: {format_bytes(len(data))}, fitted on {profile.tokens} tokens of {profile.texts} texts")
+    CONSOLE.print(f"digest {profile.digest.hex()}")
+    if report:
+        _print_report(report)
+
+
+def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
+    from kvtide.engines import judge
+
+    fitter = ProfileFitter(codec, subject.name, subject.layout)
+    for number, ids in enumerate(subject.texts):
+        show("texts", number, len(subject.texts))
+        blocks = judge.capture_blocks(subject.model, ids, subject.layout)
+        if not fitter.deviation.any():
+            fitter.scale(blocks)
+        for bits in blocks:
+            fitter.add(bits)
+    show("texts", len(subject.texts), len(subject.texts))
+    return fitter.profile(len(subject.texts))
+
+
+def _tide(subject: _Subject, cost: str, output: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
+    from kvtide.engines.calibration import TideCalibration
+
+    partial = output.with_name(f"{output.name}.partial")
+    calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.layout, partial)
+    profile, report = calibration.run(show)
+    return profile, msgspec.to_builtins(report)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    table = Table("step", "bits an element", "KL", title=f"Predicted, from {report['held_out_texts']} held-out texts")
+    for point in report["points"]:
+        table.add_row(str(point["step_units"]), f"{point['bits_per_element']:.3f}", f"{point['kl']:.5f}")
+    CONSOLE.print(table)
+    ratio = report["held_out_over_fitted"]
+    if ratio is None:
+        CONSOLE.print("too few texts to hold any out: the table is that of texts that were fitted on")
+    else:
+        verdict = " [bold]: overfitted, give more texts[/]" if report["is_overfitted"] else ""
+        CONSOLE.print(f"held-out texts take {100 * (ratio - 1):+.1f} % bits of what fitted ones do{verdict}")

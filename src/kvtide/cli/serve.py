@@ -1,0 +1,103 @@
+"""`kvtide serve` and `kvtide token`: the cache server."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
+from kvtide.placement import PoolServer
+from kvtide.server.auth import new_token, token_digest
+from kvtide.server.member import Member
+from kvtide.server.service import Service, store_and_region
+from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
+from kvtide.tier.pool_url import membership_of
+
+__all__ = ["serve", "token"]
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
+    listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
+    tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    near: Annotated[
+        Path | None, typer.Option("--socket", help="A socket besides, for clients on this machine.")
+    ] = None,
+    central: Annotated[
+        str | None, typer.Option("--central", help="The centre behind this regional server, http://host:port.")
+    ] = None,
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", help="Where it notes what the centre has not got yet.")
+    ] = None,
+    region_url: Annotated[
+        list[str] | None, typer.Option("--region", help="A region of this centre, http://host:port; several times.")
+    ] = None,
+    pool: Annotated[
+        str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Its name in the pool; default: where it listens.")] = None,
+    open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
+) -> None:
+    """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
+    given: dict[str, object] = {
+        "listen": listen,
+        "socket_path": near and str(near.absolute()),
+        "tiers": tier,
+        "central": central,
+        "manifest": manifest and str(manifest),
+        "regions": region_url,
+        "is_open_to_all": open_to_all,
+    }
+    changes = {key: value for key, value in given.items() if value}
+    settings = read_settings(config, changes)
+    clock = SystemClock()
+    store, region = store_and_region(settings, clock)
+    member = _member(settings, pool, name) if pool is not None else None
+    service = Service(settings, store, clock, member, region)
+    try:
+        store.open()
+        for part in (region, member):
+            if part is not None:
+                part.open()
+        asyncio.run(_run(service, settings))
+    except (OSError, TierUnavailable) as error:
+        raise ValueError(f"can't serve: {error}") from error
+    finally:
+        for part in (member, region):
+            if part is not None:
+                part.close()
+        store.close()
+
+
+def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:
+    """Return this server's place in a pool. It is known there by an address that others reach."""
+    address = parse_address(settings.listen)
+    if address.path:
+        raise ValueError("a server of a pool listens on host:port, so that others reach it")
+    near = str(settings.socket_path or "")
+    me = PoolServer(name or str(address), str(address), host=platform.node(), socket_path=near)
+    return Member(me, membership_of(pool))
+
+
+async def _run(service: Service, settings: ServerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def say(address: Address) -> None:
+        print(f"kvtide serves {', '.join(settings.tiers)} on {address}", flush=True)
+
+    await service.run(stop, say)
+
+
+def token() -> None:
+    """Make a token: print it, for the client, and its SHA-256, for the server's configuration."""
+    made = new_token()
+    print(f"token        = {made}\ntoken_sha256 = {token_digest(made)}")

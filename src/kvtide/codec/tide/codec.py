@@ -1,0 +1,127 @@
+"""The codec `tide-1`: static transform, embedded quantisation, alias rANS (docs/codec.md).
+
+A block is cut into ranges of layers; each has a base section and refinements, each of which thirds the step. Whatever
+unbroken run of a range's refinements is there decodes to values at that run's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Self
+
+from kvtide import _native
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.codec.profile import Profile
+from kvtide.codec.tide.curve import check_quality, units_of_quality
+from kvtide.codec.tide.decoder import decode_range
+from kvtide.codec.tide.encoder import encode_range
+from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps
+from kvtide.codec.tide.values import Turns
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.types import Section, SectionId, SectionKind
+
+__all__ = ["DEFAULT_QUALITY", "DEFAULT_REFINEMENTS", "TideCodec"]
+
+DEFAULT_QUALITY = 5e-3
+DEFAULT_REFINEMENTS = 2
+
+
+class TideCodec:
+    """Encodes at one quality; decodes every object of its profile, at whatever refinements are there."""
+
+    codec_id = "tide-1"
+    is_lossless = False
+
+    def __init__(
+        self,
+        profile: Profile | None = None,
+        quality: float = DEFAULT_QUALITY,
+        refinements: int = DEFAULT_REFINEMENTS,
+        path: str | None = None,
+    ) -> None:
+        """quality: the KL divergence of the next token, in nats, that all refinements together are to have.
+
+        It is met on the average of texts like those of the calibration. Without a profile nothing can be encoded or
+        decoded. `path` chooses an instruction set, None the fastest. ValueError for a quality or a number of
+        refinements that can't be.
+        """
+        if not 0 <= refinements <= REFINEMENTS_MAX:
+            raise ValueError(f"tide has 0 to {REFINEMENTS_MAX} refinements, got {refinements!r}")
+        check_quality(quality)
+        self._model = TideModel(profile) if profile else None
+        self._path = _native.tide_paths()[0] if path is None else path
+        units = units_of_quality(self._model.curve, quality) if self._model else 0
+        self._steps = Steps(units, refinements)
+
+    def with_steps(self, steps: Steps) -> Self:
+        """Return a codec of the same profile that encodes at a stated step, whatever quality that has."""
+        codec = copy(self)
+        codec._steps = steps
+        return codec
+
+    @property
+    def steps(self) -> Steps:
+        """Return the step that is encoded at, and the number of refinements."""
+        return self._steps
+
+    @property
+    def profile(self) -> bytes | None:
+        """Return the digest of the profile that payloads need."""
+        return self._model.profile.digest if self._model else None
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return a bound on the memory that encoding takes: a range of layers as float32, coefficients and lists."""
+        values = layout.raw_bytes // layout.dtype.item_bytes
+        layers = self._model.section_layers if self._model else layout.layers
+        return 4 * values + 24 * values * min(layers, layout.layers) // layout.layers
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return a base and its refinements for each range of layers.
+
+        UnencodableBlock without a profile of this shape, for values that are not finite, and for blocks that do not
+        get smaller.
+        """
+        check_bits(bits, meta.layout)
+        if self._model is None or not self._model.profile.fits(meta.layout):
+            raise UnencodableBlock("tide needs a profile of this model's shape")
+        sections = []
+        turns = Turns(meta, self._model.rotary, is_back=True)
+        for start, stop in self._ranges(self._model):
+            coded = encode_range(self._model, self._path, self._steps, meta, bits[start:stop], start, turns)
+            sections += [
+                Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
+                for refinement, data in enumerate(coded)
+            ]
+        if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
+            raise UnencodableBlock("the block does not get smaller")
+        return sections
+
+    def _ranges(self, model: TideModel) -> list[tuple[int, int]]:
+        step = model.section_layers
+        return [(start, start + step) for start in range(0, model.profile.layers, step)]
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Write the block into `out`, each range of layers at the quality of its unbroken run of refinements.
+
+        What lies behind a gap is not read. CorruptPayload if a base is missing.
+        """
+        check_bits(out, meta.layout)
+        model = self._model
+        if model is None or not model.profile.fits(meta.layout):
+            raise CorruptPayload("a tide object needs its profile")
+        by_id = {section.id: memoryview(section.data) for section in sections}
+        ranges = self._ranges(model)
+        if len(by_id) != len(sections) or any(
+            kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
+        ):
+            raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
+        turns = Turns(meta, model.rotary, is_back=False)
+        for start, stop in ranges:
+            run: list[memoryview] = []
+            while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
+                run.append(data)
+            if not run:
+                raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
+            decode_range(model, self._path, meta, run, start, turns, out[start:stop])

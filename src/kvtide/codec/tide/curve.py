@@ -1,0 +1,40 @@
+"""From the quality that a user asks for to a step, through what calibration measured."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.errors import CorruptPayload
+
+__all__ = ["CURVE_COLUMNS", "QUALITY_MAX", "QUALITY_MIN", "check_quality", "units_of_quality"]
+
+# Step in units, bits an element, KL.
+CURVE_COLUMNS = 3
+QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
+
+
+def check_quality(quality: float) -> None:
+    """ValueError unless it is a KL divergence from 1e-5 to 1."""
+    if not QUALITY_MIN <= quality <= QUALITY_MAX:
+        raise ValueError(f"quality is a KL divergence from {QUALITY_MIN} to {QUALITY_MAX}, got {quality!r}")
+
+
+def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
+    """Return the step, in units, at which the measured KL is `quality`; beyond the measured ends, by the slope there.
+
+    ValueError as in `check_quality`. CorruptPayload for a curve that is none.
+    """
+    check_quality(quality)
+    if curve.ndim != 2 or curve.shape[1] != CURVE_COLUMNS or len(curve) < 2 or not (curve[:, 2] > 0).all():
+        raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
+    units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
+    if (np.diff(units) <= 0).any() or (np.diff(kls) <= 0).any():
+        raise CorruptPayload("the profile's curve must rise")
+    wanted = math.log(quality)
+    i = int(np.clip(np.searchsorted(kls, wanted) - 1, 0, len(kls) - 2))
+    share = (wanted - kls[i]) / (kls[i + 1] - kls[i])
+    # The curve is float32: a quality that it names must not fall to the unit below.
+    return math.floor(float(units[i] + share * (units[i + 1] - units[i])) + 1e-3)

@@ -1,0 +1,246 @@
+"""Fits a tide profile from a model's caches. Pure: the caller runs the model, and keeps `state` to go on later.
+
+Two passes over the texts: moments make means, weights and the transform; then, with these, blocks are quantised and
+counted. Memory is bounded by the groups' covariances, whatever the number of texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide import _native
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec.entropy import RansCoder
+from kvtide.codec.profile import Profile
+from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
+from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
+from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.section import Steps
+from kvtide.codec.tide.values import Turns, load_values
+
+__all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_profile", "section_layers"]
+
+
+class Cost(NamedTuple):
+    """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""
+
+    group_layers: int
+    fine: int
+    share: float
+
+
+# Of five layers' components the last fifth carries nothing at any step worth asking for.
+COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64, 0.78)}
+
+# Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
+SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
+# Where no transform mixes channels, how much each one's own sensitivity counts.
+CHANNEL_POWER = 0.25
+SECTION_LAYERS_MAX = 10
+
+# Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
+_COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
+_COUNT_REFINEMENTS = 3
+_COUNT_MAX = 1 << 40
+
+
+class Moments:
+    """Sums over tokens, for one cost. `state` is all there is to it."""
+
+    def __init__(self, layout: BlockLayout, cost: Cost) -> None:
+        self._layout = layout
+        self._span = max(cost.group_layers, 1)
+        if layout.layers % self._span:
+            raise ValueError(f"a transform over {self._span} layers does not divide the {layout.layers} of this model")
+        values = 2 * layout.kv_heads * layout.head_dim * self._span
+        groups = layout.layers // self._span
+        shape = (groups, values, values) if cost.group_layers else (groups, values)
+        self.state: dict[str, NDArray[Any]] = {
+            "texts": np.zeros(1),
+            "tokens": np.zeros(1),
+            "sum": np.zeros((groups, values)),
+            "square": np.zeros(shape, dtype=np.float32),
+            "sensitivity": np.zeros((layout.layers, 2, layout.kv_heads * layout.head_dim)),
+        }
+
+    def add(self, meta: BlockMeta, bits: BlockBits, rotary: Rotary | None) -> None:
+        """Take a block. The first tokens of a prompt are left out. UnencodableBlock if a value is not finite."""
+        state, layout = self.state, self._layout
+        is_apart = first_apart(meta) == 1
+        turns = Turns(meta, rotary, is_back=True)
+        for group in range(len(state["sum"])):
+            start = group * self._span
+            values = load_values(bits[start : start + self._span], layout.dtype, start, turns)
+            rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
+            rows = rows[~is_apart]
+            state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
+            state["square"][group] += rows.T @ rows if state["square"].ndim == 3 else (rows * rows).sum(axis=0)
+        state["tokens"] += layout.tokens - int(is_apart.sum())
+
+    def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
+        """Take a text's mean squared gradient of the loss by each value: (layers, 2, channels)."""
+        self.state["sensitivity"] += sensitivity
+        self.state["texts"] += 1
+
+
+def section_layers(layers: int, group_layers: int) -> int:
+    """Return how many layers a section holds: the most, up to ten, that divide all and are whole groups."""
+    fitting = [n for n in range(1, min(layers, SECTION_LAYERS_MAX) + 1) if layers % n == 0 and n % group_layers == 0]
+    return max(fitting, default=group_layers)
+
+
+def draft_profile(
+    model: str, layout: BlockLayout, cost_name: str, rotary: Rotary | None, moments: Mapping[str, NDArray[Any]]
+) -> Profile:
+    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments."""
+    cost = COSTS[cost_name]
+    tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
+    if not tokens or not texts:
+        raise ValueError("calibration needs at least one full block and one text's sensitivity, got none")
+    span, channels = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim
+    mean = moments["sum"] / tokens
+    square = moments["square"].astype(np.float64) / tokens
+    is_full = square.ndim == 3
+    covariance = square - (mean[:, :, None] * mean[:, None, :] if is_full else mean**2)
+    variance = np.maximum(np.diagonal(covariance, axis1=1, axis2=2) if is_full else covariance, 1e-20)
+    weight = _weights(variance.reshape(layout.layers, 2, channels), moments["sensitivity"] / texts, not is_full)
+    by_value = weight.reshape(len(mean), -1)
+    arrays = _transform(covariance, by_value, cost) if is_full else _ordered(variance, by_value)
+    arrays |= {
+        "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
+        "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
+        "mean": mean.reshape(layout.layers, 2, channels).astype(np.float32),
+        "weight": weight.astype(np.float32),
+        "pulls": np.zeros((TOPS, 4), dtype=np.int16),
+        "tables": _tables(np.zeros((TABLES, 32), dtype=np.uint64)),
+        "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
+    }
+    return Profile.make(f"tide-{cost_name}", model, layout, (int(texts), int(tokens)), arrays)
+
+
+def _weights(
+    variance: NDArray[np.float64], sensitivity: NDArray[np.float64], is_by_channel: bool
+) -> NDArray[np.float64]:
+    """Return a weight for each value, so that the mean component's scale is one.
+
+    Alike for all channels of K or V of a layer, unless `is_by_channel`: a transform mixes them anyway.
+    """
+    floor = 1e-6 * float(sensitivity.mean()) + 1e-30
+    by_stream = np.maximum(sensitivity.mean(axis=-1, keepdims=True), floor)
+    spread = variance.mean(axis=-1, keepdims=True)
+    weight = by_stream**SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2) * np.ones_like(variance)
+    if is_by_channel:
+        weight *= np.maximum(sensitivity / by_stream, 1e-3) ** CHANNEL_POWER
+    scaled: NDArray[np.float64] = weight / np.sqrt((weight**2 * variance).mean())
+    return scaled
+
+
+def _transform(covariance: NDArray[np.float64], by_value: NDArray[np.float64], cost: Cost) -> dict[str, NDArray[Any]]:
+    """Return the principal components of each group's weighted values, rows with large scales at 16 bits."""
+    scales, bases = [], []
+    for square, weight in zip(covariance, by_value, strict=True):
+        powers, basis = np.linalg.eigh(square * weight[:, None] * weight)
+        scales.append(_units(np.sqrt(np.maximum(powers[::-1], 1e-12))))
+        bases.append(basis.T[::-1])
+    kept = round(cost.share * covariance.shape[1])
+    fine = min(cost.fine, kept)
+    found: dict[str, list[NDArray[Any]]] = {"fine": [], "coarse": [], "unit": []}
+    for basis in bases:
+        peaks = np.abs(basis[:kept]).max(axis=1)
+        unit = (peaks / np.where(np.arange(kept) < fine, 32767, 127)).astype(np.float32)
+        whole = np.rint(basis[:kept] / unit[:, None])
+        found["fine"].append(whole[:fine].astype(np.int16))
+        found["coarse"].append(np.clip(whole[fine:], -127, 127).astype(np.int8))
+        found["unit"].append(unit)
+    arrays = {name: np.stack(parts) for name, parts in found.items()}
+    # One byte each; profiles have no signed bytes.
+    arrays["coarse"] = arrays["coarse"].view(np.uint8)
+    return arrays | {"scale": np.stack(scales)[:, :kept]}
+
+
+def _ordered(variance: NDArray[np.float64], by_value: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+    scales = np.sqrt(variance) * by_value
+    order = np.argsort(-scales, axis=1, kind="stable")
+    return {"order": order.astype(np.uint16), "scale": _units(np.take_along_axis(scales, order, axis=1))}
+
+
+def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
+    units: NDArray[np.int16] = np.rint(UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
+    return units
+
+
+class TideCounts:
+    """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is."""
+
+    def __init__(self, draft: Profile) -> None:
+        self._model = TideModel(draft)
+        self._path = _native.tide_paths()[0]
+        self.state: dict[str, NDArray[Any]] = {
+            "symbols": np.zeros((TABLES, 32), dtype=np.uint64),
+            "pulled": np.zeros((TOPS, 4)),
+            "magnitudes": np.zeros((TOPS, 4)),
+        }
+
+    def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
+        """Take a block; `number` is that of the block, so that blocks take turns with steps."""
+        model = self._model
+        turns = Turns(meta, model.rotary, is_back=True)
+        for start in range(0, meta.layout.layers, model.section_layers):
+            values = load_values(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
+            for refinements in (0, _COUNT_REFINEMENTS):
+                units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
+                steps = Steps(units, refinements)
+                levels = levels_of(model, steps, values, start, first_apart(meta), self._path)
+                for refinement in range(refinements + 1):
+                    self.state["symbols"] += list_section(levels, steps, refinement, self._path).symbol_counts()
+            tables = top_tables(levels.rows.scales, levels.loudness.gains, units + THIRD * refinements)
+            self._pull(tables, levels.values[0], levels.values[-1] / 3.0**refinements)
+
+    def _pull(self, tables: NDArray[np.uint16], steps: NDArray[np.int16], exact: NDArray[np.float64]) -> None:
+        bounds = np.arange(5) * steps.shape[1] // 4
+        sizes = np.diff(bounds)
+        magnitude = np.minimum(np.abs(steps), 3)
+        place = np.repeat(tables.astype(np.int64), sizes, axis=1) * 4 + magnitude
+        pulled = (np.abs(steps) - np.sign(steps) * exact) * (magnitude > 0)
+        shape = (TOPS, 4)
+        self.state["pulled"] += np.bincount(place.reshape(-1), pulled.reshape(-1), TOPS * 4).reshape(shape)
+        self.state["magnitudes"] += np.bincount(place.reshape(-1), minlength=TOPS * 4).reshape(shape)
+
+
+def _tables(symbols: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Return tables of these counts; a table that saw little leans on its neighbours."""
+    counts = symbols.astype(np.float64)
+    top, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
+    # Whatever a value is, it must have a code.
+    digits[..., :3] += 1.0
+    whole = np.rint(64 * np.concatenate([(top + 0.02).reshape(-1), digits.reshape(-1)])).reshape(TABLES, 32)
+    whole = np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)
+    return np.frombuffer(RansCoder().build(whole).to_bytes(), dtype=np.uint8)
+
+
+def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return counts with a few of the classes beside each, more where a class saw little."""
+    total = counts.sum(axis=-1, keepdims=True) + 1
+    shares = counts / total
+    beside = (np.roll(shares, 1, axis=0) + np.roll(shares, -1, axis=0)) / 2
+    leaning: NDArray[np.float64] = counts + beside * np.minimum(50.0, 2000.0 / total)
+    return leaning
+
+
+def finished_profile(
+    draft: Profile, layout: BlockLayout, counts: Mapping[str, NDArray[Any]], curve: NDArray[np.float32]
+) -> Profile:
+    """Return the draft with tables of what was counted, and a measured curve: rows of step units, bits, KL, rising."""
+    seen = np.maximum(counts["magnitudes"], 1)
+    pulls = np.clip(np.rint(16 * counts["pulled"] / seen), -8, 8) * (counts["magnitudes"] >= 100)
+    arrays = dict(draft.arrays) | {
+        "tables": _tables(counts["symbols"]),
+        "pulls": pulls.astype(np.int16),
+        "curve": curve.astype(np.float32),
+    }
+    return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)

@@ -1,0 +1,135 @@
+"""Steps, scales and loudness on one grid of whole numbers, and the tables that follow from them.
+
+A unit is a twelfth of an octave; 19 of them are a factor of three, but for 0.1 %. Only the choice of tables goes by
+units, so that every machine chooses alike; steps themselves are exact thirds of each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ANY",
+    "PARTS",
+    "TABLES",
+    "THIRD",
+    "TOPS",
+    "UNITS",
+    "Mode",
+    "Plane",
+    "Units",
+    "Which",
+    "digit_tables",
+    "entering",
+    "part_bounds",
+    "part_sizes",
+    "planes",
+    "step_of",
+    "top_tables",
+]
+
+UNITS = 12
+THIRD = 19
+# Tokens sorted by loudness are cut into so many parts.
+PARTS = 4
+
+# Classes are a quarter of an octave wide. A top value's class goes by scale over step, here from 2^-5 to 2^3; a digit's
+# by scale over the step that it refines to, from 2^-3 on.
+CLASS_UNITS = 3
+TOPS, TOP_UNITS_MIN = 32, -60
+DIGITS, DIGIT_UNITS_MIN = 24, -36
+# For each class of digits, a table for values of magnitude 0, of 1, of more, and one that does not ask.
+CONTEXTS = 4
+ANY = 3
+TABLES = TOPS + CONTEXTS * DIGITS
+
+# A component is coded from the step on at which its scale is an eighth of the step; what lies below is all but zero.
+ENTER_UNITS = -37
+# A scale of more than four steps does not fit the alphabet: such a component begins three times coarser, or nine, …
+WIDE_UNITS = 24
+
+Units = NDArray[np.int64]
+# Row numbers.
+Which = NDArray[np.uint32]
+
+
+class Mode:
+    """How a plane's rows are coded; the numbers are the native kernels'."""
+
+    TOP = 0
+    DIGIT = 1
+    CONTEXT = 2
+
+
+class Plane(NamedTuple):
+    """Rows that get a digit, and rows that get a top value, at a step of `units`."""
+
+    units: int
+    mode: int
+    digits: Which
+    tops: Which
+
+
+def step_of(units: int, thirds: int) -> float:
+    """Return the step: 2^(units / 12), times three as often as `thirds` says."""
+    return float(2.0 ** (units / UNITS) * 3.0**thirds)
+
+
+def entering(scales: Units, units: int) -> int:
+    """Return how many components are coded at a step. scales: in units."""
+    return int(np.count_nonzero(scales - units >= ENTER_UNITS))
+
+
+def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
+    """Return what a section holds of components of these scales, coarsest first."""
+    units = base_units - THIRD * refinement
+    enters = scales - units >= ENTER_UNITS
+    if refinement:
+        before = scales - units - THIRD >= ENTER_UNITS
+        return [Plane(units, Mode.CONTEXT, _which(before), _which(enters & ~before))]
+    thirds = np.where(enters, np.maximum(0, -((base_units + WIDE_UNITS - scales) // THIRD)), -1)
+    return [
+        Plane(base_units + THIRD * third, Mode.DIGIT, _which(thirds > third), _which(thirds == third))
+        for third in range(int(thirds.max(initial=0)), -1, -1)
+    ]
+
+
+def _which(mask: NDArray[np.bool_]) -> Which:
+    return np.flatnonzero(mask).astype(np.uint32)
+
+
+def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
+    """Return the table of each component's top values in each part of the tokens: (components, PARTS)."""
+    return _by_units(scales, gains, units, _TOP_TABLES)
+
+
+def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[np.uint16]:
+    """Return the table of digits that do not ask, or else the first of the three that do: (components, PARTS)."""
+    return _by_units(scales, gains, units, _DIGIT_TABLES if mode == Mode.CONTEXT else _ANY_TABLES)
+
+
+def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    over = scales[:, None] + (gains - units + _TABLE_UNITS)
+    found: NDArray[np.uint16] = tables[np.minimum(np.maximum(over, 0), 2 * _TABLE_UNITS)]
+    return found
+
+
+# Tables by units over the step, from -_TABLE_UNITS on: beyond, they are all alike.
+_TABLE_UNITS = 128
+_OVER = np.arange(-_TABLE_UNITS, _TABLE_UNITS + 1)
+_TOP_TABLES = np.clip((_OVER - TOP_UNITS_MIN) // CLASS_UNITS, 0, TOPS - 1).astype(np.uint16)
+_DIGIT_TABLES = (TOPS + CONTEXTS * np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)).astype(np.uint16)
+_ANY_TABLES = _DIGIT_TABLES + np.uint16(ANY)
+
+
+def part_bounds(tokens: int) -> NDArray[np.int64]:
+    """Return where the parts begin, and the end: (PARTS + 1)."""
+    return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS
+
+
+def part_sizes(tokens: int) -> NDArray[Any]:
+    """Return the tokens of each part."""
+    return np.diff(part_bounds(tokens))

@@ -1,0 +1,144 @@
+"""What a tide profile says of a model, checked and made ready for coding.
+
+Immutable, but matrices are built when they are first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide import _native
+from kvtide.codec.entropy import RansCoder, RansTables
+from kvtide.codec.profile import Profile
+from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide.grid import TABLES, TOPS, Units
+from kvtide.errors import CorruptPayload
+
+__all__ = ["ONE", "SIXTEENTHS", "Group", "TideModel"]
+
+# Entries of matrices and coefficients that meet them are whole numbers in these units.
+ONE = 1 << 13
+SIXTEENTHS = 16
+PANEL_COLUMNS = 16
+
+_NO_ORDER = np.empty(0, dtype=np.uint16)
+_NO_PANELS = np.empty(0, dtype=np.int16)
+
+
+class Group:
+    """The components of layers [layer_start, layer_stop): their scales, falling, and what they are made of."""
+
+    def __init__(self, layers: tuple[int, int], scales: Units, values: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.layer_start, self.layer_stop = layers
+        self.scales = scales
+        self._values = values
+        self._arrays = arrays
+
+    @property
+    def order(self) -> NDArray[np.uint16]:
+        """Return the value that each component is, empty if components are sums of values."""
+        found: NDArray[np.uint16] = self._arrays.get("order", _NO_ORDER)
+        return found
+
+    @cached_property
+    def _matrix(self) -> NDArray[np.int16]:
+        # (components, values); rows of components with large scales are kept at 16 bits, others at 8.
+        fine, coarse, unit = (self._arrays[name] for name in ("fine", "coarse", "unit"))
+        rows = np.concatenate([fine.astype(np.float64), coarse.astype(np.float64)]) * unit.astype(np.float64)[:, None]
+        return np.clip(np.rint(rows * ONE), -32767, 32767).astype(np.int16)
+
+    @cached_property
+    def to_values(self) -> NDArray[np.int16]:
+        """Return the matrix from components to values, in panels; empty if there is none."""
+        return _NO_PANELS if self.order.size else _packed(self._matrix)
+
+    @cached_property
+    def to_components(self) -> NDArray[np.int16]:
+        """Return its transpose, in panels."""
+        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self._matrix.T))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (components, values)."""
+        return len(self.scales), self._values
+
+
+def _packed(matrix: NDArray[np.int16]) -> NDArray[np.int16]:
+    rows, columns = matrix.shape
+    panels = np.empty(-(-columns // PANEL_COLUMNS) * (-(-rows // 2)) * 2 * PANEL_COLUMNS, dtype=np.int16)
+    _native.tide_pack(matrix, panels)
+    return panels
+
+
+class TideModel:
+    """A profile of kind `tide-…` in the form that coding needs. Threads may share it: a race builds a matrix twice."""
+
+    def __init__(self, profile: Profile) -> None:
+        """CorruptPayload if arrays are missing or do not fit each other."""
+        self.profile = profile
+        arrays = profile.arrays
+        try:
+            self._read(arrays)
+        except KeyError as error:
+            raise CorruptPayload(f"the profile has no array {error}, which tide needs") from error
+
+    def _read(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        profile = self.profile
+        layers, channels = profile.layers, profile.kv_heads * profile.head_dim
+        group_layers, section_layers = (int(extent) for extent in _shaped(arrays, "span", (2,)))
+        is_nested = 0 < group_layers <= section_layers and section_layers % group_layers == 0
+        if not is_nested or layers % section_layers:
+            raise CorruptPayload(f"spans of {group_layers} and {section_layers} of {layers} layers")
+        self.section_layers = section_layers
+        rotary = arrays["rotary"].tobytes()
+        self.rotary = Rotary.parse(rotary) if rotary else None
+        self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
+        self.weight: NDArray[np.float32] = _shaped(arrays, "weight", (layers, 2, channels)).astype(np.float32)
+        if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
+            raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
+        self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
+        self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
+        self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
+        self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
+
+    def groups_of(self, layer_start: int, layers: int) -> list[Group]:
+        """Return the groups of a range of layers."""
+        return [group for group in self.groups if layer_start <= group.layer_start < layer_start + layers]
+
+    def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the mean and the weight of each value of a group, layer by layer, K before V."""
+        layers = slice(group.layer_start, group.layer_stop)
+        return self.mean[layers].reshape(-1), self.weight[layers].reshape(-1)
+
+    def _groups(self, arrays: Mapping[str, NDArray[Any]], group_layers: int, values: int) -> list[Group]:
+        count = self.profile.layers // group_layers
+        scales = arrays["scale"].astype(np.int64)
+        if scales.ndim != 2 or len(scales) != count or scales.shape[1] > values or (np.diff(scales) > 0).any():
+            raise CorruptPayload("the profile's scales must fall, for no more components than there are values")
+        kept = scales.shape[1]
+        if "order" in arrays:
+            per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
+        else:
+            fine = arrays["fine"].shape[1]
+            per_group = {
+                "fine": _shaped(arrays, "fine", (count, fine, values)),
+                "coarse": _shaped(arrays, "coarse", (count, kept - fine, values)).view(np.int8),
+                "unit": _shaped(arrays, "unit", (count, kept)),
+            }
+        found = []
+        for i in range(count):
+            layers = (i * group_layers, (i + 1) * group_layers)
+            found.append(Group(layers, scales[i], values, {name: array[i] for name, array in per_group.items()}))
+        return found
+
+
+def _shaped(arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    found = arrays[name]
+    if found.shape != shape:
+        raise CorruptPayload(f"the profile's array {name!r} has shape {found.shape}, expected {shape}")
+    return found

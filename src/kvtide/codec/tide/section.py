@@ -1,0 +1,187 @@
+"""A section as bytes: prefix, loudness and tokens that stand apart (in base sections), streams, escapes.
+
+Format: docs/codec.md, "Codec tide-1".
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.codec.entropy import Streams
+from kvtide.codec.tide.grid import PARTS, part_sizes
+from kvtide.codec.tide.lists import STREAMS, CodedLists
+from kvtide.errors import CorruptPayload
+
+__all__ = [
+    "REFINEMENTS_MAX",
+    "Apart",
+    "Base",
+    "Loudness",
+    "SectionBytes",
+    "Steps",
+    "join_base",
+    "join_refinement",
+    "split_base",
+    "split_refinement",
+]
+
+REFINEMENTS_MAX = 7
+STEP_UNITS_MAX = 480
+GAIN_UNITS_MAX = 60
+
+_PREFIX = struct.Struct("<hBB4I")
+_PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
+
+
+class Steps(NamedTuple):
+    """The step of the last refinement, in units, and how many refinements there are after the base."""
+
+    final_units: int
+    refinements: int
+
+
+class SectionBytes(NamedTuple):
+    """What every section has."""
+
+    steps: Steps
+    lists: CodedLists
+
+
+class Loudness(NamedTuple):
+    """Which part each token belongs to, and how many units louder than usual each part is."""
+
+    parts: NDArray[np.uint8]
+    gains: NDArray[np.int64]
+
+    @property
+    def places(self) -> NDArray[np.uint16]:
+        """Return the tokens in coded order: by part, then by position."""
+        return np.argsort(self.parts, kind="stable").astype(np.uint16)
+
+
+class Apart(NamedTuple):
+    """Tokens that are kept whole, not transformed: positions, a scale for each head and byte for each value.
+
+    scales: (layers, 2, tokens, kv_heads), bfloat16 patterns; values: (layers, 2, tokens, kv_heads, head_dim).
+    """
+
+    positions: NDArray[np.uint16]
+    scales: NDArray[np.uint16]
+    values: NDArray[np.int8]
+
+
+class Base(NamedTuple):
+    """What a base section has besides."""
+
+    loudness: Loudness
+    apart: Apart
+
+
+def join_refinement(section: SectionBytes) -> bytes:
+    """Return the bytes of a section that is no base."""
+    return _prefix(section) + _body(section.lists)
+
+
+def join_base(section: SectionBytes, base: Base) -> bytes:
+    """Return the bytes of a base section."""
+    parts = [_prefix(section)]
+    tokens = len(base.loudness.parts)
+    padded = np.zeros(-(-tokens // PARTS) * PARTS, dtype=np.uint8)
+    padded[:tokens] = base.loudness.parts
+    packed = (padded.reshape(-1, PARTS) << _PART_BITS).sum(axis=1)
+    parts += [base.loudness.gains.astype(np.int8).tobytes(), packed.astype(np.uint8).tobytes()]
+    positions, scales, values = base.apart
+    parts.append(struct.pack("<H", len(positions)))
+    parts += [positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes(), values.tobytes()]
+    return b"".join([*parts, _body(section.lists)])
+
+
+def _prefix(section: SectionBytes) -> bytes:
+    return _PREFIX.pack(*section.steps, 0, *section.lists.streams.sizes, *section.lists.escape_counts)
+
+
+def _body(lists: CodedLists) -> bytes:
+    return bytes(lists.streams.data) + lists.escapes.astype("<i2").tobytes()
+
+
+class _Reader:
+    """Takes pieces of a section, each length checked first."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._offset = 0
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data) - self._offset:
+            raise CorruptPayload(f"tide: {size} bytes expected at {self._offset} of {len(self._data)}")
+        piece = self._data[self._offset : self._offset + size]
+        self._offset += size
+        return piece
+
+    def body(self, sizes: tuple[int, ...], escape_counts: tuple[int, ...]) -> CodedLists:
+        """Return streams and escapes, which fill the rest."""
+        streams = Streams(self.take(sum(sizes)), sizes)
+        escapes = np.frombuffer(self.take(2 * sum(escape_counts)), dtype="<i2").astype(np.int16)
+        if self._offset != len(self._data):
+            raise CorruptPayload(f"tide: {len(self._data) - self._offset} bytes too many")
+        return CodedLists(streams, escapes, escape_counts)
+
+
+class _Prefix(NamedTuple):
+    """A prefix, checked."""
+
+    steps: Steps
+    sizes: tuple[int, ...]
+    escape_counts: tuple[int, ...]
+
+
+def _read_prefix(reader: _Reader) -> _Prefix:
+    final_units, refinements, zero, *counts = _PREFIX.unpack(reader.take(_PREFIX.size))
+    if zero or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
+        raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, reserved byte {zero}")
+    return _Prefix(Steps(final_units, refinements), tuple(counts[:STREAMS]), tuple(counts[STREAMS:]))
+
+
+def split_refinement(data: memoryview) -> SectionBytes:
+    """Return what `join_refinement` joined. CorruptPayload if it is not that."""
+    reader = _Reader(data)
+    prefix = _read_prefix(reader)
+    return SectionBytes(prefix.steps, reader.body(prefix.sizes, prefix.escape_counts))
+
+
+def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, Base]:
+    """Return what `join_base` joined for a section's (layers, 2, tokens, kv_heads, head_dim).
+
+    CorruptPayload if it is not that.
+    """
+    layers, _, tokens, kv_heads, head_dim = shape
+    reader = _Reader(data)
+    prefix = _read_prefix(reader)
+    loudness = _read_loudness(reader, tokens)
+    (count,) = struct.unpack("<H", reader.take(2))
+    if count > tokens:
+        raise CorruptPayload(f"tide: {count} of {tokens} tokens stand apart")
+    positions = np.frombuffer(reader.take(2 * count), dtype="<u2").astype(np.uint16)
+    if count and (int(positions[-1]) >= tokens or (np.diff(positions.astype(np.int64)) <= 0).any()):
+        raise CorruptPayload("tide: positions of tokens that stand apart must grow")
+    heads = (layers, 2, count, kv_heads)
+    scales = np.frombuffer(reader.take(2 * int(np.prod(heads))), dtype="<u2").astype(np.uint16).reshape(heads)
+    if scales.size and int(scales.max()) >= 0x7F80:
+        raise CorruptPayload("tide: a scale is not a finite positive bfloat16")
+    values = np.frombuffer(reader.take(int(np.prod(heads)) * head_dim), dtype=np.int8).reshape(*heads, head_dim)
+    body = reader.body(prefix.sizes, prefix.escape_counts)
+    return SectionBytes(prefix.steps, body), Base(loudness, Apart(positions, scales, values))
+
+
+def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
+    gains = np.frombuffer(reader.take(PARTS), dtype=np.int8).astype(np.int64)
+    packed = np.frombuffer(reader.take(-(-tokens // PARTS)), dtype=np.uint8)
+    parts = (packed[:, None] >> _PART_BITS & 3).astype(np.uint8).reshape(-1)
+    sizes = np.bincount(parts[:tokens], minlength=PARTS)
+    if (np.abs(gains) > GAIN_UNITS_MAX).any() or parts[tokens:].any() or (sizes != part_sizes(tokens)).any():
+        raise CorruptPayload("tide: parts of tokens are not of the sizes that they must have")
+    return Loudness(parts[:tokens], gains)

@@ -1,0 +1,115 @@
+"""Runs a job into an engine: what is loaded is decoded and appended before what the engine computes behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.block import BlockBits
+from kvtide.clock import Clock
+from kvtide.codec import CodecRegistry
+from kvtide.errors import CorruptPayload
+from kvtide.fetch.job import Job
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
+from kvtide.stream.plan import Policy
+from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source
+
+__all__ = ["Brought", "LoadedBlock", "bring"]
+
+_log = logging.getLogger(__name__)
+
+# A loaded block by its number, for the engine to put behind what it has: called in order.
+LoadedBlock = Callable[[int, BlockBits], None]
+
+
+class Brought(NamedTuple):
+    """What the engine has: leading tokens, of them `appended` blocks, decoded in `append_s`."""
+
+    tokens: int
+    appended: int
+    append_s: float
+    report: FetchReport
+
+
+def bring(
+    job: Job,
+    policy: Policy,
+    sources: Sequence[Source],
+    link: LinkState,
+    clock: Clock,
+    limits: FetchLimits,
+    registry: CodecRegistry,
+    engine: Engine,
+    append: LoadedBlock,
+    computed_chunks: int = 0,
+) -> Brought:
+    """Run a job as `run` does, then append all that is usable. Damaged blocks end it early, they raise nothing."""
+    receiver = Receiver(job.objects)
+    behind = _Behind(engine, append, job, receiver, registry, clock)
+    if computed_chunks:
+        behind.tokens = job.request.chunks[computed_chunks - 1].stop
+    report = run(job, receiver, policy, sources, link, clock, behind, limits, computed_chunks)
+    behind.append_until(job.request.tokens)
+    return Brought(behind.tokens, behind.appended, behind.append_s, report)
+
+
+class _Behind:
+    """The engine, given what is loaded before each chunk that it computes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        append: LoadedBlock,
+        job: Job,
+        receiver: Receiver,
+        registry: CodecRegistry,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._append = append
+        self._job = job
+        self._receiver = receiver
+        self._registry = registry
+        self._clock = clock
+        # What the engine has, from the start on.
+        self.tokens = 0
+        self.appended = 0
+        self.append_s = 0.0
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        self.append_until(start)
+        if self.tokens != start or not self._engine.compute(start, stop, is_wanted):
+            return False
+        self.tokens = stop
+        return True
+
+    def append_until(self, stop: int) -> None:
+        """Append the loaded blocks up to token `stop`, or to the first that is not usable."""
+        layout = self._job.objects[0].meta.layout
+        started_s = self._clock.monotonic_s()
+        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+        while self.tokens < stop and self._decode(self.tokens // layout.tokens, bits):
+            self._append(self.tokens // layout.tokens, bits)
+            self.tokens += layout.tokens
+            self.appended += 1
+        self.append_s += self._clock.monotonic_s() - started_s
+
+    def _decode(self, block: int, bits: BlockBits) -> bool:
+        """Decode what is here of a block: of levels, the one that was loaded."""
+        blocks = self._job.request.tokens // bits.shape[2]
+        for number in range(block, len(self._job.objects), blocks):
+            stored, sections = self._job.objects[number], self._receiver.sections(number)
+            codec = self._registry.get(stored.codec_id, stored.profile)
+            if not sections or codec is None:
+                continue
+            try:
+                codec.decode(stored.meta, sections, bits)
+            except CorruptPayload as error:
+                _log.debug("object %d can't be decoded, what is behind it is not used: %s", number, error)
+                continue
+            return True
+        return False

@@ -1,0 +1,210 @@
+"""Which servers of a pool keep a block: a map that every client and server computes alike, without asking anybody.
+
+A key falls into a slot; the servers are ranked for the slot by weighted rendezvous hashing, and the first `replicas` of
+them own it. Invariant: adding or removing a server moves only what it gets or had; maps with one epoch are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.types import BlockKey
+
+__all__ = ["SLOTS", "Placement", "PlacementKind", "PoolMap", "PoolServer", "less_loaded", "mix", "moved_share"]
+
+SLOTS = 1 << 14
+SLOTS_MAX = 1 << 22
+SERVERS_MAX = 1 << 14
+MAP_BYTES_MAX = 8 << 20
+_NAME_MAX = 256
+_WORD = (1 << 64) - 1
+
+Table = NDArray[np.uint16]
+Words = NDArray[np.uint64]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_NAME_MAX)]
+
+
+class PlacementKind(StrEnum):
+    """How a key finds its servers. `mod` is what many start with: the key modulo the number of servers."""
+
+    RENDEZVOUS = "rendezvous"
+    MOD = "mod"
+
+
+class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One server. `name` decides what it owns, so that it keeps its blocks when its address changes.
+
+    `socket_path` is where clients on `host` reach it without the network.
+    """
+
+    name: _Name
+    address: _Name
+    weight: float = 1.0
+    host: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
+    socket_path: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
+
+
+class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pool at one epoch. A larger epoch replaces a smaller one. ValueError for one that can't be used."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    servers: tuple[PoolServer, ...]
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
+    slots: int = SLOTS
+    kind: PlacementKind = PlacementKind.RENDEZVOUS
+
+    def __post_init__(self) -> None:
+        names = {server.name for server in self.servers}
+        if not 0 < len(names) == len(self.servers) <= SERVERS_MAX:
+            raise ValueError(f"a pool has 1 to {SERVERS_MAX} servers with different names, got {len(self.servers)}")
+        if not all(math.isfinite(server.weight) and server.weight > 0 for server in self.servers):
+            raise ValueError("the weights of a pool's servers are positive")
+        if not 0 < self.slots <= SLOTS_MAX or self.slots & (self.slots - 1):
+            raise ValueError(f"the number of slots is a power of two up to {SLOTS_MAX}, got {self.slots}")
+
+    def with_server(self, server: PoolServer) -> PoolMap:
+        """Return the next map: with this server, in place of the one of its name if there is one."""
+        others = [each for each in self.servers if each.name != server.name]
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=_sorted([*others, server]))
+
+    def without_server(self, name: str) -> PoolMap:
+        """Return the next map, without a server. ValueError if it is not there, or the only one."""
+        others = [each for each in self.servers if each.name != name]
+        if len(others) == len(self.servers):
+            raise ValueError(f"no server named {name!r} is in the pool")
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=_sorted(others))
+
+    def to_json(self) -> bytes:
+        """Return the map as JSON."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(data: bytes) -> PoolMap:
+        """Read a map. ValueError for what is none."""
+        if len(data) > MAP_BYTES_MAX:
+            raise ValueError(f"a pool's map has at most {MAP_BYTES_MAX} bytes, got {len(data)}")
+        try:
+            return msgspec.json.decode(data, type=PoolMap)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not a pool's map: {error}") from error
+
+
+def _sorted(servers: Sequence[PoolServer]) -> tuple[PoolServer, ...]:
+    return tuple(sorted(servers, key=lambda server: server.name))
+
+
+def mix(words: Words) -> Words:
+    """Scramble 64-bit words, one to one (splitmix64)."""
+    with np.errstate(over="ignore"):
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mixed(word: int) -> int:
+    """Do what `mix` does to one word, without the price of an array."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)
+
+
+class Placement:
+    """A map made ready for look-ups."""
+
+    def __init__(self, pool: PoolMap) -> None:
+        self.map = pool
+        self.replicas = min(pool.replicas, len(pool.servers))
+        self._table = _ranked(pool, self.replicas) if pool.kind is PlacementKind.RENDEZVOUS else None
+
+    def slot(self, key: BlockKey) -> int:
+        """Return the slot of a key."""
+        return _mixed(int.from_bytes(key[:8], "little")) & (self.map.slots - 1)
+
+    def owners(self, key: BlockKey) -> tuple[int, ...]:
+        """Return the positions in `map.servers` of those that keep a key, in the order of their rank."""
+        if self._table is not None:
+            return tuple(self._table[self.slot(key)].tolist())
+        return tuple(self.owners_of(np.frombuffer(key, "<u8", 1))[0].tolist())
+
+    def owners_of(self, heads: Words) -> Table:
+        """Return the owners of many keys, (keys, replicas). A key is its first eight bytes, little-endian."""
+        if self._table is not None:
+            return self._table[(mix(heads) & np.uint64(self.map.slots - 1)).astype(np.intp)]
+        count = np.uint64(len(self.map.servers))
+        first = heads[:, None] + np.arange(self.replicas, dtype=np.uint64)[None, :]
+        return (first % count).astype(np.uint16)
+
+    def slots_of(self, position: int) -> Sequence[int]:
+        """Return the slots that a server owns, at any rank; empty for `mod`, which has none."""
+        if self._table is None:
+            return ()
+        return np.flatnonzero((self._table == position).any(axis=1)).tolist()
+
+
+def _ranked(pool: PoolMap, replicas: int) -> Table:
+    """Return the best servers of each slot: (slots, replicas)."""
+    numbers = mix(np.arange(1, pool.slots + 1, dtype=np.uint64))
+    classes: dict[float, list[int]] = {}
+    for position, server in enumerate(pool.servers):
+        classes.setdefault(server.weight, []).append(position)
+    tables, scores = [], []
+    for weight, positions in sorted(classes.items()):
+        table, hashes = _best(pool.servers, positions, numbers, replicas)
+        # A share of 1 after rounding would have no logarithm to divide by.
+        share = np.minimum((hashes.astype(np.float64) + 1) / 2**64, 1 - 2**-53)
+        tables.append(table)
+        scores.append(-weight / np.log(share))
+    order = np.argsort(-np.concatenate(scores), axis=0, kind="stable")[:replicas]
+    return np.ascontiguousarray(np.take_along_axis(np.concatenate(tables), order, axis=0).T)
+
+
+def _best(
+    servers: Sequence[PoolServer], positions: Sequence[int], numbers: Words, replicas: int
+) -> tuple[Table, Words]:
+    """Return those of equal weight that hash highest for each slot, and their hashes: (at most replicas, slots) each.
+
+    One pass over the servers, so that thousands will do: behind the first few, few slots have a place for another.
+    """
+    count = min(replicas, len(positions))
+    table, hashes = np.zeros((count, len(numbers)), np.uint16), np.zeros((count, len(numbers)), np.uint64)
+    for position in positions:
+        seed = np.uint64(int.from_bytes(hashlib.sha256(servers[position].name.encode()).digest()[:8], "little"))
+        hashed = mix(numbers ^ seed)
+        slots = np.flatnonzero(hashed >= hashes[-1])
+        hashed, owner = hashed[slots], np.full(len(slots), position, np.uint16)
+        for rank in range(count):
+            old_hash, old_owner = hashes[rank, slots], table[rank, slots]
+            is_better = hashed >= old_hash
+            hashes[rank, slots], table[rank, slots] = (
+                np.where(is_better, hashed, old_hash),
+                np.where(is_better, owner, old_owner),
+            )
+            hashed, owner = np.where(is_better, old_hash, hashed), np.where(is_better, old_owner, owner)
+    return table, hashes
+
+
+def less_loaded(owners: Sequence[int], loads: Sequence[float]) -> int:
+    """Return the owner with the least load; the first of several."""
+    return min(owners, key=loads.__getitem__)
+
+
+def moved_share(before: Placement, after: Placement, heads: Words) -> float:
+    """Return which share of the copies of these keys lies, after a change, on servers that did not have it before."""
+    names = [server.name for server in before.map.servers]
+    numbers = {name: number for number, name in enumerate(names)}
+    renamed = _renumbered(after.map.servers, numbers)[after.owners_of(heads).astype(np.intp)]
+    old = before.owners_of(heads).astype(np.int64)
+    kept = (renamed[:, :, None] == old[:, None, :]).any(axis=2)
+    return 1.0 - float(kept.mean())
+
+
+def _renumbered(servers: Sequence[PoolServer], numbers: Mapping[str, int]) -> NDArray[np.int64]:
+    return np.array([numbers.get(server.name, -1) for server in servers], np.int64)

@@ -1,0 +1,130 @@
+"""Who asks and what they may do: tokens, certificates, scopes, and the namespaces of tenants.
+
+Invariant: what a tenant names maps to a place that no other tenant can name, so that another's object and an absent one
+are the same case, in the code and therefore in time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused
+from kvtide.types import Namespace
+
+__all__ = ["NOBODY", "Caller", "Gate", "Grant", "Scope", "new_token", "tenant_namespace", "token_digest"]
+
+_TENANT_TAG = b"kvtide-tenant-1"
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TOKEN_BYTES = 32
+_TOKEN_CHARACTERS_MAX = 256
+
+
+class Scope(Enum):
+    """What a grant allows: `read` gets, `write` puts and deletes, `admin` sees the whole server's figures."""
+
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+
+
+class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One token, by its SHA-256, or one client certificate, by its common name. ValueError for anything off."""
+
+    tenant: str
+    scopes: list[Scope]
+    token_sha256: str = ""
+    common_name: str = ""
+    # Seconds since the Unix epoch; 0 is never.
+    expires_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _TENANT.fullmatch(self.tenant):
+            raise ValueError(f"a tenant is 1 to 64 letters, digits, dots, dashes, got {self.tenant!r}")
+        if bool(self.token_sha256) == bool(self.common_name):
+            raise ValueError(f"a grant of tenant {self.tenant!r} needs token_sha256 or common_name, one of them")
+        if self.token_sha256 and not _DIGEST.fullmatch(self.token_sha256):
+            raise ValueError(f"token_sha256 of tenant {self.tenant!r} must be 64 lower-case hex digits")
+
+
+class Caller(NamedTuple):
+    """Who asks. `tenant` is empty where the server asks nobody for a token."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+
+    def require(self, scope: Scope) -> None:
+        """RequestRefused (403) unless the caller may do this."""
+        if scope not in self.scopes:
+            raise RequestRefused(403, f"the token lacks the scope {scope.value!r}")
+
+
+NOBODY = Caller("", frozenset(Scope))
+
+
+def new_token() -> str:
+    """Return a fresh token: 256 bits from the system, so that a plain hash of it is as good as a slow one."""
+    return secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+def token_digest(token: str) -> str:
+    """Return what a configuration keeps of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
+    """Return where a tenant's namespace is stored: SHA-256 over tag, tenant and namespace; itself without tenants."""
+    if not tenant:
+        return namespace
+    name = tenant.encode()
+    return Namespace(hashlib.sha256(_TENANT_TAG + len(name).to_bytes(4, "little") + name + namespace).digest())
+
+
+class Gate:
+    """Finds the caller of a request. Without grants everybody is `NOBODY`, who may do everything."""
+
+    def __init__(self, grants: Sequence[Grant], clock: Clock) -> None:
+        self._tokens = [(grant.token_sha256.encode(), grant) for grant in grants if grant.token_sha256]
+        self._names = {grant.common_name: grant for grant in grants if grant.common_name}
+        self._is_open = not grants
+        self._clock = clock
+
+    def caller(self, headers: Mapping[str, str], common_name: str | None) -> Caller:
+        """Return who asks, by token, else by the certificate's common name. RequestRefused (401) for nobody known."""
+        if self._is_open:
+            return NOBODY
+        token = _token(headers.get("authorization", ""))
+        grant = self._of_token(token) if token else self._names.get(common_name or "")
+        if grant is None or (grant.expires_s and grant.expires_s <= self._clock.wall_s()):
+            raise RequestRefused(401, "a token is needed that this server knows")
+        return Caller(grant.tenant, frozenset(grant.scopes))
+
+    def _of_token(self, token: str) -> Grant | None:
+        digest = token_digest(token).encode()
+        # Every entry is compared in full: time tells neither which one nor how much of it was right.
+        matching = [grant for known, grant in self._tokens if hmac.compare_digest(known, digest)]
+        return matching[0] if matching else None
+
+
+def _token(authorization: str) -> str:
+    kind, _, value = authorization.strip().partition(" ")
+    value = value.strip()
+    if kind.lower() == "basic":
+        try:
+            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    elif kind.lower() != "bearer":
+        return ""
+    return value[:_TOKEN_CHARACTERS_MAX]

@@ -1,0 +1,19 @@
+"""The dashboard: one page without anything from elsewhere. It polls `/v1/status` and draws what it gets."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+__all__ = ["DASHBOARD_CONTENT_TYPE", "DASHBOARD_POLICY", "dashboard_page"]
+
+DASHBOARD_CONTENT_TYPE = "text/html; charset=utf-8"
+# Content-Security-Policy of the page: its own script and style, and requests to its own server.
+DASHBOARD_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def dashboard_page() -> bytes:
+    """Return the page."""
+    return files("kvtide.server").joinpath("dashboard.html").read_bytes()

@@ -1,0 +1,66 @@
+"""A server's place in a pool: which blocks it keeps by the map, and where to send who asks for others."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from kvtide.placement import Placement, PoolMap, PoolServer
+from kvtide.tier.membership import Membership, Watcher
+from kvtide.tier.membership_etcd import EtcdMembership
+from kvtide.types import BlockKey
+
+__all__ = ["Member", "Redirect"]
+
+_CLOSE_S_MAX = 5.0
+
+
+class Redirect(NamedTuple):
+    """Who keeps a block that this server does not keep, under which epoch."""
+
+    address: str
+    epoch: int
+
+
+class Member:
+    """Follows the pool's map for the server named `me`. A map without it, or none, sends nobody away."""
+
+    def __init__(self, me: PoolServer, source: Membership) -> None:
+        self._me = me
+        self._source = source
+        self._watcher = Watcher(source, self._adopt)
+        self._placement: Placement | None = None
+        self._stop = threading.Event()
+        self._registering: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Follow the map; where members register themselves, do."""
+        self._stop.clear()
+        if isinstance(self._source, EtcdMembership):
+            work = (self._me, self._stop)
+            self._registering = threading.Thread(target=self._source.register, args=work, name="kvtide-etcd")
+            self._registering.start()
+        self._watcher.open()
+
+    def close(self) -> None:
+        """Leave the pool. Idempotent."""
+        self._stop.set()
+        if self._registering is not None:
+            self._registering.join(_CLOSE_S_MAX)
+            self._registering = None
+        self._watcher.close()
+
+    def _adopt(self, pool: PoolMap) -> None:
+        self._placement = Placement(pool)
+
+    def redirect(self, key: BlockKey) -> Redirect | None:
+        """Return where a block is kept; None if that is here, as far as is known."""
+        placement = self._placement
+        if placement is None:
+            return None
+        servers = placement.map.servers
+        owners = [servers[position] for position in placement.owners(key)]
+        names, is_member = {owner.name for owner in owners}, any(each.name == self._me.name for each in servers)
+        if self._me.name in names or not is_member:
+            return None
+        return Redirect(owners[0].address, placement.map.epoch)

@@ -1,0 +1,250 @@
+"""What the server counts, as Prometheus metrics in a registry that is passed in.
+
+Labels are bounded: tiers, routes and decisions are few, and tenants beyond `tenants_max` share one label.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtide.server.scheduler import Scheduler
+from kvtide.tier import TierStats
+
+__all__ = [
+    "METRICS_CONTENT_TYPE",
+    "OTHER_TENANTS",
+    "Decision",
+    "Metrics",
+    "Route",
+    "SourceCollector",
+    "TenantTotals",
+    "metrics_body",
+]
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
+OTHER_TENANTS = "(others)"
+_NO_TENANT = "(open)"
+# From one slice at 100 Gbit/s to the longest wait that a client accepts.
+_WAIT_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Route(StrEnum):
+    """What a request is for. OTHER is a path that the server does not have."""
+
+    OBJECT = "object"
+    EXISTS = "exists"
+    LIST = "list"
+    HEALTH = "health"
+    METRICS = "metrics"
+    EVENTS = "events"
+    DASHBOARD = "dashboard"
+    STATUS = "status"
+    OTHER = "other"
+
+
+class Decision(StrEnum):
+    """What a client did about a block that is stored: ABANDONED is a load that its deadline ended."""
+
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+    ABANDONED = "abandoned"
+
+
+class TenantTotals(NamedTuple):
+    """One tenant's counters; `wait_s_p99` is the upper end of the bucket that holds it, None without waits."""
+
+    tenant: str
+    sent_bytes: int
+    received_bytes: int
+    waits: int
+    wait_s_sum: float
+    wait_s_p99: float | None
+
+
+class Metrics:
+    """The counters of one server. Thread-safe. What tiers and scheduler count themselves, `SourceCollector` reads."""
+
+    def __init__(self, registry: CollectorRegistry, tenants_max: int = 64) -> None:
+        if tenants_max <= 0:
+            raise ValueError(f"tenants_max must be positive, got {tenants_max}")
+        self._tenants_max = tenants_max
+        self._lock = threading.Lock()
+        self._tenants: dict[str, str] = {}
+        self._requests = Counter("kvtide_requests", "Requests answered", ["route", "status"], registry=registry)
+        self._lookups = Counter("kvtide_lookups", "Objects asked for", ["result"], registry=registry)
+        self._sent = Counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"], registry=registry)
+        self._received = Counter("kvtide_received_bytes", "Body bytes received", ["tenant"], registry=registry)
+        self._waits = Histogram(
+            "kvtide_queue_wait_seconds",
+            "Time from a body's queueing to its first slice",
+            ["tenant"],
+            buckets=_WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._corrupt = Counter("kvtide_corrupt_objects", "Objects that failed a check", registry=registry)
+        self._decisions = Counter(
+            "kvtide_decisions", "Blocks that clients loaded or recomputed", ["decision"], registry=registry
+        )
+        self._connections = Gauge("kvtide_connections", "Open connections", registry=registry)
+        for result in ("hit", "miss"):
+            self._lookups.labels(result)
+        for decision in Decision:
+            self._decisions.labels(decision)
+
+    def count_request(self, route: Route, status: int) -> None:
+        """Count an answered request."""
+        self._requests.labels(route, str(status)).inc()
+
+    def count_hit(self) -> None:
+        """Count an object that was asked for and here."""
+        self._lookups.labels("hit").inc()
+
+    def count_miss(self) -> None:
+        """Count an object that was asked for and absent."""
+        self._lookups.labels("miss").inc()
+
+    def count_sent(self, tenant: str, size: int) -> None:
+        """Count body bytes that went out."""
+        self._sent.labels(self.label(tenant)).inc(size)
+
+    def count_received(self, tenant: str, size: int) -> None:
+        """Count body bytes that came in."""
+        self._received.labels(self.label(tenant)).inc(size)
+
+    def count_wait(self, tenant: str, wait_s: float) -> None:
+        """Count a body's wait for its first slice."""
+        self._waits.labels(self.label(tenant)).observe(wait_s)
+
+    def count_corrupt(self) -> None:
+        """Count an object that failed a check."""
+        self._corrupt.inc()
+
+    def count_decisions(self, decision: Decision, count: int) -> None:
+        """Count blocks about which a client decided."""
+        self._decisions.labels(decision).inc(count)
+
+    def connection_opened(self) -> None:
+        """Count a connection in."""
+        self._connections.inc()
+
+    def connection_closed(self) -> None:
+        """Count a connection out."""
+        self._connections.dec()
+
+    def label(self, tenant: str) -> str:
+        """Return the label under which a tenant is counted."""
+        with self._lock:
+            if tenant not in self._tenants:
+                if len(self._tenants) >= self._tenants_max:
+                    return OTHER_TENANTS
+                self._tenants[tenant] = tenant or _NO_TENANT
+            return self._tenants[tenant]
+
+    def lookups(self) -> tuple[int, int]:
+        """Return hits and misses."""
+        counts = {sample.labels["result"]: int(sample.value) for sample in _samples(self._lookups, "_total")}
+        return counts["hit"], counts["miss"]
+
+    def corrupt_objects(self) -> int:
+        """Return how many objects failed a check."""
+        return int(next(_samples(self._corrupt, "_total")).value)
+
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return int(next(_samples(self._connections, "")).value)
+
+    def decisions(self) -> dict[Decision, int]:
+        """Return what clients decided."""
+        return {Decision(each.labels["decision"]): int(each.value) for each in _samples(self._decisions, "_total")}
+
+    def tenants(self) -> list[TenantTotals]:
+        """Return each label's counters, those of the tenants above the bound in one."""
+        sent = {each.labels["tenant"]: int(each.value) for each in _samples(self._sent, "_total")}
+        received = {each.labels["tenant"]: int(each.value) for each in _samples(self._received, "_total")}
+        waits = {each.labels["tenant"]: int(each.value) for each in _samples(self._waits, "_count")}
+        sums = {each.labels["tenant"]: each.value for each in _samples(self._waits, "_sum")}
+        buckets: dict[str, list[tuple[float, float]]] = {}
+        for each in _samples(self._waits, "_bucket"):
+            buckets.setdefault(each.labels["tenant"], []).append((float(each.labels["le"]), each.value))
+        return [
+            TenantTotals(
+                tenant,
+                sent.get(tenant, 0),
+                received.get(tenant, 0),
+                waits.get(tenant, 0),
+                sums.get(tenant, 0.0),
+                _p99(buckets.get(tenant, [])),
+            )
+            for tenant in dict.fromkeys([*sent, *received, *waits])
+        ]
+
+
+class _Sample(NamedTuple):
+    labels: dict[str, str]
+    value: float
+
+
+def _samples(metric: Counter | Gauge | Histogram, suffix: str) -> Iterator[_Sample]:
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name == family.name + suffix:
+                yield _Sample(sample.labels, sample.value)
+
+
+def _p99(buckets: Sequence[tuple[float, float]]) -> float | None:
+    total = buckets[-1][1] if buckets else 0
+    if not total:
+        return None
+    ends = [end for end, count in buckets if count >= 0.99 * total and end != float("inf")]
+    return ends[0] if ends else _WAIT_BUCKETS_S[-1]
+
+
+class SourceCollector(Collector):
+    """Reads tiers and scheduler whenever somebody asks for the metrics: they count for themselves."""
+
+    def __init__(self, tier_stats: Callable[[], Sequence[TierStats]], scheduler: Scheduler) -> None:
+        self._tier_stats = tier_stats
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the tiers' and the scheduler's metrics."""
+        stats = self._tier_stats()
+        for name, text in (
+            ("hits", "Reads"),
+            ("misses", "Failed reads"),
+            ("evictions", "Evictions"),
+            ("faults", "Faults"),
+        ):
+            counter = CounterMetricFamily(f"kvtide_tier_{name}", f"{text} of a tier", labels=["tier"])
+            for each in stats:
+                counter.add_metric([each.name], getattr(each, name))
+            yield counter
+        for name, text in (("objects", "Objects"), ("used_bytes", "Bytes"), ("bytes_max", "Most bytes")):
+            gauge = GaugeMetricFamily(f"kvtide_tier_{name}", f"{text} in a tier", labels=["tier"])
+            for each in stats:
+                gauge.add_metric([each.name], getattr(each, name))
+            yield gauge
+        loads = self._scheduler.loads()
+        slots = GaugeMetricFamily("kvtide_send_slots", "Send slots", labels=["state"])
+        slots.add_metric(["used"], self._scheduler.slots_used)
+        slots.add_metric(["free"], self._scheduler.settings.slots - self._scheduler.slots_used)
+        yield slots
+        yield GaugeMetricFamily(
+            "kvtide_waiting_sends", "Bodies that wait for a slot", value=sum(load.waiting_sends for load in loads)
+        )
+        yield GaugeMetricFamily(
+            "kvtide_unsent_bytes", "Bytes queued and in flight", value=sum(load.unsent_bytes for load in loads)
+        )
+
+
+def metrics_body(registry: CollectorRegistry) -> bytes:
+    """Return the body of `/metrics`, of METRICS_CONTENT_TYPE."""
+    return generate_latest(registry)

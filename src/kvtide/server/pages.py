@@ -1,0 +1,117 @@
+"""What the server tells about itself: health, metrics, events, status and the dashboard that draws it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from prometheus_client import CollectorRegistry
+
+import kvtide
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Scope
+from kvtide.server.dashboard import DASHBOARD_CONTENT_TYPE, DASHBOARD_POLICY, dashboard_page
+from kvtide.server.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
+from kvtide.server.exchange import Exchange
+from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.names import Names
+from kvtide.server.scheduler import Scheduler
+from kvtide.server.status import server_status, status_body
+from kvtide.tier import TierStack, TierStats
+from kvtide.types import ObjectId
+
+__all__ = ["PAGES", "Observatory", "Pages"]
+
+PAGES = {
+    "/healthz": Route.HEALTH,
+    "/metrics": Route.METRICS,
+    "/events": Route.EVENTS,
+    "/": Route.DASHBOARD,
+    "/v1/status": Route.STATUS,
+}
+# How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
+_EVENTS_POLL_S = 0.2
+_HEARTBEAT_S = 15.0
+
+
+class Observatory:
+    """Counters and events of one server, and the observer of its tiers."""
+
+    def __init__(self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.events = EventLog(epoch)
+        self.tier_stats: Sequence[TierStats] = ()
+        self._tier_names = tier.tier_names
+        self._names = names
+        self.registry.register(SourceCollector(lambda: self.tier_stats, scheduler))
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        self.events.append(EventKind.STORED, self._names.own(object_id), self._tier_names[tier])
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """Note that an object left a tier."""
+        self.events.append(EventKind.REMOVED, self._names.own(object_id), self._tier_names[tier])
+
+
+class Pages:
+    """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
+
+    def __init__(self, tier: TierStack, scheduler: Scheduler, observatory: Observatory, workers: Executor) -> None:
+        self._tier = tier
+        self._scheduler = scheduler
+        self._observatory = observatory
+        self._workers = workers
+        self._started_s = asyncio.get_running_loop().time()
+        self.is_draining = False
+
+    async def answer(self, exchange: Exchange, path: str) -> None:
+        """Answer GET or HEAD. RequestRefused (404) for a page that there is not."""
+        if path == "/healthz":
+            if self.is_draining:
+                raise RequestRefused(503, "draining", retry_after_s=1.0)
+            await exchange.reply(200, b"ok\n")
+            return
+        if path not in PAGES:
+            raise RequestRefused(404, "no such page")
+        exchange.caller.require(Scope.ADMIN)
+        if path == "/events":
+            await self._stream_events(exchange)
+        elif path == "/":
+            policy = ("Content-Security-Policy", DASHBOARD_POLICY)
+            await exchange.reply(200, dashboard_page(), [("Content-Type", DASHBOARD_CONTENT_TYPE), policy])
+        else:
+            # Tiers may ask the disk for this, so not here.
+            loop = asyncio.get_running_loop()
+            stats = await loop.run_in_executor(self._workers, self._tier.tier_stats)
+            self._observatory.tier_stats = stats
+            if path == "/metrics":
+                body, kind = metrics_body(self._observatory.registry), METRICS_CONTENT_TYPE
+            else:
+                uptime_s = loop.time() - self._started_s
+                status = server_status(self._observatory.metrics, stats, self._scheduler, uptime_s, kvtide.__version__)
+                body, kind = status_body(status), "application/json"
+            await exchange.reply(200, body, [("Content-Type", kind)])
+
+    async def _stream_events(self, exchange: Exchange) -> None:
+        """Send events from behind `Last-Event-ID` on until the reader goes away or the server ends."""
+        log, stream = self._observatory.events, exchange.stream
+        try:
+            position = log.position(exchange.head.headers.get("last-event-id"))
+        except ValueError as error:
+            raise RequestRefused(400, str(error)) from error
+        await exchange.begin_stream([("Content-Type", EVENTS_CONTENT_TYPE), ("Cache-Control", "no-store")])
+        heard_s = stream.now_s()
+        while not self.is_draining and exchange.head.method != "HEAD":
+            batch = log.since(position)
+            position = batch.next
+            body = events_body(batch)
+            if not body and stream.now_s() - heard_s >= _HEARTBEAT_S:
+                body = HEARTBEAT
+            if body:
+                await stream.send_all(body, stream.now_s() + exchange.send_s_max)
+                heard_s = stream.now_s()
+            if not batch.events:
+                await asyncio.sleep(_EVENTS_POLL_S)

@@ -1,0 +1,279 @@
+"""A region and its centre: what a regional server reads through, sends on in the background, and knows of the centre.
+
+Objects never change, so the one thing that may be out of date is what is known to exist. Invariant: `as_of_s` is a
+time at which the centre answered us, never later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.manifest import Manifest
+from kvtide.tier import TierStack, WrappedTier
+from kvtide.tier.base import Buffer, Tier
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.http import http_tier
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import HEADER_BYTES, object_bytes
+from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
+
+__all__ = ["CentralTier", "Latest", "Region", "RegionSettings", "Synchroniser", "centre_of", "region_of"]
+
+_log = logging.getLogger(__name__)
+
+PROBE_S = 1.0
+CLOSE_S_MAX = 30.0
+TRIES_MAX = 3
+# What is asked whether the centre answers; no object has this id.
+_NOBODY = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
+
+
+_LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
+_LATEST = ((FORCE_HEADER, "1"),)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSettings:
+    """Bounds of what a region sends to its centre. ValueError for one that is not positive."""
+
+    sync_bytes_s_max: float = 50e6
+    object_bytes_max: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not (self.sync_bytes_s_max > 0 and self.object_bytes_max > 0):
+            raise ValueError(f"the bounds of a region are positive, got {self}")
+
+
+class CentralTier(WrappedTier):
+    """The centre behind a region's own tiers: read through, and written later by the synchroniser."""
+
+    name = "central"
+
+    def __init__(self, central: Tier, manifest: Manifest, clock: Clock) -> None:
+        super().__init__(central)
+        self._manifest = manifest
+        self._clock = clock
+        # Wall time of the centre's latest answer; None before the first.
+        self.as_of_s: float | None = None
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the centre."""
+        is_there = self.tier.contains(object_id)
+        self.as_of_s = self._clock.wall_s()
+        return is_there
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the centre."""
+        size = self.tier.get_into(object_id, buffer, offset)
+        self.as_of_s = self._clock.wall_s()
+        return size
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Note that the centre should get the object. False: it is not there yet."""
+        self._manifest.add(object_id)
+        return False
+
+    def staleness_s(self) -> float:
+        """Return for how long the centre has not answered; infinite if it never has."""
+        return float("inf") if self.as_of_s is None else max(0.0, self._clock.wall_s() - self.as_of_s)
+
+
+class Synchroniser:
+    """A thread that sends what the manifest names to the centre, hot first, no faster than the settings allow."""
+
+    def __init__(
+        self, local: TierStack, central: CentralTier, manifest: Manifest, settings: RegionSettings, clock: Clock
+    ) -> None:
+        self._local = local
+        self._central = central
+        self._manifest = manifest
+        self._settings = settings
+        self._clock = clock
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._buffer = memoryview(b"")
+        self._tries: Counter[ObjectId] = Counter()
+        self.sent_objects = self.sent_bytes = self.given_up = 0
+
+    def open(self) -> None:
+        """Read the manifest and start."""
+        self._manifest.open()
+        self._closing.clear()
+        self._thread = threading.Thread(target=self._run, name="kvtide-sync", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after what is under way; the manifest keeps the rest. Idempotent."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+            self._thread = None
+        self._manifest.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            object_id = self._manifest.next()
+            started_s = self._clock.monotonic_s()
+            try:
+                size = self._send(object_id) if object_id is not None else self._probe()
+            except TierUnavailable as error:
+                _log.debug("the centre does not answer: %s", error)
+                self._closing.wait(PROBE_S)
+                continue
+            least_s = size / self._settings.sync_bytes_s_max if object_id is not None else PROBE_S
+            self._closing.wait(max(0.0, least_s - (self._clock.monotonic_s() - started_s)))
+
+    def _probe(self) -> int:
+        self._central.contains(_NOBODY)
+        return 0
+
+    def _send(self, object_id: ObjectId) -> int:
+        """Send one object; return how many bytes that took. One that is gone here, or there already, costs none."""
+        found = None if self._central.contains(object_id) else self._whole(object_id)
+        if found is not None:
+            self._tries[object_id] += 1
+            try:
+                self._central.tier.put_from(object_id, found)
+            except TierUnavailable:
+                # The centre answers, but does not take this one: after some tries it is given up.
+                if self._tries[object_id] < TRIES_MAX:
+                    raise
+                self.given_up += 1
+            else:
+                self.sent_objects += 1
+                self.sent_bytes += len(found)
+        del self._tries[object_id]
+        self._manifest.done(object_id)
+        return 0 if found is None else len(found)
+
+    def _whole(self, object_id: ObjectId) -> memoryview | None:
+        found, self._buffer = read_whole(self._local, object_id, self._buffer, self._settings.object_bytes_max)
+        return found
+
+
+def read_whole(
+    tier: Tier, object_id: ObjectId, buffer: memoryview, size_max: int
+) -> tuple[memoryview | None, memoryview]:
+    """Read an object of unknown size; return it, or None if it is not there, and the buffer, grown if it must be."""
+    head = memoryview(bytearray(HEADER_BYTES))
+    came = tier.get_into(object_id, head)
+    if came != HEADER_BYTES:
+        return None, buffer
+    size = object_bytes(bytes(head))
+    if not HEADER_BYTES <= size <= size_max:
+        return None, buffer
+    if size > len(buffer):
+        buffer = aligned_buffer(size)
+    return (buffer[:size] if tier.get_into(object_id, buffer[:size]) == size else None), buffer
+
+
+class Latest:
+    """Who may have what we lack: for a region the centre, which asks the other regions; for the centre its regions."""
+
+    def __init__(self, sources: Sequence[Tier], store: Tier, settings: RegionSettings) -> None:
+        self._sources = list(sources)
+        self._store = store
+        self._settings = settings
+
+    def open(self) -> None:
+        """Open the sources."""
+        for source in self._sources:
+            source.open()
+
+    def close(self) -> None:
+        """Close the sources. Idempotent."""
+        for source in self._sources:
+            source.close()
+
+    def bring(self, object_id: ObjectId) -> bool:
+        """Copy an object into our store from whoever has it. False if nobody has.
+
+        RequestRefused (503) if it was not found and somebody could not be asked: then nobody knows.
+        """
+        problem: TierUnavailable | None = None
+        for source in self._sources:
+            try:
+                found, _ = read_whole(source, object_id, memoryview(b""), self._settings.object_bytes_max)
+            except TierUnavailable as error:
+                problem = error
+                continue
+            if found is not None:
+                return self._store.put_from(object_id, found)
+        if problem is not None:
+            raise RequestRefused(503, f"the latest state was asked for and can't be had: {problem}", retry_after_s=1.0)
+        return False
+
+
+class Region:
+    """What a server knows of other regions: a centre `latest` alone, a regional server also what leads to the centre.
+
+    `store` is what requests are answered from, `local` the part of it that is here.
+    """
+
+    def __init__(
+        self,
+        store: TierStack,
+        local: TierStack,
+        latest: Latest,
+        central: CentralTier | None = None,
+        synchroniser: Synchroniser | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        self.store = store
+        self.local = local
+        self.latest = latest
+        self.central = central
+        self.synchroniser = synchroniser
+        self._manifest = manifest
+
+    def open(self) -> None:
+        """Start synchronising. The store is opened by its owner, before."""
+        self.latest.open()
+        if self.synchroniser is not None:
+            self.synchroniser.open()
+
+    def close(self) -> None:
+        """Stop synchronising. Idempotent; the store is closed by its owner, after."""
+        if self.synchroniser is not None:
+            self.synchroniser.close()
+        self.latest.close()
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Count a read, so that what is hot is synchronised first."""
+        if self._manifest is not None:
+            self._manifest.note_use(object_id)
+
+    def as_of_s(self) -> float | None:
+        """Return when the centre answered last; None at the centre, or if it never has."""
+        return self.central.as_of_s if self.central is not None else None
+
+    def require_fresh(self, staleness_s_max: float) -> None:
+        """RequestRefused (503) if the centre has not answered for longer than that."""
+        staleness_s = self.central.staleness_s() if self.central is not None else 0.0
+        if staleness_s > staleness_s_max:
+            raise RequestRefused(503, f"the centre has not answered for {staleness_s:.1f} s", retry_after_s=1.0)
+
+
+def region_of(local: TierStack, central: str, manifest: Path, settings: RegionSettings, clock: Clock) -> Region:
+    """Return a region in front of the centre that an http:// URL names. ValueError for a bad URL."""
+    if not central.startswith("http"):
+        raise ValueError(f"a centre is a kvtide server, as in http://host:port, got {central!r}")
+    waiting = Manifest(manifest)
+    behind = CentralTier(http_tier(central, clock), waiting, clock)
+    store = TierStack([local, behind], write_back=[behind.name])
+    latest = Latest([http_tier(central, clock, extra=_LATEST)], local, settings)
+    synchroniser = Synchroniser(local, behind, waiting, settings, clock)
+    return Region(store, local, latest, behind, synchroniser, waiting)
+
+
+def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, clock: Clock) -> Region:
+    """Return a centre that asks these regions, http:// URLs, for what it lacks when the latest is asked for."""
+    sources = [http_tier(url, clock, extra=_LOCAL_ONLY) for url in regions]
+    return Region(store, store, Latest(sources, store, settings))

@@ -1,0 +1,225 @@
+"""Sends bodies in the slices that the scheduler grants, from memory or from files.
+
+Invariant: a slot is held only while its socket takes bytes; every granted slice is finished, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtide.errors import QueueFull, RequestRefused
+from kvtide.server.metrics import Metrics
+from kvtide.server.scheduler import Scheduler, Send, Slice
+from kvtide.server.stream import Stream
+from kvtide.tier.lend import FilePart, LentObject
+from kvtide.wire.protocol import ByteRange
+
+__all__ = ["Order", "Sender", "window"]
+
+# What TLS reads of a file at a time: the kernel can't encrypt.
+_TLS_READ_BYTES = 256 << 10
+# One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
+_WARM_STEP_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Order:
+    """A body to be sent: which bytes of what, to whom, behind which head, begun and ended until when."""
+
+    stream: Stream
+    head: bytes
+    lent: LentObject
+    part: ByteRange
+    tenant: str
+    client: str
+    priority: int
+    start_deadline_s: float
+    deadline_s: float
+    # Whether sending would wait for the disk.
+    is_cold: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_cold = self.lent.file is not None and not _is_cached(self.lent.file, self.part)
+
+
+class Sender:
+    """Runs the scheduler on an event loop. All calls come from the loop's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        workers: Executor,
+        stall_s_max: float,
+        metrics: Metrics,
+    ) -> None:
+        self.scheduler = scheduler
+        self._metrics = metrics
+        self._loop = loop
+        self._workers = workers
+        self._stall_s_max = stall_s_max
+        self._waiting: dict[Send, asyncio.Future[Slice]] = {}
+        # Runs when the scheduler's link has room again.
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def send(self, order: Order) -> None:
+        """Send head and body. RequestRefused (429, 504) as long as nothing has been sent.
+
+        TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
+        """
+        position, stop = order.part
+        send = self._enqueue(order, stop - position)
+        try:
+            while position < stop:
+                piece = await self._slice(send, order, position == order.part.start)
+                sent = 0
+                try:
+                    if position == order.part.start:
+                        self._metrics.count_wait(order.tenant, send.wait_s)
+                        await order.stream.send_all(order.head, order.deadline_s, has_more=True)
+                    sent = await self._send_slice(order, position, position + piece.size)
+                finally:
+                    self.scheduler.finish(piece, sent, self._loop.time())
+                position += sent
+                if sent < piece.size:
+                    # Nobody waits for a slot behind a peer that takes nothing.
+                    self._leave(send)
+                    if not await order.stream.is_writable(order.deadline_s):
+                        raise TimeoutError
+                    send = self._enqueue(order, stop - position)
+        finally:
+            self._leave(send)
+
+    def _enqueue(self, order: Order, size: int) -> Send:
+        try:
+            return self.scheduler.enqueue(order.tenant, order.client, size, self._loop.time(), order.priority)
+        except QueueFull as error:
+            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+
+    def _leave(self, send: Send) -> None:
+        self.scheduler.cancel(send)
+        self._pump()
+
+    async def _slice(self, send: Send, order: Order, is_first: bool) -> Slice:
+        waiting: asyncio.Future[Slice] = self._loop.create_future()
+        self._waiting[send] = waiting
+        self._pump()
+        if waiting.done():
+            return waiting.result()
+        timer = self._loop.call_at(order.start_deadline_s if is_first else order.deadline_s, _expire, waiting)
+        try:
+            return await waiting
+        except TimeoutError:
+            if is_first:
+                raise RequestRefused(504, "the deadline passed before the answer could begin") from None
+            raise
+        finally:
+            timer.cancel()
+            self._waiting.pop(send, None)
+
+    def _pump(self) -> None:
+        """Tell those whose slices were granted, now and when the link has room again."""
+        is_handed_back = True
+        while is_handed_back:
+            is_handed_back = False
+            for piece in self.scheduler.grant(self._loop.time()):
+                waiting = self._waiting.pop(piece.send, None)
+                if waiting is None or waiting.done():
+                    # Its sender has just given up.
+                    self.scheduler.cancel(piece.send)
+                    self.scheduler.finish(piece, 0, self._loop.time())
+                    is_handed_back = True
+                else:
+                    waiting.set_result(piece)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.scheduler.next_grant_s()
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
+
+    async def _send_slice(self, order: Order, position: int, stop: int) -> int:
+        """Send bytes [position, stop) of the object, and return how many went out before the peer stopped taking."""
+        file = order.lent.file
+        if file is None:
+            return await self._send_views(order.stream, window(order.lent.views, position, stop))
+        file = FilePart(file.descriptor, file.offset + position)
+        if not order.stream.can_send_files:
+            return await self._send_encrypted(order.stream, file, stop - position)
+        if order.is_cold:
+            warm = partial(_warm, file, stop - position, order.part.stop - position)
+            await self._loop.run_in_executor(self._workers, warm)
+        return await self._send_file(order.stream, file, stop - position)
+
+    async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
+        done = 0
+        while views:
+            sent = stream.send_some(views)
+            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
+                break
+            done += sent
+            views = window(views, sent, sum(map(len, views)))
+        return done
+
+    async def _send_file(self, stream: Stream, file: FilePart, count: int) -> int:
+        done = 0
+        while done < count:
+            sent = stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
+            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
+                break
+            done += sent
+        return done
+
+    async def _send_encrypted(self, stream: Stream, file: FilePart, count: int) -> int:
+        done = 0
+        while done < count:
+            wanted = min(_TLS_READ_BYTES, count - done)
+            read = partial(os.pread, file.descriptor, wanted, file.offset + done)
+            data = await self._loop.run_in_executor(self._workers, read)
+            if len(data) < wanted:
+                raise ConnectionAbortedError("the object was evicted while it was sent")
+            sent = await self._send_views(stream, [memoryview(data)])
+            done += sent
+            if sent < wanted:
+                break
+        return done
+
+
+def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes [start, stop) of memory in pieces, as pieces."""
+    found, at = [], 0
+    for view in views:
+        part = view[max(0, start - at) : max(0, stop - at)]
+        if part:
+            found.append(part)
+        at += len(view)
+    return found
+
+
+def _expire(waiting: asyncio.Future[Slice]) -> None:
+    if not waiting.done():
+        waiting.set_exception(TimeoutError())
+
+
+def _is_cached(file: FilePart, part: ByteRange) -> bool:
+    """Tell whether a part's ends and middle are in the page cache, so that sending it would not wait for the disk."""
+    byte = bytearray(1)
+    try:
+        for at in (part.start, (part.start + part.stop) // 2, part.stop - 1):
+            os.preadv(file.descriptor, [byte], file.offset + at, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without this question: its reads are taken to be fast.
+        return True
+    return True
+
+
+def _warm(file: FilePart, count: int, count_ahead: int) -> None:
+    """Wait until a part is in the page cache; the disk goes on with what comes behind it."""
+    os.posix_fadvise(file.descriptor, file.offset, count_ahead, os.POSIX_FADV_WILLNEED)
+    for at in range(0, count, _WARM_STEP_BYTES):
+        os.pread(file.descriptor, 1, file.offset + at)

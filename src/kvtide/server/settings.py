@@ -1,0 +1,150 @@
+"""The server's configuration: one TOML file, flags on top. Every bound of the server has its name here."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvtide.config import Limits
+from kvtide.server.auth import Grant
+from kvtide.server.scheduler import SchedulerSettings
+
+__all__ = ["Address", "ServerLimits", "ServerSettings", "TlsSettings", "parse_address", "read_settings"]
+
+# What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
+PROCESS_BYTES = 128 << 20
+CONNECTION_BYTES = 64 << 10
+DEFAULT_LISTEN = "127.0.0.1:7421"
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every bound of the server. ValueError for one that is not positive."""
+
+    memory_bytes_max: int = 1 << 30
+    disk_bytes_max: int = 16 << 30
+    # One object; a body that says more is refused before it is read.
+    object_bytes_max: int = 256 << 20
+    # Bodies on their way in, and out of tiers that can't lend, all connections together.
+    buffer_bytes_max: int = 512 << 20
+    connections_max: int = 4096
+    # Threads that wait for tiers.
+    io_threads: int = 4
+    # Each tenant's requests a second, with a burst of as many.
+    tenant_requests_s_max: float = 10_000.0
+    idle_s_max: float = 300.0
+    head_s_max: float = 10.0
+    # Bodies, in and out, may be slower than this for `head_s_max` seconds.
+    rate_bytes_s_min: float = 64 << 10
+    # A peer that takes nothing for so long gives its send slot back until it does.
+    stall_s_max: float = 0.05
+    drain_s_max: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+    def of_tiers(self) -> Limits:
+        """Return the bounds that tiers take."""
+        return Limits(memory_bytes_max=self.memory_bytes_max, disk_bytes_max=self.disk_bytes_max)
+
+    @property
+    def resident_bytes_max(self) -> int:
+        """Return the most memory that a server with memory tiers of these bounds takes."""
+        return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
+
+    def body_s_max(self, size: int) -> float:
+        """Return how long a body may take."""
+        return self.head_s_max + size / self.rate_bytes_s_min
+
+
+class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PEM files. With `client_ca_file` every client must show a certificate that it signed (mTLS)."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that `kvtide serve` needs."""
+
+    listen: str = DEFAULT_LISTEN
+    # Where clients on this machine reach the server besides, without the network and without TLS.
+    socket_path: Path | None = None
+    tiers: tuple[str, ...] = ("memory://",)
+    # A regional server's centre, and the file in which it notes what the centre has not got yet.
+    central: str | None = None
+    manifest: Path | None = None
+    sync_bytes_s_max: float = 50e6
+    # A centre's regions, which it asks for what it lacks when a client wants the latest.
+    regions: tuple[str, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    tls: TlsSettings | None = None
+    limits: ServerLimits = ServerLimits()
+    sending: SchedulerSettings = SchedulerSettings()
+    is_open_to_all: bool = False
+
+
+class Address(NamedTuple):
+    """Where to listen: a path, or host and port."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Return an address from `host:port`, `[v6]:port` or `unix:/path`. ValueError for anything else."""
+    if text.startswith("unix:/"):
+        return Address("", 0, text.removeprefix("unix:"))
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port[:6]) > 0xFFFF:
+        raise ValueError(f"expected host:port or unix:/path to listen on, got {text!r}")
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSettings:
+    """Return the settings of a TOML file, or the defaults, with these top-level fields changed.
+
+    ValueError if the file can't be read, holds something unknown or off, or listening would let strangers in.
+    """
+    found: dict[str, object] = {}
+    if path is not None:
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"can't read {path}: {error}") from error
+    try:
+        settings = msgspec.convert(found | dict(changes), ServerSettings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path or 'settings'}: {error}") from error
+    address = parse_address(settings.listen)
+    if not (address.is_local or settings.grants or settings.is_open_to_all):
+        raise ValueError(
+            f"{address} can be reached by others and no grant asks them for a token: "
+            "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
+        )
+    if not settings.tiers:
+        raise ValueError("a server needs at least one tier, got none")
+    return settings

@@ -1,0 +1,133 @@
+"""A link of any shape between processes of this machine: a TCP proxy that passes answers on as fast as the link would.
+
+All connections share the link. It can be cut, so that open connections break off and new ones are refused, and moved to
+another server. For benches and fault tests: requests are small and pass unshaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+__all__ = ["ShapedProxy"]
+
+# Small, so that little is on its way: what the kernel holds is not yet through the link.
+PIECE_BYTES = 16 << 10
+_POLL_S = 0.05
+
+
+class ShapedProxy:
+    """Listens on a port of its own between `open` and `close`; use it with `with`.
+
+    carried: bytes that the link has passed, by seconds since `restart`. Rates above about 1 Gbit/s are the machine's.
+    """
+
+    def __init__(self, target: tuple[str, int], carried: Callable[[float], float]) -> None:
+        self.target = target
+        self._carried = carried
+        self._lock = threading.Lock()
+        self._started_s = time.monotonic()
+        self._used_bytes = 0.0
+        self._is_up = True
+        self._is_closed = False
+        self._open: set[socket.socket] = set()
+        self.passed_bytes = 0
+        self._listener = socket.socket()
+        self._acceptor = threading.Thread(target=self._accept, name="kvtide-shaped", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self._listener.settimeout(_POLL_S)
+        self._acceptor.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed = True
+        self.cut()
+        self._acceptor.join()
+        self._listener.close()
+
+    @property
+    def port(self) -> int:
+        """Return the port that clients connect to."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def restart(self, carried: Callable[[float], float] | None = None) -> None:
+        """Begin the link's time anew, with another link if one is given."""
+        with self._lock:
+            self._carried = carried or self._carried
+            self._started_s, self._used_bytes = time.monotonic(), 0.0
+
+    def cut(self) -> None:
+        """Break every connection off, and refuse new ones until `mend`."""
+        self._is_up = False
+        with self._lock:
+            broken, self._open = self._open, set()
+        for sock in broken:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        """Take connections again."""
+        self._is_up = True
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                if not self._is_up:
+                    raise ConnectionRefusedError
+                server = socket.create_connection(self.target, 1.0)
+            except OSError:
+                client.close()
+                continue
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE_BYTES)
+            for sock in (client, server):
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._open |= {client, server}
+            for source, sink, is_answer in ((client, server, False), (server, client, True)):
+                threading.Thread(target=self._pump, args=(source, sink, is_answer), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(PIECE_BYTES):
+                if is_answer and not self._has_passed(len(data)):
+                    break
+                sink.sendall(data)
+        with self._lock:
+            self._open -= {source, sink}
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if is_answer:
+            # The other direction ends by the shutdown and closes nothing.
+            source.close()
+            sink.close()
+
+    def _has_passed(self, size: int) -> bool:
+        """Wait until the link has passed so many more bytes; False if it is cut meanwhile."""
+        with self._lock:
+            now_s = time.monotonic() - self._started_s
+            # What the link could have passed while nobody asked is gone.
+            self._used_bytes = mine = max(self._used_bytes, self._carried(now_s)) + size
+        while self._is_up:
+            with self._lock:
+                if self._carried(time.monotonic() - self._started_s) >= mine:
+                    self.passed_bytes += size
+                    return True
+            time.sleep(1e-3)
+        return False

@@ -1,0 +1,139 @@
+"""What the dashboard polls: one JSON object about the whole server, made from its counters, tiers and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtide.server.metrics import Metrics, TenantTotals
+from kvtide.server.scheduler import Scheduler, TenantLoad
+from kvtide.tier import TierStats
+
+__all__ = ["LinkStatus", "Status", "TenantStatus", "TierStatus", "server_status", "status_body"]
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """One tier's counters since it was opened."""
+
+    name: str
+    objects: int
+    used_bytes: int
+    bytes_max: int
+    hits: int
+    misses: int
+    evictions: int
+    faults: int
+
+
+class TenantStatus(msgspec.Struct, frozen=True):
+    """One tenant: bytes since the server began, what it has queued now, how long its bodies waited."""
+
+    tenant: str
+    weight: float
+    sent_bytes: int
+    received_bytes: int
+    waiting_sends: int
+    in_flight_slices: int
+    unsent_bytes: int
+    wait_s_mean: float | None
+    wait_s_p99: float | None
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """A way in and out of the server: `clients`, or another server or store that it talks to."""
+
+    name: str
+    is_up: bool
+    connections: int
+    sent_bytes: int
+    received_bytes: int
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The body of `/v1/status`. Counters only grow; whoever wants rates takes differences over `uptime_s`."""
+
+    version: str
+    uptime_s: float
+    hits: int
+    misses: int
+    corrupt_objects: int
+    policy: str
+    slots: int
+    slots_used: int
+    tiers: list[TierStatus]
+    tenants: list[TenantStatus]
+    links: list[LinkStatus]
+    decisions: dict[str, int]
+
+
+def server_status(
+    metrics: Metrics,
+    tiers: Sequence[TierStats],
+    scheduler: Scheduler,
+    uptime_s: float,
+    version: str,
+    peers: Sequence[LinkStatus] = (),
+) -> Status:
+    """Put together what the dashboard shows. `peers` are links beside that to the clients."""
+    tenants = _tenants(metrics, scheduler)
+    clients = LinkStatus(
+        "clients",
+        True,
+        metrics.connections(),
+        sum(tenant.sent_bytes for tenant in tenants),
+        sum(tenant.received_bytes for tenant in tenants),
+    )
+    hits, misses = metrics.lookups()
+    return Status(
+        version=version,
+        uptime_s=uptime_s,
+        hits=hits,
+        misses=misses,
+        corrupt_objects=metrics.corrupt_objects(),
+        policy=scheduler.settings.policy,
+        slots=scheduler.settings.slots,
+        slots_used=scheduler.slots_used,
+        tiers=[TierStatus(*stats) for stats in tiers],
+        tenants=tenants,
+        links=[clients, *peers],
+        decisions={str(decision): count for decision, count in metrics.decisions().items()},
+    )
+
+
+def _tenants(metrics: Metrics, scheduler: Scheduler) -> list[TenantStatus]:
+    """Return every label that has counted something, with what its tenants have in the scheduler now."""
+    queued: dict[str, TenantLoad] = {}
+    for load in scheduler.loads():
+        label = metrics.label(load.tenant)
+        before = queued.get(label, TenantLoad(label, 0, 0, 0))
+        queued[label] = TenantLoad(label, *(one + other for one, other in zip(before[1:], load[1:], strict=True)))
+    weights = {metrics.label(tenant): weight for tenant, weight in scheduler.settings.weights.items()}
+    totals = {total.tenant: total for total in metrics.tenants()}
+    return [
+        _tenant(
+            totals.get(label, TenantTotals(label, 0, 0, 0, 0.0, None)),
+            queued.get(label, TenantLoad(label, 0, 0, 0)),
+            weights.get(label, 1.0),
+        )
+        for label in dict.fromkeys([*totals, *queued])
+    ]
+
+
+def _tenant(total: TenantTotals, load: TenantLoad, weight: float) -> TenantStatus:
+    return TenantStatus(
+        tenant=total.tenant,
+        weight=weight,
+        sent_bytes=total.sent_bytes,
+        received_bytes=total.received_bytes,
+        waiting_sends=load.waiting_sends,
+        in_flight_slices=load.in_flight_slices,
+        unsent_bytes=load.unsent_bytes,
+        wait_s_mean=total.wait_s_sum / total.waits if total.waits else None,
+        wait_s_p99=total.wait_s_p99,
+    )
+
+
+def status_body(status: Status) -> bytes:
+    """Return the status as JSON."""
+    return msgspec.json.encode(status)

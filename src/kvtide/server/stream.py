@@ -1,0 +1,202 @@
+"""One connection of the event loop: bytes between a non-blocking socket and the caller's buffers or files.
+
+Every wait has a deadline in the loop's time; TimeoutError when it passes, ConnectionError when the peer is gone.
+Invariant: bytes that were read behind a head stay in order in front of what the socket still holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvtide.errors import RequestRefused
+from kvtide.tier.lend import FilePart
+from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
+
+__all__ = ["Stream"]
+
+# The loop is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
+WAKE_BYTES = 256 << 10
+# What a connection that is being closed may still send before we stop listening.
+LINGER_BYTES_MAX = 1 << 20
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Stream:
+    """A connected socket, plain or TLS. One coroutine at a time uses it."""
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._descriptor = sock.fileno()
+        self._pending = b""
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._wake_bytes = 1
+        self._can_set_wake_bytes = sock.family in {socket.AF_INET, socket.AF_INET6} and not self._is_tls
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether bytes are here that nobody has asked for yet."""
+        return bool(self._pending)
+
+    def now_s(self) -> float:
+        """Return the loop's time, in which deadlines are."""
+        return self._loop.time()
+
+    async def handshake(self, deadline_s: float) -> str | None:
+        """Shake hands if this is TLS. Return the common name in the peer's verified certificate, if it has one."""
+        if not isinstance(self._sock, ssl.SSLSocket):
+            return None
+        await self._until_done(self._sock.do_handshake, deadline_s)
+        certificate = self._sock.getpeercert()
+        subject = certificate.get("subject", ()) if certificate else ()
+        # A tuple of relative names, each a tuple of pairs.
+        names = dict(pair for part in subject for pair in part)  # type: ignore[misc, unused-ignore]
+        return str(names["commonName"]) if "commonName" in names else None
+
+    async def read_head(self, idle_deadline_s: float, head_s_max: float) -> bytes | None:
+        """Return the bytes of the next head, its empty line included; None if the peer closed before one began.
+
+        Waits until `idle_deadline_s` for its first byte, from then on for `head_s_max`. RequestRefused (431) if it
+        is too long.
+        """
+        deadline_s, searched = idle_deadline_s, 0
+        if self._pending:
+            deadline_s = self._loop.time() + head_s_max
+        while (end := self._pending.find(HEAD_END, max(0, searched - len(HEAD_END)))) < 0:
+            searched = len(self._pending)
+            if searched > HEAD_BYTES_MAX:
+                raise RequestRefused(431, f"the head has more than {HEAD_BYTES_MAX} bytes")
+            data = await self._until_done(lambda: self._sock.recv(HEAD_BYTES_MAX), deadline_s)
+            if not data:
+                if searched:
+                    raise ConnectionResetError("the peer closed within a head")
+                return None
+            if not searched:
+                deadline_s = self._loop.time() + head_s_max
+            self._pending += data
+        end += len(HEAD_END)
+        head, self._pending = self._pending[:end], self._pending[end:]
+        return head
+
+    async def read_into(self, view: memoryview, deadline_s: float) -> None:
+        """Fill `view`. ConnectionResetError if the peer closes before that."""
+        done = min(len(self._pending), len(view))
+        view[:done] = self._pending[:done]
+        self._pending = self._pending[done:]
+        while done < len(view):
+            rest = view[done:]
+            try:
+                came = self._sock.recv_into(rest)
+            except _WOULD_BLOCK as error:
+                self._set_wake_bytes(min(len(rest), WAKE_BYTES))
+                await self._wait(error, deadline_s, is_send=False)
+                continue
+            if not came:
+                raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
+            done += came
+        self._set_wake_bytes(1)
+
+    def _set_wake_bytes(self, count: int) -> None:
+        if self._can_set_wake_bytes and count != self._wake_bytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._wake_bytes = count
+
+    async def send_all(self, data: bytes, deadline_s: float, has_more: bool = False) -> None:
+        """Send bytes; with `has_more` they may wait in the kernel for what follows."""
+        view = memoryview(data)
+        flags = socket.MSG_MORE if has_more and not self._is_tls else 0
+        while view:
+            sent = await self._until_done(partial(self._sock.send, view, flags), deadline_s, is_send=True)
+            view = view[sent:]
+
+    def send_some(self, views: Sequence[memoryview]) -> int:
+        """Send what the socket takes now of memory in pieces; 0 if it takes nothing."""
+        try:
+            return self._sock.send(views[0]) if self._is_tls or len(views) == 1 else self._sock.sendmsg(views)
+        except _WOULD_BLOCK:
+            return 0
+
+    @property
+    def can_send_files(self) -> bool:
+        """Whether `send_some_of` works: the kernel can't encrypt."""
+        return not self._is_tls
+
+    def send_some_of(self, file: FilePart, count: int) -> int:
+        """Send what the socket takes now of `count` bytes of a file; 0 if it takes nothing.
+
+        ConnectionAbortedError if the file ends: what was promised to the peer can't be sent.
+        """
+        try:
+            sent = os.sendfile(self._descriptor, file.descriptor, file.offset, count)
+        except BlockingIOError:
+            return 0
+        if not sent:
+            raise ConnectionAbortedError("the object was evicted while it was sent")
+        return sent
+
+    async def is_writable(self, deadline_s: float) -> bool:
+        """Wait until the socket takes bytes. False if it did not until the deadline."""
+        try:
+            await self._wait(BlockingIOError(), deadline_s, is_send=True)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _until_done(self, action: Callable[[], Any], deadline_s: float, is_send: bool = False) -> Any:
+        while True:
+            try:
+                return action()
+            except _WOULD_BLOCK as error:
+                await self._wait(error, deadline_s, is_send)
+
+    async def _wait(self, error: OSError, deadline_s: float, is_send: bool) -> None:
+        """Wait until what would have blocked can go on: TLS may have to read to write, and the other way round."""
+        if isinstance(error, ssl.SSLError):
+            is_send = isinstance(error, ssl.SSLWantWriteError)
+        waiter = self._loop.create_future()
+        timer = self._loop.call_at(deadline_s, _expire, waiter)
+        if is_send:
+            self._loop.add_writer(self._descriptor, _wake, waiter)
+        else:
+            self._loop.add_reader(self._descriptor, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            if is_send:
+                self._loop.remove_writer(self._descriptor)
+            else:
+                self._loop.remove_reader(self._descriptor)
+
+    async def linger(self, deadline_s: float) -> None:
+        """Let the peer read our last words: it may still be sending, and a close with bytes unread would reset it."""
+        if self._is_tls:
+            return
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+            for _ in range(LINGER_BYTES_MAX // HEAD_BYTES_MAX):
+                if not await self._until_done(lambda: self._sock.recv(HEAD_BYTES_MAX), deadline_s):
+                    return
+        except OSError:
+            # It is gone already, or keeps on sending: either way we have done what we could.
+            return
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._sock.close()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())

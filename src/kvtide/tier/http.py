@@ -1,0 +1,325 @@
+"""A kvtide server, or replicas of it, as a tier (docs/protocol.md). Every fault is TierUnavailable: a miss upstairs.
+
+Invariant: the caller's buffer is written by one read at a time, and by none after `get_into` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.hedge import Hedges
+from kvtide.tier.link import Answer, Endpoint, Patience
+from kvtide.tier.peer import Call, Peer, PeerSettings
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
+
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# One operation, its retries included.
+OPERATION_S_MAX = 10.0
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+class HttpTier:
+    """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
+
+    A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer counts.
+    """
+
+    name = "http"
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Clock,
+        operation_s_max: float = OPERATION_S_MAX,
+        takes_evicted: bool = False,
+    ) -> None:
+        if not peers:
+            raise ValueError("a remote tier needs at least one server, got none")
+        self._peers = list(peers)
+        self._clock = clock
+        self._operation_s_max = operation_s_max
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
+        self.hedges = Hedges(clock)
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._faults = 0
+        self._known = TierView(0, 0, 0, 0, 0, 0, 0)
+
+    def open(self) -> None:
+        """Allow calls. Servers that are down now are asked again later."""
+        self.hedges.open()
+        for peer in self._peers:
+            peer.open()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in self._peers:
+            peer.close()
+        self.hedges.close()
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the server."""
+        return self._any("HEAD", _target(object_id)).status == 200
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the object's bytes from `offset` on into `buffer`, by one range."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        if not buffer:
+            return 0 if self.contains(object_id) else None
+        headers = [("Range", f"bytes={offset}-{offset + len(buffer) - 1}")]
+        answer = self._guarded(lambda: self._read(Call("GET", _target(object_id), headers, b"", buffer), buffer))
+        with self._lock:
+            self._hits += answer.status in {206, 416}
+            self._misses += answer.status == 404
+        if answer.status == 404:
+            return None
+        if answer.status == 416:
+            return 0
+        if answer.status != 206:
+            raise self._refused("GET", answer)
+        return self._guarded(lambda: _ranged(answer, offset, len(buffer)))
+
+    def _read(self, call: Call, buffer: memoryview) -> Answer:
+        peers = self._in_order()
+        deadline_s = self._clock.monotonic_s() + self._operation_s_max
+        replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
+        for position, peer in enumerate(peers):
+            try:
+                return self.hedges.read(peer, replica if position == 0 else None, call, buffer, deadline_s)
+            except TierUnavailable:
+                if position == len(peers) - 1:
+                    raise
+                call = Call(call.method, call.target, call.headers, call.body, call.into)
+        raise AssertionError("there is at least one peer")
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Send the object to every server. True if one of them has it now."""
+        stored, error = False, None
+        for peer in self._peers:
+            try:
+                answer = self._ask(peer, Call("PUT", _target(object_id), [], buffer, None))
+            except TierUnavailable as caught:
+                error = caught
+                continue
+            if answer.status in {200, 201}:
+                stored = True
+            elif answer.status in {413, 507}:
+                error = TierFull(f"{peer.endpoint} has no room for {object_id}")
+            else:
+                error = self._refused("PUT", answer)
+        if not stored and error is not None:
+            with self._lock:
+                self._faults += 1
+            raise error
+        return stored
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove the object from every server. False if none had it."""
+        headers = [(REASON_HEADER, reason)] if reason.isalpha() else []
+        answers = [
+            self._guarded(partial(self._ask, peer, Call("DELETE", _target(object_id), headers, b"", None)))
+            for peer in self._peers
+        ]
+        return any(answer.status == 204 for answer in answers)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return what the server remembers; None if it can't be asked."""
+        try:
+            return self._any("HEAD", _target(object_id)).headers.get(REMOVED_HEADER)
+        except TierUnavailable:
+            return None
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what the first server that answers has of ours."""
+        for name in self._view().namespaces:
+            after = ""
+            while True:
+                answer = self._any("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}")
+                if answer.status != 200:
+                    raise self._refused("GET", answer)
+                part = _decoded(answer, ObjectList)
+                namespace = Namespace(bytes.fromhex(name))
+                for each in part.objects:
+                    yield ObjectInfo(ObjectId(namespace, BlockKey(bytes.fromhex(each.key))), each.size, each.last_use_s)
+                if len(part.objects) < LIST_MAX:
+                    break
+                after = part.objects[-1].key
+
+    def _view(self) -> TenantView:
+        answer = self._any("GET", "/v1")
+        if answer.status != 200:
+            raise self._refused("GET", answer)
+        return _decoded(answer, TenantView)
+
+    def stats(self) -> TierStats:
+        """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
+        try:
+            view = self._view().tier
+        except TierUnavailable:
+            view = None
+        with self._lock:
+            self._known = known = view or self._known
+            counts = (self._hits, self._misses, known.evictions, self._faults)
+        return TierStats(self.name, known.objects, known.used_bytes, known.bytes_max, *counts)
+
+    def _in_order(self) -> list[Peer]:
+        """Return the peers, those that work first."""
+        return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
+
+    def _ask(self, peer: Peer, call: Call) -> Answer:
+        return peer.call(call, Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max))
+
+    def _any(self, method: str, target: str) -> Answer:
+        """Return the answer of the first peer that gives one."""
+        for peer in self._in_order()[:-1]:
+            try:
+                return self._ask(peer, Call(method, target, [], b"", None))
+            except TierUnavailable as error:
+                _log.debug("%s; the next one is asked", error)
+        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, [], b"", None)))
+
+    def _guarded(self, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except TierUnavailable:
+            with self._lock:
+                self._faults += 1
+            raise
+
+    def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        if answer.status == 307:
+            return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
+        text = answer.body[:200].decode(errors="replace").strip()
+        return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
+
+    def check(self) -> None:
+        """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
+        for peer in self._peers:
+            peer.check()
+        self.hedges.check()
+
+
+def _target(object_id: ObjectId) -> str:
+    return f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
+
+
+def _ranged(answer: Answer, offset: int, wanted: int) -> int:
+    """Return how many bytes came, if they are those that were asked for. TierUnavailable if not."""
+    found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if found:
+        start, last, size = map(int, found.groups())
+        is_whole = start == offset and last - start + 1 == answer.size == min(wanted, size - offset)
+        if is_whole:
+            return answer.size
+    raise TierUnavailable(f"asked for {wanted} bytes from {offset}, came {answer.headers.get('content-range')!r}")
+
+
+def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise TierUnavailable(f"the server's answer can't be read: {error}") from error
+
+
+def http_tier(
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
+) -> HttpTier:
+    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+
+    `extra` headers go with every request.
+    """
+    servers = servers_of(url)
+    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
+    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
+
+
+class Servers(NamedTuple):
+    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+    takes_evicted: bool
+
+
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
+
+    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
+    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
+    """
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    unknown = options.keys() - _OPTIONS
+    if unknown or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
+    tls = _tls_context(options) if parts.scheme == "https" else None
+    headers = []
+    if "token_file" in options:
+        headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
+    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
+    if takes_evicted is None:
+        raise ValueError(f"write is all or evicted, got {options['write']!r}")
+    return Servers(_endpoints(url, tls), headers, takes_evicted)
+
+
+def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
+    parts = urlsplit(url)
+    if parts.scheme == "http+unix":
+        if parts.netloc or not parts.path:
+            raise ValueError(f"expected http+unix:///path, got {url!r}")
+        return [Endpoint("", 0, unquote(parts.path))]
+    if parts.path not in {"", "/"}:
+        raise ValueError(f"a remote store's URL has no path, got {url!r}")
+    found = []
+    for name in parts.netloc.split(","):
+        host, colon, port = name.rpartition(":")
+        if not host or not colon or not port.isdecimal() or not 0 < int(port[:6]) <= 0xFFFF:
+            raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
+        found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
+    return found
+
+
+def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=options.get("ca_file"))
+        if "cert_file" in options:
+            context.load_cert_chain(options["cert_file"], options.get("key_file"))
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"can't use the TLS files of the remote store: {error}") from error
+    return context
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can't read the token file {path}: {error}") from error
+    if not token.isprintable() or not token:
+        raise ValueError(f"the token file {path} holds no token")
+    return token

@@ -1,0 +1,195 @@
+"""One HTTP connection to a server, blocking: heads by `wire.http`, bodies straight into the caller's buffer.
+
+Invariant: after any fault the connection is closed; only one that read its answer to the end is used again.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused
+from kvtide.tier.base import Buffer
+from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, parse_response_head
+
+__all__ = ["Answer", "Endpoint", "Link", "Patience"]
+
+# Answers that are not an object: errors, listings.
+SMALL_ANSWER_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens: a host and port, with TLS or not, or a path."""
+
+    host: str
+    port: int
+    path: str = ""
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+class Answer(NamedTuple):
+    """An answer read to its end. `size` bytes of it are in the caller's buffer; `body` has them if they are not."""
+
+    status: int
+    headers: Mapping[str, str]
+    size: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long an exchange may take, and what to do once if it is late."""
+
+    clock: Clock
+    deadline_s: float
+    late_s: float | None = None
+    on_late: Callable[[], None] | None = None
+
+    def left_s(self) -> float:
+        """Return how long the next wait may be. TimeoutError if the deadline has passed. Calls `on_late` in time."""
+        now_s = self.clock.monotonic_s()
+        if self.late_s is not None and now_s >= self.late_s and self.on_late is not None:
+            self.late_s = None
+            self.on_late()
+        if now_s >= self.deadline_s:
+            raise TimeoutError("the deadline passed")
+        until_s = self.deadline_s if self.late_s is None else min(self.late_s, self.deadline_s)
+        return max(until_s - now_s, 1e-3)
+
+
+class Link:
+    """A connection for one exchange at a time. Everything that goes wrong is OSError or RequestRefused (502)."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._sock: socket.socket | None = None
+        self._pending = b""
+        self._is_aborted = False
+        # Whether the exchange under way has got any byte back.
+        self.has_answer = False
+        # Bytes of that answer's body that are in the caller's buffer.
+        self.received = 0
+
+    def open(self, patience: Patience) -> None:
+        """Connect."""
+        endpoint, wait_s = self._endpoint, patience.left_s()
+        if endpoint.path:
+            self._sock = sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(wait_s)
+            sock.connect(endpoint.path)
+            return
+        self._sock = sock = socket.create_connection((endpoint.host, endpoint.port), wait_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if endpoint.tls is not None:
+            self._sock = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._sock is not None:
+            self._sock.close()
+
+    def abort(self) -> None:
+        """Make an exchange in another thread fail now."""
+        self._is_aborted = True
+        if self._sock is not None:
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                # It is not connected any more: what we wanted.
+                return
+
+    def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> Answer:
+        """Send a request and read its answer; of a 200 or 206 the body goes into `into`, if one is given.
+
+        Never more bytes than `into` has: an answer that is longer is refused.
+        """
+        self.has_answer, self.received = False, 0
+        self._send(head, body, patience)
+        is_head = head.startswith(b"HEAD ")
+        answer = parse_response_head(self._read_head(patience))
+        while answer.status == 100:
+            answer = parse_response_head(self._read_head(patience))
+        length = 0 if is_head else answer.content_length
+        if into is not None and answer.status in {200, 206}:
+            if length > len(into):
+                raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
+            self._read_into(into[:length], patience)
+            small = b""
+        else:
+            if length > SMALL_ANSWER_BYTES_MAX:
+                raise RequestRefused(502, f"an answer of {length} bytes, at most {SMALL_ANSWER_BYTES_MAX} are read")
+            buffer = bytearray(length)
+            self._read_into(memoryview(buffer), patience)
+            small = bytes(buffer)
+        if not answer.is_kept_alive or self._pending:
+            self.close()
+            self._sock = None
+        return Answer(answer.status, answer.headers, length, small)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another exchange may follow."""
+        return self._sock is not None and not self._is_aborted
+
+    def _send(self, head: bytes, body: Buffer, patience: Patience) -> None:
+        for part in (memoryview(head), memoryview(body)):
+            rest = part
+            while rest:
+                rest = rest[self._when_ready(patience, _send_some, rest) :]
+
+    def _read_head(self, patience: Patience) -> bytes:
+        while (end := self._pending.find(HEAD_END)) < 0:
+            if len(self._pending) > HEAD_BYTES_MAX:
+                raise RequestRefused(502, f"the answer's head has more than {HEAD_BYTES_MAX} bytes")
+            scratch = bytearray(HEAD_BYTES_MAX)
+            came = self._when_ready(patience, _receive_some, memoryview(scratch))
+            if not came:
+                raise ConnectionResetError("the server closed before its answer")
+            self.has_answer = True
+            self._pending += scratch[:came]
+        end += len(HEAD_END)
+        head, self._pending = self._pending[:end], self._pending[end:]
+        return head
+
+    def _read_into(self, view: memoryview, patience: Patience) -> None:
+        done = min(len(self._pending), len(view))
+        view[:done] = self._pending[:done]
+        self._pending = self._pending[done:]
+        self.received = done
+        while done < len(view):
+            came = self._when_ready(patience, _receive_some, view[done:])
+            if not came:
+                raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
+            self.received = done = done + came
+
+    def _when_ready(
+        self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview
+    ) -> int:
+        """Send or receive once, waiting as long as there is patience."""
+        while True:
+            wait_s = patience.left_s()
+            sock = self._sock
+            if sock is None or self._is_aborted:
+                raise ConnectionAbortedError("the exchange was given up")
+            sock.settimeout(wait_s)
+            try:
+                return transfer(sock, part)
+            except TimeoutError:
+                # Late or over: `left_s` knows.
+                continue
+
+
+def _send_some(sock: socket.socket, part: memoryview) -> int:
+    return sock.send(part)
+
+
+def _receive_some(sock: socket.socket, part: memoryview) -> int:
+    return sock.recv_into(part)

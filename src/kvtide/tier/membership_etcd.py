@@ -1,0 +1,142 @@
+"""A pool's members in etcd: each server keeps its own entry under a lease; who reads them has the map.
+
+Spoken over etcd's HTTP gateway (v3), so that no client library is needed. The epoch is etcd's revision.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+from typing import Any
+
+import msgspec
+
+from kvtide.errors import TierUnavailable
+from kvtide.placement import SERVERS_MAX, PlacementKind, PoolMap, PoolServer
+
+__all__ = ["EtcdMembership"]
+
+_log = logging.getLogger(__name__)
+
+REQUEST_S_MAX = 2.0
+# A server that is gone is out of the map after so long.
+LEASE_S = 5
+ANSWER_BYTES_MAX = 8 << 20
+
+
+class EtcdMembership:
+    """The map of the servers below a prefix. ValueError from `read` if none is there."""
+
+    def __init__(self, endpoints: Sequence[str], prefix: str, replicas: int, kind: PlacementKind) -> None:
+        self._endpoints = list(endpoints)
+        self._prefix = f"{prefix}/"
+        self._replicas = replicas
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._watch: Any = None
+        self._revision = 0
+        self._known: PoolMap | None = None
+
+    def read(self) -> PoolMap:
+        """Return the map of what is registered now."""
+        start, stop = self._prefix.encode(), _behind(self._prefix)
+        found = self._call("/v3/kv/range", {"key": _b64(start), "range_end": _b64(stop), "limit": SERVERS_MAX})
+        entries = found.get("kvs", [])
+        try:
+            servers = [msgspec.json.decode(base64.b64decode(entry["value"]), type=PoolServer) for entry in entries]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"an entry below {self._prefix} is no server: {error}") from error
+        self._revision = int(found["header"]["revision"])
+        members = tuple(sorted(servers, key=lambda each: each.name))
+        if self._known is None or self._known.servers != members:
+            # Everything that changes the members changes the revision, the end of a lease too.
+            self._known = PoolMap(self._revision, members, self._replicas, kind=self._kind)
+        return self._known
+
+    def wait(self, timeout_s: float, stop: threading.Event) -> None:
+        """Watch the prefix for a while; the time is rounded by REQUEST_S_MAX."""
+        question = {
+            "key": _b64(self._prefix.encode()),
+            "range_end": _b64(_behind(self._prefix)),
+            "start_revision": self._revision + 1,
+        }
+        try:
+            with self._open("/v3/watch", {"create_request": question}, timeout_s) as answer:
+                with self._lock:
+                    self._watch = answer
+                # The first line says that the watch stands, the next one that something changed.
+                for _ in range(2):
+                    answer.readline(ANSWER_BYTES_MAX)
+        except TimeoutError:
+            return
+        except (OSError, HTTPException, TierUnavailable, ValueError) as error:
+            _log.debug("watching %s: %s", self._endpoints, error)
+            stop.wait(timeout_s)
+        finally:
+            with self._lock:
+                self._watch = None
+
+    def close(self) -> None:
+        """Nothing outlives a watch, and that ends by itself within its time."""
+
+    def register(self, server: PoolServer, stop: threading.Event) -> None:
+        """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
+        while not stop.is_set():
+            try:
+                lease = self._call("/v3/lease/grant", {"TTL": LEASE_S})["ID"]
+                entry = {"value": _b64(msgspec.json.encode(server)), "lease": lease}
+                self._call("/v3/kv/put", {"key": _b64(f"{self._prefix}{server.name}".encode()), **entry})
+                while not stop.wait(LEASE_S / 3):
+                    alive = self._call("/v3/lease/keepalive", {"ID": lease})
+                    if not int(alive.get("result", {}).get("TTL", 0)):
+                        break
+                else:
+                    self._call("/v3/lease/revoke", {"ID": lease})
+            except (TierUnavailable, KeyError) as error:
+                _log.warning("can't register at etcd, trying again: %s", error)
+                stop.wait(LEASE_S / 3)
+
+    def _call(self, path: str, body: dict[str, object]) -> dict[str, Any]:
+        """Return the answer of the first endpoint that gives one. TierUnavailable if none does."""
+        try:
+            with self._open(path, body, REQUEST_S_MAX) as answer:
+                decoded = json.loads(answer.read(ANSWER_BYTES_MAX))
+        except (OSError, HTTPException, ValueError) as error:
+            raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
+        if not isinstance(decoded, dict):
+            raise TierUnavailable(f"expected an object from etcd, got {decoded!r}")
+        return decoded
+
+    def _open(self, path: str, body: dict[str, object], timeout_s: float) -> Any:
+        problem: Exception | None = None
+        data = json.dumps(body).encode()
+        for endpoint in list(self._endpoints):
+            request = urllib.request.Request(f"http://{endpoint}{path}", data, {"Content-Type": "application/json"})
+            try:
+                return urllib.request.urlopen(request, timeout=timeout_s)
+            except urllib.error.HTTPError as error:
+                error.close()
+                raise TierUnavailable(f"etcd at {endpoint} answered {error.code} to {path}") from error
+            except TimeoutError:
+                raise
+            except (OSError, HTTPException) as error:
+                problem = error
+                # The next call begins with another one.
+                self._endpoints.append(self._endpoints.pop(0))
+        raise TierUnavailable(f"no etcd of {', '.join(self._endpoints)} can be reached: {problem}")
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _behind(prefix: str) -> bytes:
+    """Return the first key behind all that begin with the prefix."""
+    data = prefix.encode()
+    return data[:-1] + bytes([data[-1] + 1])

@@ -1,0 +1,244 @@
+"""What the server's requests mean (docs/protocol.md): paths, ranges, tags, and the JSON of the smaller ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvtide.errors import RequestRefused
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = [
+    "AS_OF_HEADER",
+    "DEADLINE_HEADER",
+    "EPOCH_HEADER",
+    "EXISTS_BYTES_MAX",
+    "EXISTS_KEYS_MAX",
+    "FORCE_HEADER",
+    "LIST_MAX",
+    "LOCAL_HEADER",
+    "REASON_HEADER",
+    "REMOVED_HEADER",
+    "STALENESS_HEADER",
+    "ByteRange",
+    "ExistsAnswer",
+    "ExistsQuestion",
+    "ExistsRoute",
+    "ListRoute",
+    "ListedObject",
+    "ObjectList",
+    "ObjectRoute",
+    "PageRoute",
+    "Route",
+    "TenantView",
+    "TierView",
+    "deadline_ms",
+    "etag",
+    "is_tag_matched",
+    "parse_keys",
+    "parse_range",
+    "parse_target",
+    "staleness_s",
+    "urgency",
+]
+
+DEADLINE_HEADER = "kvtide-deadline-ms"
+EPOCH_HEADER = "kvtide-epoch"
+# Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
+LOCAL_HEADER = "kvtide-local"
+FORCE_HEADER = "kvtide-force-latest"
+STALENESS_HEADER = "kvtide-max-staleness"
+AS_OF_HEADER = "kvtide-as-of"
+REASON_HEADER = "kvtide-reason"
+REMOVED_HEADER = "kvtide-removed"
+EXISTS_KEYS_MAX = 4096
+EXISTS_BYTES_MAX = 80 * EXISTS_KEYS_MAX
+LIST_MAX = 1000
+DEADLINE_MS_MAX = 3_600_000
+
+_OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
+_NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists)?")
+_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
+_URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
+_PAGES = frozenset({"/v1/status"})
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class ObjectRoute(NamedTuple):
+    """One object."""
+
+    id: ObjectId
+
+
+class ExistsRoute(NamedTuple):
+    """The batched look-up of a namespace."""
+
+    namespace: Namespace
+
+
+class ListRoute(NamedTuple):
+    """The objects of a namespace, at most `limit` of them, whose keys come behind `after`."""
+
+    namespace: Namespace
+    after: bytes
+    limit: int
+
+
+class PageRoute(NamedTuple):
+    """A path without anything variable in it."""
+
+    path: str
+
+
+Route = ObjectRoute | ExistsRoute | ListRoute | PageRoute
+
+
+def parse_target(target: str) -> Route:
+    """Return what a request's target names. RequestRefused (400, 404) for what names nothing."""
+    path, _, query = target.partition("?")
+    found = _OBJECT_PATH.fullmatch(path)
+    if found and not query:
+        return ObjectRoute(ObjectId(Namespace(bytes.fromhex(found[1])), BlockKey(bytes.fromhex(found[2]))))
+    found = _NAMESPACE_PATH.fullmatch(path)
+    if found and found[2]:
+        return ExistsRoute(Namespace(bytes.fromhex(found[1])))
+    if found:
+        return _list_route(Namespace(bytes.fromhex(found[1])), query)
+    if path.startswith("/v1/") and path not in _PAGES:
+        raise RequestRefused(400, "expected /v1/{namespace}/{key} with 64 lower-case hex digits each")
+    return PageRoute(path)
+
+
+def _list_route(namespace: Namespace, query: str) -> ListRoute:
+    options = dict(parse_qsl(query[:256]))
+    after, limit = options.pop("after", ""), options.pop("limit", str(LIST_MAX))
+    if options or (after and not _KEY.fullmatch(after)) or not (limit.isdecimal() and limit.isascii()):
+        raise RequestRefused(400, "a listing takes after=KEY and limit=N")
+    return ListRoute(namespace, bytes.fromhex(after), max(1, min(int(limit[:9]), LIST_MAX)))
+
+
+class ByteRange(NamedTuple):
+    """Bytes `[start, stop)` of an object."""
+
+    start: int
+    stop: int
+
+
+def parse_range(value: str, size: int) -> ByteRange:
+    """Return what a Range header asks for of an object of `size` bytes.
+
+    RequestRefused: 400 for anything but one range of bytes, 416 for one that holds no byte of the object.
+    """
+    found = _RANGE.fullmatch(value.strip())
+    if found is None:
+        raise RequestRefused(400, f"expected one range bytes=START-STOP, got {value[:80]!r}")
+    first, last, suffix = found.groups()
+    if suffix is not None:
+        asked = ByteRange(max(0, size - int(suffix)), size)
+    else:
+        if last is not None and int(last) < int(first):
+            raise RequestRefused(400, f"a range that ends before it begins: {value!r}")
+        asked = ByteRange(int(first), size if last is None else min(size, int(last) + 1))
+    if asked.start >= asked.stop:
+        raise RequestRefused(416, f"the object has {size} bytes, none of them in {value.strip()}")
+    return asked
+
+
+def etag(version_tag: bytes) -> str:
+    """Return an object's version tag as an ETag."""
+    return f'"{version_tag.hex()}"'
+
+
+def is_tag_matched(if_none_match: str, tag: str) -> bool:
+    """Tell whether an If-None-Match header names this tag."""
+    return any(each.strip().removeprefix("W/") in {tag, "*"} for each in if_none_match.split(","))
+
+
+def deadline_ms(headers: Mapping[str, str]) -> int | None:
+    """Return the milliseconds after which the answer is of no use. RequestRefused (400) if it says something else."""
+    text = headers.get(DEADLINE_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
+        raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
+    return int(text)
+
+
+def staleness_s(headers: Mapping[str, str]) -> float | None:
+    """Return how old the knowledge of the centre may be. RequestRefused (400) if it says something else."""
+    text = headers.get(STALENESS_HEADER)
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+        raise RequestRefused(400, f"{STALENESS_HEADER} is a number of seconds, got {text[:40]!r}")
+    return float(text)
+
+
+def urgency(headers: Mapping[str, str]) -> int:
+    """Return the urgency of RFC 9218, 0 first to 7 last; 3 if there is none that can be read, as the RFC says."""
+    found = _URGENCY.search(headers.get("priority", ""))
+    return int(found[1]) if found else 3
+
+
+class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys to look up."""
+
+    keys: list[str]
+
+
+class ExistsAnswer(msgspec.Struct, frozen=True):
+    """Which of the keys are present, and how many are before the first absent one."""
+
+    present: list[bool]
+    leading: int
+
+
+class ListedObject(msgspec.Struct, frozen=True):
+    """One object of a listing."""
+
+    key: str
+    size: int
+    last_use_s: float
+
+
+class ObjectList(msgspec.Struct, frozen=True):
+    """A part of a namespace's objects, ordered by key."""
+
+    objects: list[ListedObject]
+
+
+class TierView(msgspec.Struct, frozen=True):
+    """A store's counters, as `TierStats` has them."""
+
+    objects: int
+    used_bytes: int
+    bytes_max: int
+    hits: int
+    misses: int
+    evictions: int
+    faults: int
+
+
+class TenantView(msgspec.Struct, frozen=True):
+    """The namespaces in which a tenant has objects; the store's counters only for who may see them."""
+
+    namespaces: list[str]
+    tier: TierView | None
+
+
+def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
+    """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
+    try:
+        question = msgspec.json.decode(body, type=ExistsQuestion)
+    except msgspec.DecodeError as error:
+        raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
+    if len(question.keys) > EXISTS_KEYS_MAX:
+        raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
+    for key in question.keys:
+        if not _KEY.fullmatch(key):
+            raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
+    return [BlockKey(bytes.fromhex(key)) for key in question.keys]

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.codec.tide_profiles import LAYOUT, fitted
+
+from kvtide import _native
+from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.codec import Codec, CodecRegistry, Profile, TideCodec
+from kvtide.codec.tide.curve import units_of_quality
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.testing.codec_suite import CodecSuite
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire import pack_object, parse_object
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SUITE_LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+
+
+class TestTideLayer(CodecSuite):
+    codec = TideCodec(fitted(SUITE_LAYOUT), 1e-2, 1)
+
+    def codec_for(self, layout: BlockLayout) -> Codec:
+        return TideCodec(fitted(layout, blocks=1), 1e-2, 2)
+
+
+class TestTideLight(CodecSuite):
+    codec = TideCodec(fitted(SUITE_LAYOUT, "light"), 1e-2, 0)
+
+    def codec_for(self, layout: BlockLayout) -> Codec:
+        return TideCodec(fitted(layout, "light", blocks=1), 1e-2, 1)
+
+
+def floats(bits: BlockBits) -> Any:
+    return bits.view(np.float32)
+
+
+def error(bits: BlockBits, out: BlockBits) -> float:
+    return float(np.sqrt(np.mean((floats(bits) - floats(out)) ** 2)))
+
+
+CODEC = TideCodec(fitted(LAYOUT), 1e-4, 3)
+META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
+SECTIONS = CODEC.encode(META, BITS)
+
+
+def decoded(sections: list[Section], codec: TideCodec = CODEC) -> BlockBits:
+    out = np.empty_like(BITS)
+    codec.decode(META, sections, out)
+    return out
+
+
+def up_to(refinement: int) -> list[Section]:
+    return [section for section in SECTIONS if section.id.refinement <= refinement]
+
+
+def test_each_refinement_thirds_the_error() -> None:
+    errors = [error(BITS, decoded(up_to(refinement))) for refinement in range(4)]
+    for coarse, fine in pairwise(errors[1:]):
+        assert 2.4 < coarse / fine < 3.6
+    assert errors[0] > errors[1]
+
+
+def test_single_layer_encoding_of_the_same_step_gives_the_same_values() -> None:
+    single = TideCodec(fitted(LAYOUT), 1e-4, 0)
+    assert np.array_equal(decoded(single.encode(META, BITS), single), decoded(SECTIONS))
+
+
+def layer_run(sections: list[Section], layer: int) -> int:
+    """The longest unbroken run of a layer's refinements, -1 without its base."""
+    here = {s.id.refinement for s in sections if s.id.layer_start <= layer < s.id.layer_stop}
+    return next(r for r in range(9) if r not in here) - 1
+
+
+EXPECTED = [decoded(up_to(refinement)) for refinement in range(4)]
+
+
+@given(data=st.data())
+@settings(max_examples=2000, deadline=None)
+def test_any_subset_in_any_order_is_right_or_refused(data: st.DataObject) -> None:
+    sections = data.draw(st.lists(st.sampled_from(SECTIONS), unique_by=lambda s: s.id, max_size=len(SECTIONS)))
+    if data.draw(st.booleans()):
+        sections = data.draw(st.permutations([*up_to(0), *[s for s in sections if s.id.refinement]]))
+    runs = [layer_run(sections, layer) for layer in range(LAYOUT.layers)]
+    if min(runs) < 0:
+        with pytest.raises(CorruptPayload):
+            decoded(sections)
+        return
+    out = decoded(sections)
+    for layer, run in enumerate(runs):
+        assert np.array_equal(out[layer], EXPECTED[run][layer])
+
+
+def test_repeated_section_is_refused() -> None:
+    for section in SECTIONS:
+        with pytest.raises(CorruptPayload):
+            decoded([*SECTIONS, section])
+
+
+def test_section_of_an_object_of_another_quality_is_refused() -> None:
+    other = TideCodec(fitted(LAYOUT), 1e-2, 3).encode(META, BITS)
+    for position, section in enumerate(SECTIONS):
+        if section.id.refinement:
+            with pytest.raises(CorruptPayload):
+                decoded([*SECTIONS[:position], other[position], *SECTIONS[position + 1 :]])
+
+
+@pytest.mark.parametrize("range_of", [(0, 4), (1, 6), (0, 15)])
+def test_section_of_other_layers_is_refused(range_of: tuple[int, int]) -> None:
+    stray = Section(SectionId(SectionKind.DATA, 0, *range_of), SECTIONS[0].data)
+    with pytest.raises(CorruptPayload):
+        decoded([*SECTIONS, stray])
+
+
+def test_without_its_profile_nothing_is_encoded_or_decoded() -> None:
+    with pytest.raises(UnencodableBlock):
+        TideCodec().encode(META, BITS)
+    with pytest.raises(CorruptPayload):
+        decoded(SECTIONS, TideCodec())
+    other = BlockLayout(5, 16, 1, 8, KVDtype.FLOAT32)
+    with pytest.raises(UnencodableBlock):
+        CODEC.encode(block_meta(other), smooth_bits(other, 1))
+
+
+def test_first_tokens_of_a_prompt_are_kept_finer() -> None:
+    meta, coarse = block_meta(LAYOUT, 0, 0), TideCodec(fitted(LAYOUT), 0.5, 0)
+    out = np.empty_like(BITS)
+    coarse.decode(meta, coarse.encode(meta, BITS), out)
+    off = np.abs(floats(out) - floats(BITS)).max(axis=(0, 1, 3, 4))
+    assert off[:4].max() < 0.03
+    assert off[4:].min() > 0.3
+
+
+def test_values_far_beyond_the_calibration_are_kept_apart() -> None:
+    loud = BITS.copy()
+    floats(loud)[3, 1, 5] = 1e30
+    out = np.empty_like(loud)
+    CODEC.decode(META, CODEC.encode(META, loud), out)
+    assert np.allclose(floats(out)[3, 1, 5], 1e30, rtol=0.02)
+    assert np.abs(np.delete(floats(out)[3, 1] - floats(loud)[3, 1], 5, axis=0)).max() < 0.1
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_values_that_are_not_finite_are_not_encoded(value: float) -> None:
+    bits = BITS.copy()
+    floats(bits)[2, 0, 3, 0, 1] = value
+    with pytest.raises(UnencodableBlock):
+        CODEC.encode(META, bits)
+
+
+@pytest.mark.parametrize("cost", ["light", "layer"])
+def test_every_path_writes_and_reads_the_same_bytes(cost: str) -> None:
+    profile = fitted(LAYOUT, cost)
+    coded, read = [], []
+    for path in _native.tide_paths():
+        codec = TideCodec(profile, 1e-3, 2, path)
+        sections = codec.encode(META, BITS)
+        coded.append([(s.id, bytes(s.data)) for s in sections])
+        read.append(decoded(sections, codec))
+    assert all(sections == coded[0] for sections in coded)
+    assert all(np.array_equal(out, read[0]) for out in read)
+
+
+def test_golden_bytes_are_still_written_and_read() -> None:
+    profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
+    codec, stored = TideCodec(profile, 1e-2, 2), (GOLDEN / "tide.kvt").read_bytes()
+    assert bytes(pack_object(META, codec.codec_id, codec.encode(META, BITS), codec.profile)) == stored
+    out = np.empty_like(BITS)
+    reader = CodecRegistry([profile]).get("tide-1", profile.digest)
+    assert reader is not None
+    reader.decode(META, parse_object(stored).sections(), out)
+    assert error(BITS, out) < 0.35
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_section_is_refused_or_decoded_never_crashes(data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, len(SECTIONS) - 1))
+    damaged = bytearray(SECTIONS[position].data)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at : at + 1] = data.draw(st.binary(max_size=3))
+    try:
+        out = decoded([s if i != position else Section(s.id, bytes(damaged)) for i, s in enumerate(SECTIONS)])
+    except CorruptPayload:
+        return
+    untouched = [
+        i for i in range(LAYOUT.layers) if not SECTIONS[position].id.layer_start <= i < SECTIONS[position].id.layer_stop
+    ]
+    assert np.array_equal(out[untouched], EXPECTED[3][untouched])
+
+
+def test_quality_goes_through_the_curve() -> None:
+    curve = np.array([[-30, 3, 1e-3], [0, 2, 1e-2], [20, 1, 1e-1]], dtype=np.float32)
+    assert [units_of_quality(curve, quality) for quality in (1e-3, 1e-2, 1e-1)] == [-30, 0, 20]
+    assert units_of_quality(curve, 3.17e-3) in (-15, -16)
+    assert units_of_quality(curve, 1e-4) == -60
+    for quality in (0.0, -1.0, 2.0, float("nan")):
+        with pytest.raises(ValueError, match="KL"):
+            units_of_quality(curve, quality)
+    with pytest.raises(CorruptPayload, match="rise"):
+        units_of_quality(curve[::-1].copy(), 1e-3)
+
+
+def test_registry_wants_a_profile_where_the_model_is_known() -> None:
+    registry = CodecRegistry([fitted(LAYOUT), fitted(LAYOUT, "light")])
+    assert registry.make("tide", LAYOUT).profile == fitted(LAYOUT).digest
+    assert registry.make("tide-light:1e-2:1", LAYOUT).profile == fitted(LAYOUT, "light").digest
+    with pytest.raises(ValueError, match="calibrate"):
+        registry.make("tide-deep", LAYOUT)
+
+
+def forged(**changes: Any) -> Profile:
+    profile = fitted(LAYOUT)
+    arrays = {name: array for name, array in (dict(profile.arrays) | changes).items() if array is not None}
+    return Profile.make(profile.kind, profile.model, LAYOUT, (1, 1), arrays)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"span": None},
+        {"span": np.array([0, 5], np.uint32)},
+        {"span": np.array([2, 5], np.uint32)},
+        {"span": np.array([1, 4], np.uint32)},
+        {"mean": np.zeros((15, 2, 7), np.float32)},
+        {"mean": np.full((15, 2, 8), np.nan, np.float32)},
+        {"weight": np.zeros((15, 2, 8), np.float32)},
+        {"scale": np.arange(15 * 16, dtype=np.int16).reshape(15, 16)},
+        {"scale": np.zeros((15, 17), np.int16)},
+        {"unit": np.zeros((15, 3), np.float32)},
+        {"tables": np.zeros(40, np.uint8)},
+        {"rotary": np.zeros(5, np.uint8)},
+        {"pulls": np.zeros((3, 4), np.int16)},
+    ],
+)
+def test_forged_profile_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptPayload):
+        TideCodec(forged(**changes))

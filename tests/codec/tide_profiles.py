@@ -1,0 +1,40 @@
+"""Profiles of made-up models, fitted as real ones are."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.codec import Profile
+from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.testing.strategies import block_meta, smooth_bits
+
+# Three ranges of five layers.
+LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)
+# Rising, as a measured one would.
+CURVE = np.array([[-40, 5, 1e-4], [0, 1, 1e-2], [30, 0.5, 1e-1]], dtype=np.float32)
+
+
+def rotary_of(layout: BlockLayout) -> Rotary | None:
+    """Rotary parameters for even heads."""
+    if layout.head_dim % 2:
+        return None
+    config = {"model_type": "llama", "rope_theta": 10000.0, "num_attention_heads": layout.kv_heads}
+    return Rotary.from_config(config | {"head_dim": layout.head_dim, "hidden_size": layout.kv_heads * layout.head_dim})
+
+
+@cache
+def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 3) -> Profile:
+    """A profile of normally distributed values."""
+    rotary, moments = rotary_of(layout), Moments(layout, COSTS[cost])
+    for seed in range(blocks):
+        moments.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), rotary)
+    moments.add_sensitivity(np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
+    draft = draft_profile("made up", layout, cost, rotary, moments.state)
+    counts = TideCounts(draft)
+    for seed in range(blocks):
+        counts.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), seed)
+    return finished_profile(draft, layout, counts.state, CURVE)

@@ -1,0 +1,70 @@
+"""The kernels of tide again in numpy: slow, readable, and the truth that the native ones are tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PARTS = 4
+TOP, DIGIT, CONTEXT = 0, 1, 2
+
+
+def _walk(values: NDArray[np.int16], which: NDArray[np.uint32], tables: NDArray[np.uint16]) -> Any:
+    """Yield (row, token, table) in coded order."""
+    tokens = values.shape[1]
+    for i, row in enumerate(which):
+        for part in range(PARTS):
+            for token in range(part * tokens // PARTS, (part + 1) * tokens // PARTS):
+                yield int(row), token, int(tables[i, part])
+
+
+def put(
+    values: NDArray[np.int16],
+    which: NDArray[np.uint32],
+    tables: NDArray[np.uint16],
+    mode: int,
+    parents: NDArray[np.int16],
+) -> dict[int, list[int]]:
+    """Return each table's list."""
+    lists: dict[int, list[int]] = {}
+    for row, token, table in _walk(values, which, tables):
+        value, parent = int(values[row, token]), int(parents[row, token])
+        item = value if mode == TOP else value - 3 * parent
+        if mode == CONTEXT:
+            item = -item if parent < 0 else item
+        asked = min(abs(parent), 2) if mode == CONTEXT else 0
+        lists.setdefault(table + asked, []).append(item)
+    return lists
+
+
+def project(
+    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], matrix: NDArray[np.int16]
+) -> NDArray[np.int16]:
+    """Return coefficients in steps, (components, tokens), of values (streams, tokens, channels) that are not loud."""
+    streams, tokens, channels = values.shape
+    by_token = values.transpose(1, 0, 2).reshape(tokens, streams * channels)
+    whole = np.rint((by_token - mean) * scale).astype(np.int64)
+    sums = whole @ matrix.astype(np.int64).T
+    return ((sums + (1 << 16)) >> 17).T.astype(np.int16)
+
+
+def restore(
+    coefficients: NDArray[np.int16],
+    classes: NDArray[np.uint16],
+    pulls: NDArray[np.int8],
+    places: NDArray[np.uint16],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    matrix: NDArray[np.int16],
+) -> NDArray[np.float32]:
+    """Return values, (tokens, values)."""
+    rows, tokens = coefficients.shape
+    part = np.repeat(np.arange(PARTS), np.diff(np.arange(PARTS + 1) * tokens // PARTS))
+    magnitude = np.abs(coefficients.astype(np.int64))
+    pulled = pulls[classes[:, part], np.minimum(magnitude, 3)] * np.sign(coefficients)
+    sums = (16 * coefficients.astype(np.int64) - pulled).T @ matrix[:rows].astype(np.int64)
+    out = np.empty((tokens, matrix.shape[1]), dtype=np.float32)
+    out[places] = sums.astype(np.float32) * scale + mean
+    return out

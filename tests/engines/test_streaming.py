@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.fetch.sources import MadeSource
+
+from kvtide.block import BlockLayout, BlockMeta
+from kvtide.clock import SystemClock
+from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
+from kvtide.engines.judge import capture_blocks
+from kvtide.engines.streaming import StreamedPrefill
+from kvtide.engines.transformers import model_layout
+from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
+from kvtide.keys import block_keys
+from kvtide.stream.bandwidth import HarmonicRate
+from kvtide.stream.plan import PrefillSpeed, Way
+from kvtide.testing.strategies import namespace
+from kvtide.types import BlockKey, ObjectId
+from kvtide.wire import pack_object
+
+SPEED = PrefillSpeed(500.0)
+
+
+class SlowPrefill(StreamedPrefill):
+    """Takes a second for each block, unless it is stopped."""
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        for _ in range(100):
+            time.sleep(0.01)
+            if not is_wanted():
+                return False
+        return super().compute(start, stop, is_wanted)
+
+
+class Stored:
+    """A prompt's blocks, encoded, and what loads them."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor, codec: Codec) -> None:
+        self.model = model
+        self.layout: BlockLayout = model_layout(model, 16)
+        self.ids: list[int] = prompt[0].tolist()
+        keys = [BlockKey(namespace()), *block_keys(namespace(), prompt[0].numpy(), 16)]
+        self.metas = [
+            BlockMeta(ObjectId(namespace(), keys[i + 1]), keys[i], 16 * i, self.layout) for i in range(len(keys) - 1)
+        ]
+        blocks = capture_blocks(model, self.ids, self.layout)
+        self.objects = {
+            meta.id: bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits)))
+            for meta, bits in zip(self.metas, blocks, strict=True)
+        }
+
+    def load(
+        self,
+        sources: Sequence[Source],
+        kl: Sequence[float],
+        wish: Wish,
+        link: LinkState | None = None,
+        prefill: type[StreamedPrefill] = StreamedPrefill,
+    ) -> Any:
+        engine = prefill(self.model, self.ids[:96], self.layout)
+        state, limits = link or LinkState(HarmonicRate()), FetchLimits(retry_s=0.01, read_s_max=5.0)
+        loader = ContextLoader(sources, CodecRegistry(), state, SystemClock(), limits)
+        report = loader.load(self.metas, kl, wish, engine, engine.append)
+        return engine, report, loader.stats()
+
+    def answer(self, engine: StreamedPrefill) -> torch.Tensor:
+        prompt = torch.tensor([self.ids])
+        return self.model.generate(prompt, past_key_values=engine.past, max_new_tokens=12, do_sample=False)
+
+    def plain_answer(self) -> torch.Tensor:
+        return self.model.generate(torch.tensor([self.ids]), max_new_tokens=12, do_sample=False)
+
+
+@pytest.fixture
+def stored(tiny_model: Any, prompt: torch.Tensor) -> Stored:
+    return Stored(tiny_model, prompt, LosslessCodec())
+
+
+def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
+    engine, report, stats = stored.load(
+        [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
+    )
+    assert (report.tokens, report.computed_tokens, report.kl) == (96, 0, 0.0)
+    assert report.ready_s < 1.0
+    assert stats.received_bytes > 0
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+@pytest.mark.parametrize("bytes_per_s", [2e4, 1e5, 1e6])
+def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: float) -> None:
+    source = MadeSource(stored.objects, bytes_per_s=bytes_per_s)
+    engine, report, _ = stored.load([source], (0.0,), Wish(SPEED, 0.0))
+    assert report.tokens == 96
+    assert engine.past.get_seq_length() == 96
+    assert torch.allclose(_keys(engine), _keys(_computed(stored)), atol=1e-5)
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def _computed(stored: Stored) -> StreamedPrefill:
+    engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
+    assert engine.compute(0, 96, lambda: True)
+    return engine
+
+
+def _keys(engine: StreamedPrefill) -> torch.Tensor:
+    return torch.stack([layer.keys for layer in engine.past.layers])
+
+
+def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -> None:
+    engine, report, stats = stored.load([MadeSource({})], (0.0,), Wish(SPEED, 1.0))
+    assert report.fetch is None
+    assert report.decision is None
+    assert engine.past.get_seq_length() == report.tokens == report.computed_tokens
+    assert stats.ways == {}
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
+    link = LinkState(HarmonicRate())
+    link.estimator.add(10, 0.0, 1.0)
+    source = MadeSource(stored.objects)
+    engine, report, stats = stored.load([source], (0.0,), Wish(PrefillSpeed(1e5), 1.0), link)
+    assert report.decision.way is Way.RECOMPUTE
+    assert stats.ways == {Way.RECOMPUTE: 1}
+    assert stats.received_bytes == 0
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_source_that_dies_leaves_the_rest_to_the_engine(stored: Stored) -> None:
+    whole = MadeSource(stored.objects, cut_bytes=3000)
+    engine, report, _ = stored.load([whole, MadeSource({})], (0.0,), Wish(SPEED, 0.0))
+    assert report.tokens == 96
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_damaged_block_is_computed(stored: Stored) -> None:
+    object_id = stored.metas[4].id
+    data = bytearray(stored.objects[object_id])
+    data[-1] ^= 1
+    engine, report, _ = stored.load([MadeSource({**stored.objects, object_id: bytes(data)})], (0.0,), Wish(SPEED, 0.0))
+    assert report.tokens == 96
+    assert report.fetch.faults <= 1
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_engine_starts_with_the_quality_that_is_there(tiny_model: Any, prompt: torch.Tensor) -> None:
+    stored = Stored(tiny_model, prompt, CachegenCodec(2))
+    kl = tuple(1.0 - step / 10 for step in range(10))
+    source, wish = MadeSource(stored.objects, bytes_per_s=1e5), Wish(PrefillSpeed(16.0), 0.5)
+    engine, report, _ = stored.load([source], kl, wish, prefill=SlowPrefill)
+    assert (report.tokens, report.computed_tokens) == (96, 0)
+    here = report.fetch.progress.here
+    assert report.kl == pytest.approx(sum(kl[steps - 1] for steps in here) / len(here))
+    assert stored.answer(engine).shape == (1, 112)
+
+
+def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored) -> None:
+    engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
+    assert engine.compute(0, 32, lambda: True)
+    asked: list[int] = []
+
+    def is_wanted() -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    assert not engine.compute(32, 64, is_wanted)
+    assert [layer.keys.shape[2] for layer in engine.past.layers] == [32, 32, 32]
+    assert engine.compute(32, 96, lambda: True)
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_stopped_at_the_first_layer_of_all(stored: Stored) -> None:
+    engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
+    assert not engine.compute(0, 32, lambda: False)
+    assert engine.past.get_seq_length() == 0
+    assert engine.compute(0, 96, lambda: True)
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_objects_that_are_not_the_blocks_asked_for_are_not_loaded(stored: Stored) -> None:
+    stored.metas = [replace(meta, parent=BlockKey(bytes(32))) for meta in stored.metas]
+    _, report, stats = stored.load([MadeSource(stored.objects)], (0.0,), Wish(SPEED, 0.5))
+    assert report.decision is None
+    assert stats.received_bytes == 0

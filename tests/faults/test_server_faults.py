@@ -1,0 +1,250 @@
+"""Damaged connections and killed processes between client and server: misses, never wrong bytes, nothing leaked."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.chaos import ChaosProxy, Fault, Kind
+from tests.faults.conftest import Tally
+from tests.servers import RunningServer, ServerProcess, running_server
+
+from kvtide.clock import SystemClock
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.server.settings import ServerLimits
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import Tier
+from kvtide.tier.http import HttpTier, http_tier
+from kvtide.tier.link import Endpoint
+from kvtide.tier.peer import Peer, PeerSettings
+from kvtide.wire import parse_object
+
+SEED = 20260311
+SIZE = 200_000
+FAULTS = {
+    Kind.DELAY: 4,
+    Kind.RESET: 12,
+    Kind.HALF_CLOSE: 6,
+    Kind.TRICKLE: 2,
+    Kind.FLIP: 60,
+    Kind.TRUNCATE: 12,
+    Kind.LENGTH: 6,
+}
+KILLS = 4
+
+# Stores objects over and over until it is killed.
+CLIENT = """
+import sys
+from kvtide.clock import SystemClock
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.http import http_tier
+tier = http_tier(sys.argv[1], SystemClock())
+tier.open()
+print("ready", flush=True)
+buffer = memoryview(bytearray(1 << 20))
+while True:
+    for number in range(8):
+        tier.delete(object_id(number), "removed")
+        tier.put_from(object_id(number), object_bytes(number, 900_000))
+        tier.get_into(object_id(number), buffer)
+"""
+
+
+@pytest.fixture(params=["memory", "disk"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
+    url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
+    with running_server(tiers=(url,), limits=ServerLimits(head_s_max=1.0, idle_s_max=5.0)) as running:
+        yield running
+
+
+def verified(tier: Tier, number: int, size: int = SIZE) -> bytes | None:
+    """Read an object as a consumer does: what fails a check is a miss."""
+    buffer = bytearray(size + 1)
+    try:
+        came = tier.get_into(object_id(number), memoryview(buffer))
+        if came is None:
+            return None
+        parse_object(memoryview(buffer)[:came], object_id(number)).sections()
+    except (TierUnavailable, CorruptPayload):
+        return None
+    return bytes(buffer[:came])
+
+
+def client(url: str, tries_max: int = 1) -> HttpTier:
+    host, port = url.removeprefix("http://").split(":")
+    settings = PeerSettings(tries_max=tries_max, faults_max=10**6)
+    tier = HttpTier([Peer(Endpoint(host, int(port)), [], settings, SystemClock(), time.sleep)], SystemClock(), 1.0)
+    tier.open()
+    return tier
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_answer_is_a_miss_or_right(server: RunningServer, kind: Kind, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    assert direct.put_from(object_id(1), object_bytes(1, SIZE))
+    # The answer's head is some 200 bytes.
+    where = (lambda: rng.randrange(200)) if kind is Kind.LENGTH else (lambda: rng.randrange(SIZE + 200))
+    with ChaosProxy((server.address.host, server.address.port), lambda: Fault(kind, True, where())) as proxy:
+        for _ in range(FAULTS[kind] * fault_factor):
+            through = client(proxy.url)
+            found = verified(through, 1)
+            tally.count(f"get {kind.value}", found not in (None, object_bytes(1, SIZE)), lost_committed=0)
+            assert found in (None, object_bytes(1, SIZE))
+            through.check()
+            through.close()
+        assert proxy.connections >= FAULTS[kind]
+    assert verified(direct, 1) == object_bytes(1, SIZE)
+    direct.close()
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_upload_is_stored_whole_or_not_at_all(
+    server: RunningServer, kind: Kind, tally: Tally, fault_factor: int
+) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    where = (lambda: rng.randrange(200)) if kind is Kind.LENGTH else (lambda: rng.randrange(SIZE + 200))
+    with ChaosProxy((server.address.host, server.address.port), lambda: Fault(kind, False, where())) as proxy:
+        for number in range(FAULTS[kind] * fault_factor):
+            through = client(proxy.url)
+            try:
+                is_stored = through.put_from(object_id(number), object_bytes(number, SIZE))
+            except TierUnavailable:
+                is_stored = False
+            found = verified(direct, number)
+            tally.count(f"put {kind.value}", found not in (None, object_bytes(number, SIZE)), is_stored and not found)
+            assert found in (None, object_bytes(number, SIZE))
+            assert not is_stored or found
+            through.check()
+            through.close()
+    direct.close()
+
+
+def test_retries_get_through_a_bad_connection(server: RunningServer) -> None:
+    faults = iter([Fault(Kind.RESET, True, 50_000), Fault(Kind.FLIP, False, 100_000), Fault(Kind.TRUNCATE, False, 9)])
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: next(faults, Fault(Kind.NOTHING, True, 0))
+    ) as proxy:
+        tier = client(proxy.url, tries_max=4)
+        assert tier.put_from(object_id(1), object_bytes(1, SIZE))
+        assert verified(tier, 1) == object_bytes(1, SIZE)
+        tier.close()
+
+
+def test_killed_server_never_shows_a_partial_object(tmp_path: Path, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    for _ in range(KILLS * fault_factor):
+        server = ServerProcess("--tier", f"disk://{tmp_path}")
+        tier = client(server.url)
+        committed: list[int] = []
+
+        def work(tier: HttpTier = tier, committed: list[int] = committed) -> None:
+            try:
+                for number in range(200):
+                    if tier.put_from(object_id(number), object_bytes(number, SIZE)):
+                        committed.append(number)
+                    found = verified(tier, number)
+                    assert found in (None, object_bytes(number, SIZE))
+            except TierUnavailable:
+                return
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        time.sleep(rng.uniform(0.0, 0.3))
+        server.kill()
+        worker.join()
+        tier.check()
+        tier.close()
+        again = ServerProcess("--tier", f"disk://{tmp_path}")
+        reader = client(again.url)
+        found = {number: verified(reader, number) for number in range(200)}
+        wrong = sum(data not in (None, object_bytes(number, SIZE)) for number, data in found.items())
+        lost = sum(found[number] is None for number in committed)
+        tally.count("kill server", wrong, lost)
+        assert wrong == lost == 0
+        for number in range(200):
+            reader.delete(object_id(number), "removed")
+        reader.close()
+        assert again.terminate() == 0
+
+
+def test_killed_client_leaves_no_buffer_slot_or_socket(server: RunningServer, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    for _ in range(KILLS * fault_factor):
+        with subprocess.Popen([sys.executable, "-c", CLIENT, server.url], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.2))
+            process.kill()
+        deadline_s = time.monotonic() + 5
+        while server.service.connections > 1 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert server.service.connections <= 1
+        server.service.check()
+        found = {number: verified(direct, number, 900_000) for number in range(8)}
+        wrong = sum(data not in (None, object_bytes(number, 900_000)) for number, data in found.items())
+        tally.count("kill client", wrong, lost_committed=0)
+        assert wrong == 0
+    direct.close()
+
+
+def test_stale_pooled_connection_is_no_fault(tmp_path: Path) -> None:
+    first = ServerProcess("--tier", f"disk://{tmp_path}")
+    tier = client(first.url)
+    assert tier.put_from(object_id(1), object_bytes(1))
+    assert first.terminate() == 0
+    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
+    assert verified(tier, 1) == object_bytes(1)
+    tier.close()
+    assert again.terminate() == 0
+
+
+def test_server_that_is_down_opens_the_breaker_and_is_found_again(tmp_path: Path) -> None:
+    first = ServerProcess("--tier", f"disk://{tmp_path}")
+    settings = PeerSettings(tries_max=1, faults_max=2, open_s=0.2)
+    peer = Peer(Endpoint("127.0.0.1", first.port), [], settings, SystemClock(), time.sleep)
+    tier = HttpTier([peer], SystemClock())
+    tier.open()
+    assert tier.put_from(object_id(1), object_bytes(1))
+    first.kill()
+    for _ in range(3):
+        with pytest.raises(TierUnavailable):
+            tier.contains(object_id(1))
+    assert peer.breaker.is_open
+    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
+    time.sleep(0.25)
+    assert verified(tier, 1) == object_bytes(1)
+    assert not peer.breaker.is_open
+    tier.close()
+    again.terminate()
+
+
+def test_late_read_is_answered_by_the_replica() -> None:
+    with running_server() as one, running_server() as two:
+        slow = iter([Fault(Kind.NOTHING, True, 0)] * 40)
+        with ChaosProxy(
+            (one.address.host, one.address.port), lambda: next(slow, Fault(Kind.TRICKLE, True, 1000))
+        ) as proxy:
+            tier = http_tier(f"{proxy.url},{two.address}", SystemClock())
+            tier.open()
+            assert tier.put_from(object_id(1), object_bytes(1, SIZE))
+            for _ in range(25):
+                assert verified(tier, 1) == object_bytes(1, SIZE)
+            # The pooled connection is good: give it away so that the next one is slow.
+            slow = iter(())
+            for peer in tier._peers[:1]:
+                peer.close()
+                peer.open()
+            started_s = time.monotonic()
+            assert verified(tier, 1) == object_bytes(1, SIZE)
+            assert time.monotonic() - started_s < 2
+            assert (tier.hedges.started, tier.hedges.won) == (1, 1)
+            tier.close()
+            tier.check()

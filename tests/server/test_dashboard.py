@@ -1,0 +1,230 @@
+"""The dashboard in a real browser: what it says and that it draws, in light and dark. Skipped without Chromium."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.servers import running_server
+
+from kvtide.server.auth import Grant, Scope, new_token, token_digest
+from kvtide.server.dashboard import DASHBOARD_POLICY, dashboard_page
+from kvtide.server.metrics import Decision, Metrics
+from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.server.status import LinkStatus, Status, server_status, status_body
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import TierStats
+
+BROWSER = shutil.which("chromium")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1280,1100",
+]
+POLLS = 12
+
+
+def made_up_status(polls: int = 0) -> Status:
+    """Return a busy server's status, `polls` times two seconds later."""
+    metrics, settings = Metrics(CollectorRegistry()), SchedulerSettings(slots=8, weights={"search": 2.0})
+    scheduler = Scheduler(settings, random.Random(0))
+    for number, tenant in enumerate(("search", "chat", "agents", "<b>eval</b>")):
+        metrics.count_sent(tenant, (polls + 1) * (400 << 20) // (number + 1))
+        metrics.count_received(tenant, (polls + 1) * (60 << 20) // (number + 1))
+        metrics.count_wait(tenant, 0.004 * (number + 1))
+        for connection in range(4):
+            scheduler.enqueue(tenant, f"{tenant}{connection}", 3 << 20, 0.0)
+    scheduler.grant(0.0)
+    for _ in range(300 + 70 * polls):
+        metrics.count_hit()
+    for _ in range(100 + 30 * polls + (polls * 7919) % 23):
+        metrics.count_miss()
+    metrics.count_decisions(Decision.LOAD, 812)
+    metrics.connection_opened()
+    tiers = [
+        TierStats("memory", 120, 700 << 20, 1 << 30, 200, 200, 31, 0),
+        TierStats("disk", 4000, 3 << 30, 16 << 30, 100, 100, 0, 2),
+    ]
+    peers = [LinkStatus("west.example:7421", False, 0, 5 << 20, 9 << 20)]
+    return server_status(metrics, tiers, scheduler, 3600.0 + 2 * polls, "1.2.3", peers)
+
+
+class Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/":
+            self.answer(dashboard_page(), "text/html; charset=utf-8")
+        elif self.path == "/v1/status" and self.server.polls is not None:  # type: ignore[attr-defined]
+            self.answer(status_body(made_up_status(self.server.polls)), "application/json")  # type: ignore[attr-defined]
+            self.server.polls += 1  # type: ignore[attr-defined]
+        else:
+            self.send_error(403)
+
+    def answer(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Security-Policy", DASHBOARD_POLICY)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as serving:
+        serving.polls = 0  # type: ignore[attr-defined]
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+def browse(server: ThreadingHTTPServer, profile: Path, *flags: str) -> str:
+    return browse_at(f"http://127.0.0.1:{server.server_address[1]}/", profile, *flags)
+
+
+def browse_at(address: str, profile: Path, *flags: str) -> str:
+    assert BROWSER is not None
+    # Time in the page runs as fast as the page lets it: so many polls of two seconds.
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", f"--virtual-time-budget={POLLS * 2000}", *flags]
+    return subprocess.run([*command, address], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def text_of(page: str) -> str:
+    body = re.sub(r"<script>.*?</script>", "", page.partition("<body>")[2], flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
+
+
+@needs_browser
+def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    page = browse(server, tmp_path, "--dump-dom")
+    text = text_of(page)
+    for shown in (
+        "live",
+        "cache server 1.2.3, up 60 min",
+        "memory 700 MiB of 1.0 GiB",
+        "120 objects, 50.0 % hits, 31 evicted",
+        "0 evicted, 2 faults",
+        "8 of 8 slots, policy vtc; 8 bodies wait, 48.0 MiB to send",
+        "812 blocks loaded, 0 recomputed",
+        "search 2 48.0 %",
+        "west.example:7421 down",
+    ):
+        assert shown in text, (shown, text)
+    # 400 MiB for the first tenant and its parts for the others, every two seconds.
+    assert re.search(r"Sent 417 MiB/s", text)
+    assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ in the last", text)
+    assert "&lt;b&gt;eval&lt;/b&gt;" in page
+    assert page.count("<polyline") == 3
+    assert 'aria-valuetext="68.4 %"' in page
+    assert 'aria-label="8 of 8 send slots in use"' in page
+
+
+@needs_browser
+def test_page_says_that_it_needs_a_token(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    server.polls = None  # type: ignore[attr-defined]
+    assert "needs a token with the scope admin" in text_of(browse(server, tmp_path, "--dump-dom"))
+
+
+@needs_browser
+def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
+    token = new_token()
+    grant = Grant(tenant="search", scopes=list(Scope), token_sha256=token_digest(token))
+    with running_server(grants=(grant,)) as serving:
+        connection = HTTPConnection(serving.address.host, serving.address.port, timeout=20)
+        for method, number in (("PUT", 1), ("GET", 1), ("GET", 1), ("GET", 2)):
+            path = f"/v1/{object_id(number).namespace.hex()}/{object_id(number).key.hex()}"
+            body = object_bytes(number, 300_000) if method == "PUT" else None
+            connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+            connection.getresponse().read()
+        connection.close()
+        page = browse_at(f"http://admin:{token}@{serving.address}/", tmp_path, "--dump-dom", "--timeout=4000")
+    text = text_of(page)
+    for shown in (
+        "live",
+        "66.7 % 2 of 3 since the start",
+        "memory 293 KiB of 1.0 GiB 1 object,",
+        "search 1",
+        "586 KiB",
+        "clients up",
+    ):
+        assert shown in text, (shown, text)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_is_drawn_in_light_and_dark(server: ThreadingHTTPServer, tmp_path: Path, scheme: str) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    dark = (
+        ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else ["--blink-settings=preferredColorScheme=1"]
+    )
+    shot = tmp_path / "page.png"
+    browse(server, tmp_path / "profile", f"--screenshot={shot}", *dark)
+    pixels = image.imread(shot)[..., :3]
+    assert pixels.shape[:2] == (1100, 1280)
+    # Mostly background, with enough on it that is not: text, curves and bars.
+    background = pixels[5, 5].mean()
+    assert (background > 0.9) if scheme == "light" else (background < 0.2)
+    assert 0.02 < (abs(pixels.mean(axis=2) - background) > 0.25).mean() < 0.4
+
+
+def test_page_takes_nothing_from_elsewhere() -> None:
+    page = dashboard_page().decode()
+    assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "innerHTML" not in page
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_text_has_contrast_in_light_and_dark() -> None:
+    # WCAG 2: 4.5 to 1 for text, 3 to 1 for bars and curves.
+    blocks = re.findall(r":root \{(.*?)\}", dashboard_page().decode(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        colors = dict(re.findall(r"--(\w+): (#\w{6});", block))
+        for name, least in [(name, 4.5) for name in ("text", "soft", "good", "warn", "bad")] + [
+            (name, 3.0) for name in ("accent", *(f"c{number}" for number in range(8)))
+        ]:
+            for behind in ("card", "page"):
+                light, dark = sorted((luminance(colors[name]), luminance(colors[behind])), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= least, (name, behind)
+
+
+def test_status_sums_up_what_shares_a_label() -> None:
+    metrics = Metrics(CollectorRegistry(), tenants_max=1)
+    scheduler = Scheduler(SchedulerSettings(slots=1), random.Random(0))
+    for tenant in ("a", "b", "c"):
+        metrics.count_sent(tenant, 10)
+        scheduler.enqueue(tenant, tenant, 100, 0.0)
+    scheduler.grant(0.0)
+    status = msgspec.json.decode(status_body(server_status(metrics, [], scheduler, 1.0, "1")), type=Status)
+    assert [(each.tenant, each.sent_bytes, each.waiting_sends, each.unsent_bytes) for each in status.tenants] == [
+        ("a", 10, 0, 100),
+        ("(others)", 20, 2, 200),
+    ]
+    assert status.links[0].sent_bytes == 30

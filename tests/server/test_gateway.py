@@ -1,0 +1,357 @@
+"""The server's routes and rules, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+
+import pytest
+from tests.servers import RunningServer, running_server
+
+from kvtide.server.scheduler import SchedulerSettings
+from kvtide.server.settings import ServerLimits
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.types import ObjectId
+from kvtide.wire import version_tag
+
+
+def path_of(name: ObjectId) -> str:
+    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
+
+
+def ask(
+    server: RunningServer, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+def exchange(server: RunningServer, data: bytes) -> bytes:
+    """Send bytes and return all that comes back until the server closes."""
+    with server.connect() as sock:
+        sock.sendall(data)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
+    url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
+    limits = ServerLimits(head_s_max=0.5, idle_s_max=1.0, object_bytes_max=1 << 20, buffer_bytes_max=2 << 20)
+    with running_server(tiers=(url,), limits=limits) as running:
+        yield running
+
+
+def test_stored_object_comes_back_with_its_tag(server: RunningServer) -> None:
+    data = object_bytes(1, 300_000)
+    assert ask(server, "PUT", path_of(object_id(1)), data)[0].status == 201
+    assert ask(server, "PUT", path_of(object_id(1)), data)[0].status == 200
+    answer, content = ask(server, "GET", path_of(object_id(1)))
+    assert (answer.status, content) == (200, data)
+    assert answer.headers["ETag"] == f'"{version_tag(data).hex()}"'
+
+
+def test_head_has_no_body_and_the_length(server: RunningServer) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    answer, content = ask(server, "HEAD", path_of(object_id(1)))
+    assert (answer.status, answer.headers["Content-Length"], content) == (200, "1000", b"")
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "stop"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=10-19", 10, 20),
+        ("bytes=990-5000", 990, 1000),
+        ("bytes=-5", 995, 1000),
+        ("bytes=400-", 400, 1000),
+    ],
+)
+def test_range_is_served(server: RunningServer, asked: str, start: int, stop: int) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    answer, content = ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})
+    assert (answer.status, content) == (206, object_bytes(1)[start:stop])
+    assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/1000"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [("bytes=1000-", 416), ("bytes=5-4", 400), ("bytes=0-1,5-6", 400), ("lines=0-1", 400), ("bytes=-0", 416)],
+)
+def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    assert ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})[0].status == status
+
+
+def test_known_tag_is_not_sent_again(server: RunningServer) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    tag = f'"{version_tag(object_bytes(1)).hex()}"'
+    answer, content = ask(server, "GET", path_of(object_id(1)), headers={"If-None-Match": f'"other", {tag}'})
+    assert (answer.status, content) == (304, b"")
+    assert ask(server, "GET", path_of(object_id(1)), headers={"If-None-Match": '"other"'})[0].status == 200
+
+
+def test_existence_of_many_is_one_request(server: RunningServer) -> None:
+    for number in (0, 1, 3):
+        ask(server, "PUT", path_of(object_id(number)), object_bytes(number))
+    body = json.dumps({"keys": [object_id(number).key.hex() for number in range(4)]}).encode()
+    answer, content = ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)
+    assert answer.status == 200
+    assert json.loads(content) == {"present": [True, True, False, True], "leading": 2}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": [], "more": 1}', b"[]"])
+def test_bad_question_about_existence_is_refused(server: RunningServer, body: bytes) -> None:
+    assert ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)[0].status == 400
+
+
+def test_listing_goes_on_behind_a_key(server: RunningServer) -> None:
+    for number in range(5):
+        ask(server, "PUT", path_of(object_id(number)), object_bytes(number))
+    keys = sorted(object_id(number).key.hex() for number in range(5))
+    listing = f"/v1/{object_id(0).namespace.hex()}"
+    first = json.loads(ask(server, "GET", f"{listing}?limit=2")[1])
+    rest = json.loads(ask(server, "GET", f"{listing}?after={keys[1]}")[1])
+    assert [each["key"] for each in first["objects"] + rest["objects"]] == keys
+    assert {each["size"] for each in rest["objects"]} == {1000}
+
+
+def test_deleted_object_is_absent_and_says_why(server: RunningServer) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    assert ask(server, "DELETE", path_of(object_id(1)), headers={"Kvtide-Reason": "corrupt"})[0].status == 204
+    answer, _ = ask(server, "GET", path_of(object_id(1)))
+    assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "corrupt")
+    assert ask(server, "DELETE", path_of(object_id(1)))[0].status == 404
+
+
+def damaged(number: int, position: int) -> bytes:
+    data = bytearray(object_bytes(number))
+    data[position] ^= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"x" * 300,
+        damaged(1, 0),
+        damaged(1, 60),
+        damaged(1, 250),
+        damaged(1, 290),
+        damaged(1, 999),
+        object_bytes(2),
+        object_bytes(1) + b"x",
+    ],
+)
+def test_body_that_is_not_the_named_object_is_never_visible(server: RunningServer, body: bytes) -> None:
+    assert ask(server, "PUT", path_of(object_id(1)), body)[0].status == 422
+    assert ask(server, "GET", path_of(object_id(1)))[0].status == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/xy", 400),
+        ("GET", "/v1/" + "0" * 64 + "/" + "A" * 64, 400),
+        ("GET", "/v1/" + "0" * 64 + "/" + "0" * 64 + "?x=1", 400),
+        ("GET", "/v1/" + "0" * 64 + "?x=1", 400),
+        ("GET", "/v2", 404),
+        ("GET", "/../etc/passwd", 404),
+        ("POST", "/v1", 405),
+        ("PUT", "/healthz", 405),
+        ("PATCH", "/v1/" + "0" * 64 + "/" + "0" * 64, 405),
+        ("GET", "/v1/" + "0" * 64 + "/exists", 405),
+    ],
+)
+def test_wrong_path_or_method_is_refused(server: RunningServer, method: str, path: str, status: int) -> None:
+    answer, content = ask(server, method, path)
+    assert answer.status == status
+    assert json.loads(content)["error"]
+
+
+@pytest.mark.parametrize("name", ["x", "0", "-1", "99999999999"])
+def test_bad_deadline_is_refused(server: RunningServer, name: str) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    assert ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": name})[0].status == 400
+
+
+def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
+    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    assert exchange(server, head.encode() + b"\r\n").startswith(b"HTTP/1.1 411 ")
+    assert exchange(server, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411 ")
+    assert exchange(server, head.encode() + b"Content-Length: 1048577\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+
+
+def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServer) -> None:
+    data = object_bytes(1)
+    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
+    with server.connect() as sock:
+        sock.sendall(head.encode())
+        assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(data)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 201 ")
+    assert exchange(server, head.encode()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    one = f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n"
+    data = (
+        b"".join((one % (n, n)).encode() for n in range(16))
+        + b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
+    bodies = re.split(rb"HTTP/1\.1 20.*?\r\n\r\n", exchange(server, data), flags=re.S)
+    assert b"".join(bodies) == object_bytes(1)[:16] + b"ok\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GARBAGE\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n", 400),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"h%d: 1\r\n" % n for n in range(70)) + b"\r\n", 431),
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 400),
+    ],
+)
+def test_ambiguous_head_is_refused_and_the_connection_closed(server: RunningServer, data: bytes, status: int) -> None:
+    assert exchange(server, data).startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_slow_head_idle_connection_and_slow_body_are_closed(server: RunningServer) -> None:
+    started_s = time.monotonic()
+    with server.connect() as slow_head, server.connect() as idle, server.connect() as slow_body:
+        slow_head.sendall(b"GET / HT")
+        slow_body.sendall(
+            f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode()
+        )
+        assert slow_head.recv(1000) == b""
+        assert slow_body.recv(1000).startswith(b"HTTP/1.1 408 ")
+        assert idle.recv(1000) == b""
+    assert time.monotonic() - started_s < 5
+
+
+def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
+    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
+    with server.connect() as first, server.connect() as second:
+        for sock in (first, second):
+            sock.sendall(head)
+        wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20)
+        answer = exchange(server, head)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nRetry-After: 1\r\n" in answer
+    wait_until(lambda: server.service.buffers.lent_bytes == 0)
+
+
+def wait_until(is_done: object, timeout_s: float = 5.0) -> None:
+    assert callable(is_done)
+    deadline_s = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_connections_above_the_bound_are_turned_away() -> None:
+    limits = ServerLimits(connections_max=2)
+    with running_server(limits=limits) as server, server.connect() as one, server.connect() as two:
+        for sock in (one, two):
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert exchange(server, b"").startswith(b"HTTP/1.1 503 ")
+
+
+def test_tenant_that_asks_too_often_is_told_when_to_come_back() -> None:
+    with running_server(limits=ServerLimits(tenant_requests_s_max=3)) as server:
+        statuses = [ask(server, "GET", "/v1")[0].status for _ in range(6)]
+        assert statuses[:3] == [200] * 3 and 429 in statuses
+        assert ask(server, "GET", "/healthz")[0].status == 200
+
+
+def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
+    with running_server(
+        sending=SchedulerSettings(slots=1, tenant_slots_max=1), limits=ServerLimits(stall_s_max=5)
+    ) as server:
+        ask(server, "PUT", path_of(object_id(1)), object_bytes(1, 16 << 20))
+        with server.connect() as hog:
+            # Takes nothing: its slice holds the only slot until it stalls for too long.
+            hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            wait_until(lambda: server.service.scheduler.slots_used == 1)
+            answer, _ = ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": "100"})
+            assert answer.status == 504
+
+
+def test_stalled_reader_leaves_its_slot_to_others() -> None:
+    with running_server(sending=SchedulerSettings(slots=1, tenant_slots_max=1)) as server:
+        ask(server, "PUT", path_of(object_id(1)), object_bytes(1, 16 << 20))
+        with server.connect() as hog:
+            hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            wait_until(lambda: server.service.scheduler.slots_used == 1)
+            started_s = time.monotonic()
+            content = ask(server, "GET", path_of(object_id(1)))[1]
+            assert len(content) == 16 << 20 and time.monotonic() - started_s < 5
+
+
+def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
+    data = object_bytes(1, 900_000)
+    with running_server(tiers=(f"disk://{tmp_path}",)) as server:
+        ask(server, "PUT", path_of(object_id(1)), data)
+        with server.connect() as idle, server.connect() as busy:
+            busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+            wait_until(lambda: server.service.buffers.lent_bytes > 0)
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            assert idle.recv(1) == b""
+            busy.sendall(object_bytes(2))
+            assert busy.recv(1000).startswith(b"HTTP/1.1 201 ")
+            stopping.join()
+    with running_server(tiers=(f"disk://{tmp_path}",)) as again:
+        assert ask(again, "GET", path_of(object_id(1)))[1] == data
+        assert ask(again, "GET", path_of(object_id(2)))[1] == object_bytes(2)
+
+
+def test_pages_tell_what_happened(server: RunningServer) -> None:
+    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    ask(server, "GET", path_of(object_id(1)))
+    ask(server, "GET", path_of(object_id(2)))
+    ask(server, "PUT", path_of(object_id(2)), damaged(2, 999))
+    metrics = ask(server, "GET", "/metrics")[1].decode()
+    assert 'kvtide_lookups_total{result="hit"} 1.0' in metrics
+    assert 'kvtide_lookups_total{result="miss"} 1.0' in metrics
+    assert "kvtide_corrupt_objects_total 1.0" in metrics
+    assert 'kvtide_sent_bytes_total{tenant="(open)"} 1000.0' in metrics
+    status = json.loads(ask(server, "GET", "/v1/status")[1])
+    assert (status["hits"], status["misses"], status["slots_used"]) == (1, 1, 0)
+    assert b"<html" in ask(server, "GET", "/")[1]
+
+
+def test_events_follow_objects(server: RunningServer) -> None:
+    with server.connect() as sock:
+        sock.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"text/event-stream" in sock.recv(1000)
+        ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+        ask(server, "DELETE", path_of(object_id(1)))
+        came = b""
+        while b"event: removed" not in came:
+            came += sock.recv(1000)
+    assert came.index(b"event: stored") < came.index(b"event: removed")
+    assert came.count(object_id(1).key.hex().encode()) == 2

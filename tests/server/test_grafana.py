@@ -1,0 +1,81 @@
+"""The Grafana dashboard in `examples/` asks only for metrics and labels that the server has."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtide.server.metrics import Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.tier import TierStats
+
+FILE = Path(__file__).parents[2] / "examples" / "grafana.json"
+# Labels that Prometheus itself adds.
+ADDED = {"instance", "job"}
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Any:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def labels_of() -> dict[str, set[str]]:
+    """Return the labels of every sample that a server which has done something exposes."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.count_request(Route.OBJECT, 200)
+    metrics.count_sent("a", 1)
+    metrics.count_received("a", 1)
+    metrics.count_wait("a", 1.0)
+    tiers = [TierStats("memory", *range(7))]
+    registry.register(SourceCollector(lambda: tiers, Scheduler(SchedulerSettings(), random.Random(0))))
+    families = text_string_to_metric_families(metrics_body(registry).decode())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def expressions(dashboard: Any) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def test_every_expression_names_metrics_that_exist(dashboard: Any, labels_of: dict[str, set[str]]) -> None:
+    asked = {name for each in expressions(dashboard) for name in re.findall(r"\bkvtide_\w+", each)}
+    assert asked <= set(labels_of)
+    assert all(re.search(r"\bkvtide_\w+", each) for each in expressions(dashboard))
+
+
+def test_every_expression_uses_labels_that_its_metrics_have(dashboard: Any, labels_of: dict[str, set[str]]) -> None:
+    for expression in expressions(dashboard):
+        names = re.findall(r"\bkvtide_\w+", expression)
+        known = set.intersection(*(labels_of[name] for name in names)) | ADDED
+        used = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in re.split(r",\s*", group)}
+        used |= {label for group in re.findall(r"\{([^}]*)\}", expression) for label in re.findall(r"(\w+)=", group)}
+        assert used <= known, expression
+
+
+def test_every_metric_of_the_server_is_shown(dashboard: Any, labels_of: dict[str, set[str]]) -> None:
+    shown = " ".join(expressions(dashboard))
+    bookkeeping = ("_created", "_sum", "_count")
+    unseen = {name for name in labels_of if name not in shown and not name.endswith(bookkeeping)}
+    assert unseen == {"kvtide_tier_misses_total"}
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Any) -> None:
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for at in [panel["gridPos"]]
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24

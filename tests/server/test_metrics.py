@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtide.server.metrics import OTHER_TENANTS, Decision, Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.tier import TierStats
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry, tenants_max=2)
+
+
+def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.count_request(Route.OBJECT, 200)
+    metrics.count_hit()
+    metrics.count_hit()
+    metrics.count_miss()
+    metrics.count_sent("a", 700)
+    metrics.count_received("a", 30)
+    metrics.count_wait("a", 0.015)
+    metrics.count_corrupt()
+    metrics.count_decisions(Decision.RECOMPUTE, 5)
+    body = metrics_body(registry).decode()
+    for line in (
+        'kvtide_requests_total{route="object",status="200"} 1.0',
+        'kvtide_lookups_total{result="hit"} 2.0',
+        'kvtide_sent_bytes_total{tenant="a"} 700.0',
+        'kvtide_queue_wait_seconds_bucket{le="0.02",tenant="a"} 1.0',
+        "kvtide_corrupt_objects_total 1.0",
+        'kvtide_decisions_total{decision="recompute"} 5.0',
+    ):
+        assert line in body
+    assert metrics.lookups() == (2, 1)
+    assert metrics.corrupt_objects() == 1
+    assert metrics.decisions() == {Decision.LOAD: 0, Decision.RECOMPUTE: 5, Decision.ABANDONED: 0}
+    assert metrics.tenants() == [("a", 700, 30, 1, 0.015, 0.02)]
+
+
+def test_p99_of_waits_is_the_end_of_its_bucket(metrics: Metrics) -> None:
+    for wait_s in [0.0001] * 98 + [0.3, 90.0]:
+        metrics.count_wait("a", wait_s)
+    assert metrics.tenants()[0].wait_s_p99 == 0.5
+    for _ in range(10):
+        metrics.count_wait("a", 90.0)
+    assert metrics.tenants()[0].wait_s_p99 == 30.0
+
+
+def test_tenants_beyond_the_bound_share_a_label(registry: CollectorRegistry, metrics: Metrics) -> None:
+    for number in range(1000):
+        metrics.count_sent(f"tenant-{number}", 1)
+        metrics.count_wait(f"tenant-{number}", 0.1)
+    totals = {total.tenant: total.sent_bytes for total in metrics.tenants()}
+    assert totals == {"tenant-0": 1, "tenant-1": 1, OTHER_TENANTS: 998}
+    assert metrics_body(registry).count(b"kvtide_sent_bytes_total{") == 3
+
+
+def test_server_without_tokens_counts_under_one_name(metrics: Metrics) -> None:
+    metrics.count_sent("", 5)
+    assert metrics.tenants()[0].tenant == "(open)"
+
+
+def test_connections_go_up_and_down(metrics: Metrics) -> None:
+    metrics.connection_opened()
+    metrics.connection_opened()
+    metrics.connection_closed()
+    assert metrics.connections() == 1
+
+
+def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) -> None:
+    scheduler = Scheduler(SchedulerSettings(slots=3), random.Random(0))
+    stats = [TierStats("memory", 2, 500, 1000, 7, 3, 4, 1)]
+    registry.register(SourceCollector(lambda: stats, scheduler))
+    scheduler.enqueue("a", "a1", 600 << 10, 0.0)
+    scheduler.enqueue("a", "a1", 100, 0.0)
+    scheduler.grant(0.0)
+    body = metrics_body(registry).decode()
+    for line in (
+        'kvtide_tier_hits_total{tier="memory"} 7.0',
+        'kvtide_tier_evictions_total{tier="memory"} 4.0',
+        'kvtide_tier_used_bytes{tier="memory"} 500.0',
+        'kvtide_send_slots{state="used"} 1.0',
+        'kvtide_send_slots{state="free"} 2.0',
+        "kvtide_waiting_sends 1.0",
+        "kvtide_unsent_bytes 614500.0",
+    ):
+        assert line in body
+    stats[0] = stats[0]._replace(hits=8)
+    assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in metrics_body(registry).decode()
+
+
+def test_bound_of_tenants_must_be_positive(registry: CollectorRegistry) -> None:
+    with pytest.raises(ValueError, match="tenants_max"):
+        Metrics(registry, tenants_max=0)

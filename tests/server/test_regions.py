@@ -1,0 +1,187 @@
+"""Two regions and their centre: reading through, sending on, asking for the latest, and being cut off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from tests.servers import RunningServer
+
+from kvtide.bench.services import free_ports, wait_until
+from kvtide.clock import SystemClock
+from kvtide.server.manifest import Manifest
+from kvtide.server.regions import RegionSettings
+from kvtide.server.service import store_and_region
+from kvtide.server.settings import ServerSettings
+from kvtide.testing.tier_suite import object_bytes, object_id
+
+
+class World:
+    """A centre and two regions. The centre asks the regions where a client wants the latest."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
+        ports = free_ports(3)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.folder = folder
+        self.centre = RunningServer(ServerSettings(listen=f"127.0.0.1:{ports[0]}", regions=tuple(urls[1:])))
+        self.centre.start()
+        stack.callback(self.centre.stop)
+        self.regions: list[RunningServer] = []
+        for number, port in enumerate(ports[1:]):
+            place = ServerSettings(
+                listen=f"127.0.0.1:{port}", central=urls[0], manifest=folder / f"manifest-{number}", **settings
+            )
+            region = RunningServer(place)
+            region.start()
+            stack.callback(region.stop)
+            self.regions.append(region)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path, stack)
+
+
+@pytest.fixture
+def slow_world(tmp_path: Path) -> Iterator[World]:
+    """Sending on takes longer than the test."""
+    with ExitStack() as stack:
+        yield World(tmp_path, stack, sync_bytes_s_max=1.0)
+
+
+def ask(server: RunningServer, method: str, number: int, body: bytes | None = None, **headers: str):  # type: ignore[no-untyped-def]
+    name = object_id(number)
+    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    names = {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
+    connection.request(method, f"/v1/{name.namespace.hex()}/{name.key.hex()}", body, names)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+def put(server: RunningServer, number: int, size: int = 1000) -> None:
+    assert ask(server, "PUT", number, object_bytes(number, size))[0].status == 201
+
+
+def test_what_a_region_stores_reaches_the_centre_and_the_other_region(world: World) -> None:
+    one, two = world.regions
+    for number in range(20):
+        put(one, number, 30_000)
+    wait_until(lambda: world.centre.store.stats().objects == 20, "the centre to get everything", 20)
+    for number in range(20):
+        assert ask(two, "GET", number)[1] == object_bytes(number, 30_000)
+    assert one.region is not None and one.region.synchroniser is not None
+    sent = one.region.synchroniser
+    assert sent.sent_bytes / (20 * 30_000) <= 1.1
+    assert two.region is not None and two.region.synchroniser is not None
+    assert two.region.synchroniser.sent_objects == 0, "what came from the centre is not sent back"
+
+
+def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
+    one, two = slow_world.regions
+    put(one, 0)
+    put(one, 1)
+    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent", 10)  # type: ignore[union-attr,arg-type]
+    assert ask(two, "GET", 1)[0].status == 404
+    answer, content = ask(two, "GET", 1, Force_Latest="1")
+    assert (answer.status, content) == (200, object_bytes(1))
+    assert ask(two, "GET", 1)[0].status == 200, "now it is here"
+    assert ask(two, "GET", 2, Force_Latest="1")[0].status == 404
+
+
+def test_region_that_is_cut_off_goes_on_and_says_since_when(world: World) -> None:
+    one = world.regions[0]
+    put(one, 1)
+    wait_until(lambda: ask(one, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre's first answer", 10)
+    world.centre.stop()
+    cut_s = time.time()
+    time.sleep(1.2)
+    answer, content = ask(one, "GET", 1)
+    assert (answer.status, content) == (200, object_bytes(1))
+    assert float(answer.getheader("Kvtide-As-Of")) <= cut_s
+    put(one, 2)
+    assert ask(one, "GET", 2)[1] == object_bytes(2)
+    assert ask(one, "GET", 1, Max_Staleness="3600")[0].status == 200
+    for headers in ({"Max_Staleness": "0.5"}, {"Force_Latest": "1"}):
+        answer, content = ask(one, "GET", 3, **headers)
+        assert answer.status == 503
+        assert b"centre has not answered" in content or b"can't be had" in content
+    assert ask(one, "GET", 1, Max_Staleness="soon")[0].status == 400
+
+
+def test_latest_is_not_claimed_while_a_region_is_cut_off(world: World) -> None:
+    one, two = world.regions
+    one.stop()
+    answer, content = ask(world.centre, "GET", 7, Force_Latest="1")
+    assert answer.status == 503
+    assert b"can't be had" in content
+    put(two, 8)
+    assert ask(world.centre, "GET", 8, Force_Latest="1")[0].status == 200, "found all the same"
+
+
+def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "manifest"
+    first = Manifest(path)
+    first.open()
+    for number in range(5):
+        first.add(object_id(number))
+    first.add(object_id(1))
+    first.done(object_id(0))
+    first.close()
+    with path.open("ab") as file:
+        file.write(b"torn")
+    second = Manifest(path)
+    second.open()
+    assert len(second) == 4
+    second.note_use(object_id(3))
+    second.note_use(object_id(0))
+    order = []
+    while (each := second.next()) is not None:
+        order.append(each)
+        second.done(each)
+    assert order == [object_id(number) for number in (3, 1, 2, 4)]
+    second.close()
+    third = Manifest(path)
+    third.open()
+    assert (len(third), third.next()) == (0, None)
+    third.close()
+
+
+def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.manifest.PENDING_MAX", 3)
+    manifest = Manifest(tmp_path / "manifest")
+    manifest.open()
+    for number in range(5):
+        manifest.add(object_id(number))
+    assert (len(manifest), manifest.dropped, manifest.next()) == (3, 2, object_id(2))
+    manifest.close()
+
+
+def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, sync_bytes_s_max=100_000.0)
+        started_s = time.monotonic()
+        for number in range(4):
+            put(world.regions[0], number, 50_000)
+        wait_until(lambda: world.centre.store.stats().objects == 4, "the centre to get everything", 20)
+        assert time.monotonic() - started_s >= 3 * 0.5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"central": "s3://bucket", "manifest": Path("m")}, {"central": "http://h:1"}, {"regions": ("disk:///x",)}],
+)
+def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        store_and_region(ServerSettings(**wrong), SystemClock())  # type: ignore[arg-type]
+
+
+def test_bounds_are_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        RegionSettings(sync_bytes_s_max=0)

@@ -1,0 +1,300 @@
+"""Who may do what, over all routes; what strangers can learn; TLS and client certificates."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.servers import RunningServer, running_server
+
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
+from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.http import http_tier
+from kvtide.types import ObjectId
+
+TOKENS = {name: new_token() for name in ("reader", "writer", "admin", "other", "expired")}
+GRANTS = (
+    Grant(tenant="a", scopes=[Scope.READ], token_sha256=token_digest(TOKENS["reader"])),
+    Grant(tenant="a", scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TOKENS["writer"])),
+    Grant(tenant="a", scopes=[Scope.ADMIN], token_sha256=token_digest(TOKENS["admin"])),
+    Grant(tenant="b", scopes=list(Scope), token_sha256=token_digest(TOKENS["other"])),
+    Grant(tenant="a", scopes=list(Scope), token_sha256=token_digest(TOKENS["expired"]), expires_s=1.0),
+)
+OBJECT = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
+SPACE = f"/v1/{object_id(1).namespace.hex()}"
+KEYS = b'{"keys": ["%s"]}' % object_id(1).key.hex().encode()
+# What each caller gets: nobody, an unknown token, an expired one, reader, writer, admin, another tenant.
+CALLERS = ("", "unknown", "expired", "reader", "writer", "admin", "other")
+MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
+    ("GET", OBJECT, None, (401, 401, 401, 200, 200, 403, 404)),
+    ("HEAD", OBJECT, None, (401, 401, 401, 200, 200, 403, 404)),
+    ("PUT", OBJECT, object_bytes(1), (401, 401, 401, 403, 200, 403, 201)),
+    ("DELETE", OBJECT, None, (401, 401, 401, 403, 204, 403, 404)),
+    ("POST", f"{SPACE}/exists", KEYS, (401, 401, 401, 200, 200, 403, 200)),
+    ("GET", SPACE, None, (401, 401, 401, 200, 200, 403, 200)),
+    ("GET", "/v1", None, (401, 401, 401, 200, 200, 403, 200)),
+    ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("GET", "/", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("GET", "/healthz", None, (200,) * 7),
+    ("GET", "/elsewhere", None, (401, 401, 401, 404, 404, 404, 404)),
+]
+
+
+def ask(server: RunningServer, method: str, path: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    headers = {"Authorization": f"Bearer {TOKENS.get(token, token)}"} if token else {}
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    with running_server(grants=GRANTS) as running:
+        assert ask(running, "PUT", OBJECT, "writer", object_bytes(1))[0] == 201
+        yield running
+
+
+@pytest.mark.parametrize(("method", "path", "body", "expected"), MATRIX)
+def test_every_route_asks_every_caller(
+    server: RunningServer, method: str, path: str, body: bytes | None, expected: tuple[int, ...]
+) -> None:
+    assert tuple(ask(server, method, path, caller, body)[0] for caller in CALLERS) == expected
+
+
+def test_another_tenants_object_looks_absent_everywhere(server: RunningServer) -> None:
+    absent = f"{SPACE}/{object_id(2).key.hex()}"
+    for method in ("GET", "HEAD", "DELETE"):
+        assert ask(server, method, OBJECT, "other") == ask(server, method, absent, "other")
+    assert b'"present":[false]' in ask(server, "POST", f"{SPACE}/exists", "other", KEYS)[1]
+    assert b'"objects":[]' in ask(server, "GET", SPACE, "other")[1]
+    assert b'"namespaces":[]' in ask(server, "GET", "/v1", "other")[1]
+
+
+def test_tenants_keep_objects_of_one_name_apart(server: RunningServer) -> None:
+    assert ask(server, "PUT", OBJECT, "other", object_bytes(1))[0] == 201
+    assert ask(server, "DELETE", OBJECT, "other")[0] == 204
+    assert ask(server, "GET", OBJECT, "reader") == (200, object_bytes(1))
+
+
+def test_browser_may_send_the_token_as_password(server: RunningServer) -> None:
+    answer = subprocess.run(
+        ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-u", f"me:{TOKENS['admin']}", f"{server.url}/"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout == "200"
+
+
+@pytest.mark.parametrize("value", ["Bearer", "Bearer ", "Basic !!!", "Basic eA==", "Digest x", "Bearer " + "x" * 5000])
+def test_malformed_authorization_is_nobody(value: str) -> None:
+    with pytest.raises(RequestRefused, match="token"):
+        Gate(GRANTS, SystemClock()).caller({"authorization": value}, None)
+
+
+def test_grant_expires_by_the_clock(clock: ManualClock) -> None:
+    grant = Grant(tenant="a", scopes=[Scope.READ], token_sha256=token_digest("t"), expires_s=clock.wall_s() + 10)
+    gate = Gate([grant], clock)
+    assert gate.caller({"authorization": "Bearer t"}, None).tenant == "a"
+    clock.advance(10)
+    with pytest.raises(RequestRefused):
+        gate.caller({"authorization": "Bearer t"}, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tenant": ""},
+        {"tenant": "a b"},
+        {"tenant": "a", "token_sha256": "12"},
+        {"tenant": "a", "token_sha256": ""},
+        {"tenant": "a", "common_name": "x"},
+    ],
+)
+def test_bad_grant_is_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="tenant"):
+        Grant(**{"scopes": [], "token_sha256": "0" * 64, **fields})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "listen = '0.0.0.0:1'",
+        "listen = '[::]:1'",
+        "listen = 'example.org:1'",
+        "listen = 'nonsense'",
+        "listen = '127.0.0.1:99999'",
+        "tiers = []",
+        "unknown = 1",
+        "limits = {io_threads = 0}",
+        "limits = {unknown = 1}",
+        "[[grants]]\ntenant = 'a'\nscopes = ['fly']\ntoken_sha256 = '" + "0" * 64 + "'",
+        "not toml",
+    ],
+)
+def test_bad_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvtide.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        read_settings(path, {})
+
+
+def test_listening_for_others_needs_grants_or_the_flag(tmp_path: Path) -> None:
+    path = tmp_path / "kvtide.toml"
+    digest = "0" * 64
+    path.write_text(f"listen = '0.0.0.0:1'\n[[grants]]\ntenant = 'a'\nscopes = ['read']\ntoken_sha256 = '{digest}'")
+    assert read_settings(path, {}).grants[0].tenant == "a"
+    assert read_settings(None, {"listen": "0.0.0.0:1", "is_open_to_all": True}).listen == "0.0.0.0:1"
+
+
+def test_tenant_namespaces_differ_for_each_pair() -> None:
+    names = [object_id(1).namespace, object_id(1).key]
+    stored = {tenant_namespace(tenant, name) for tenant in ("a", "b", "ab") for name in names}  # type: ignore[arg-type]
+    assert len(stored) == 6
+    assert tenant_namespace("", object_id(1).namespace) == object_id(1).namespace
+
+
+# --- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a server's certificate for localhost and a client's, by openssl."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def run(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    run("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
+    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
+        run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) -> None:
+    tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
+    url = "memory://" if kind == "memory" else f"disk://{tmp_path}"
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKENS["writer"] + "\n")
+    with running_server(tiers=(url,), tls=tls, grants=GRANTS) as server:
+        tier = http_tier(
+            f"https://localhost:{server.address.port}?ca_file={certificates / 'ca.pem'}&token_file={token_file}",
+            SystemClock(),
+        )
+        tier.open()
+        data, buffer = object_bytes(1, 3_000_000), memoryview(bytearray(4_000_000))
+        assert tier.put_from(object_id(1), data)
+        assert tier.get_into(object_id(1), buffer) == len(data)
+        assert bytes(buffer[: len(data)]) == data
+        tier.close()
+        stranger = http_tier(f"https://localhost:{server.address.port}", SystemClock())
+        stranger.open()
+        with pytest.raises(TierUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            stranger.contains(object_id(1))
+        stranger.close()
+
+
+def test_client_certificate_names_the_tenant(certificates: Path) -> None:
+    tls = TlsSettings(
+        cert_file=certificates / "server.pem",
+        key_file=certificates / "server.key",
+        client_ca_file=certificates / "ca.pem",
+    )
+    grants = (Grant(tenant="c", scopes=[Scope.READ, Scope.WRITE], common_name="client"),)
+    with running_server(tls=tls, grants=grants) as server:
+        url = f"https://localhost:{server.address.port}?ca_file={certificates / 'ca.pem'}"
+        known = http_tier(
+            f"{url}&cert_file={certificates / 'client.pem'}&key_file={certificates / 'client.key'}", SystemClock()
+        )
+        known.open()
+        assert known.put_from(object_id(1), object_bytes(1))
+        known.close()
+        unknown = http_tier(url, SystemClock())
+        unknown.open()
+        with pytest.raises(TierUnavailable):
+            unknown.contains(object_id(1))
+        unknown.close()
+
+
+def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
+    tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
+    with running_server(tls=tls) as server, server.connect() as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert b"HTTP/1.1 200" not in sock.recv(1000)
+
+
+@pytest.mark.parametrize("name", ["cert_file", "key_file"])
+def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> None:
+    files = {"cert_file": certificates / "server.pem", "key_file": certificates / "server.key"}
+    settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
+    from kvtide.server.service import Service, store_for
+
+    with pytest.raises(ValueError, match="TLS"):
+        Service(settings, store_for(settings, SystemClock()), SystemClock())
+
+
+# --- Timing
+
+
+def mann_whitney_p(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the two-sided p of the normal approximation; ties are broken by order, there are hardly any."""
+    ranks = np.empty(len(one) + len(other))
+    ranks[np.argsort(np.concatenate([one, other]), kind="stable")] = np.arange(1, len(ranks) + 1)
+    u = ranks[: len(one)].sum() - len(one) * (len(one) + 1) / 2
+    mean, deviation = len(one) * len(other) / 2, math.sqrt(len(one) * len(other) * (len(ranks) + 1) / 12)
+    return math.erfc(abs(u - mean) / deviation / math.sqrt(2))
+
+
+def sample_times(server: RunningServer, token: str, one: ObjectId, other: ObjectId, count: int) -> list[np.ndarray]:
+    """Return the seconds of `count` HEAD requests for each of two objects, in random order on one connection."""
+    order = np.random.default_rng(3).permutation(np.repeat([0, 1], count))
+    heads = [
+        f"HEAD /v1/{name.namespace.hex()}/{name.key.hex()} HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {TOKENS[token]}\r\n\r\n".encode()
+        for name in (one, other)
+    ]
+    times: list[list[float]] = [[], []]
+    with server.connect() as sock:
+        for which in order:
+            started_s = time.perf_counter()
+            sock.sendall(heads[which])
+            assert sock.recv(4096).endswith(b"\r\n\r\n")
+            times[which].append(time.perf_counter() - started_s)
+    return [np.array(each) for each in times]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_foreign_hit_takes_the_time_of_a_miss(kind: str, tmp_path: Path) -> None:
+    url = "memory://" if kind == "memory" else f"disk://{tmp_path}"
+    with running_server(tiers=(url,), grants=GRANTS) as server:
+        assert ask(server, "PUT", OBJECT, "writer", object_bytes(1))[0] == 201
+        foreign = mann_whitney_p(*sample_times(server, "other", object_id(1), object_id(2), 2000))
+        if foreign <= 0.01:
+            # Of a hundred runs without any difference one ends here; of ten thousand one does so twice.
+            foreign = mann_whitney_p(*sample_times(server, "other", object_id(1), object_id(2), 2000))
+        # The test can tell a hit from a miss where both are the caller's own, as they would be without tenants.
+        own = mann_whitney_p(*sample_times(server, "reader", object_id(1), object_id(2), 2000))
+    print({"p_foreign": foreign, "p_own": own})
+    assert own < 1e-6
+    assert foreign > 0.01

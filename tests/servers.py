@@ -1,0 +1,130 @@
+"""Servers for tests: one in this process on a thread of its own, one as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvtide.clock import SystemClock
+from kvtide.server.member import Member
+from kvtide.server.service import Service, store_and_region
+from kvtide.server.settings import Address, ServerSettings
+
+START_S_MAX = 30.0
+
+
+class RunningServer:
+    """A server in this process. `service` and `store` can be looked into; `check` says whether anything leaked."""
+
+    def __init__(self, settings: ServerSettings, member: Member | None = None) -> None:
+        clock = SystemClock()
+        self.store, self.region = store_and_region(settings, clock)
+        self.service = Service(settings, self.store, clock, member, self.region)
+        self.address = Address("", 0)
+        self._listening = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def listening(address: Address) -> None:
+            self.address = address
+            self._listening.set()
+
+        await self.service.run(self._stop, listening)
+
+    def start(self) -> None:
+        self.store.open()
+        if self.region is not None:
+            self.region.open()
+        self._thread.start()
+        assert self._listening.wait(START_S_MAX)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def connect(self) -> socket.socket:
+        sock = socket.create_connection((self.address.host, self.address.port), 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            assert self._loop is not None and self._stop is not None
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(START_S_MAX)
+            assert not self._thread.is_alive()
+        if self.region is not None:
+            self.region.close()
+        self.store.close()
+
+
+@contextmanager
+def running_server(member: Member | None = None, **settings: Any) -> Iterator[RunningServer]:
+    """Run a server on a free port; afterwards everything that it lent must be back."""
+    server = RunningServer(ServerSettings(listen="127.0.0.1:0", **settings), member)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+    server.service.check()
+    assert server.service.connections == 0
+
+
+class ServerProcess:
+    """`kvtide serve` as a process of its own."""
+
+    def __init__(self, *arguments: str, port: int = 0) -> None:
+        command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"127.0.0.1:{port}", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert " on " in line, f"the server said {line!r}"
+        self.port = int(line.rsplit(":", 1)[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self._wait()
+
+    def terminate(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self._wait()
+
+    def _wait(self) -> int:
+        status = self.process.wait(START_S_MAX)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def open_files(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+
+@contextmanager
+def server_process(*arguments: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def disk_arguments(store: Path) -> Sequence[str]:
+    return ("--tier", f"disk://{store}")

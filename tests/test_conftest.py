@@ -1,0 +1,49 @@
+"""The rule that CI skips nothing: that it catches skips, and lets hardware reasons pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).parent / "conftest.py"
+TESTS = """
+import pytest
+
+@pytest.mark.skipif(True, reason="chromium is not installed")
+def test_marked(): ...
+
+def test_called():
+    pytest.skip("no room")
+
+def test_hardware():
+    pytest.skip("needs a CUDA device")
+
+@pytest.mark.xfail(reason="known", strict=True)
+def test_known():
+    assert False
+
+def test_fine(): ...
+"""
+pytest_plugins = ["pytester"]
+
+
+# A skip that comes from a mark counts as an error, before the test begins.
+@pytest.mark.parametrize(("value", "failed", "skipped"), [("", 0, 3), ("1", 1, 1)])
+def test_skip_is_a_failure_where_none_is_allowed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, value: str, failed: int, skipped: int
+) -> None:
+    monkeypatch.setenv("KVTIDE_NO_SKIPS", value)
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, xfailed=1, failed=failed, errors=failed, skipped=skipped)
+    if value:
+        result.stdout.fnmatch_lines(["*chromium is not installed; KVTIDE_NO_SKIPS allows no skips*"])
+
+
+def test_module_that_skips_itself_is_a_failure_too(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIDE_NO_SKIPS", "1")
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.makepyfile("import pytest\npytest.importorskip('no_such_module')\ndef test_fine(): ...")
+    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(errors=1)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix, moved_share
+from kvtide.types import BlockKey
+
+HEADS = np.random.default_rng(1).integers(0, 1 << 64, 200_000, np.uint64)
+
+
+def server(number: int, weight: float = 1.0) -> PoolServer:
+    return PoolServer(f"server-{number}", f"10.0.0.{number}:7421", weight)
+
+
+def pool(count: int, replicas: int = 2, kind: PlacementKind = PlacementKind.RENDEZVOUS) -> PoolMap:
+    return PoolMap(1, tuple(server(number) for number in range(count)), replicas, kind=kind)
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"%d" % number).digest())
+
+
+def shares(placement: Placement) -> np.ndarray:
+    counts = np.bincount(placement.owners_of(HEADS).ravel(), minlength=len(placement.map.servers))
+    return counts / counts.sum()
+
+
+def test_map_of_one_epoch_is_the_same_everywhere() -> None:
+    """Golden: a client of another version must find the same servers."""
+    placement = Placement(pool(5))
+    assert [placement.slot(key(number)) for number in range(4)] == [3206, 6092, 12556, 5359]
+    assert [placement.owners(key(number)) for number in range(6)] == [(4, 1), (3, 4), (0, 3), (3, 0), (4, 1), (2, 1)]
+
+
+def test_one_key_and_many_find_the_same_servers() -> None:
+    placement = Placement(pool(7))
+    heads = np.array([int.from_bytes(key(number)[:8], "little") for number in range(500)], np.uint64)
+    assert [placement.owners(key(number)) for number in range(500)] == [
+        tuple(row) for row in placement.owners_of(heads)
+    ]
+
+
+def test_order_of_servers_does_not_matter() -> None:
+    forward = PoolMap(1, tuple(server(number) for number in range(5)))
+    backward = PoolMap(1, tuple(server(number) for number in reversed(range(5))))
+    for number in range(100):
+        names = [
+            [each.map.servers[position].name for position in each.owners(key(number))]
+            for each in (Placement(forward), Placement(backward))
+        ]
+        assert names[0] == names[1]
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 20), st.integers(1, 4), st.sampled_from(PlacementKind))
+def test_owners_are_different_and_as_many_as_can_be(
+    data: bytes, count: int, replicas: int, kind: PlacementKind
+) -> None:
+    placement = Placement(msgspec_small(pool(count, replicas, kind)))
+    owners = placement.owners(BlockKey(data))
+    assert len(set(owners)) == len(owners) == min(count, replicas)
+    assert max(owners) < count
+
+
+def msgspec_small(full: PoolMap) -> PoolMap:
+    """The same pool with few slots: tables are made quickly."""
+    return PoolMap(full.epoch, full.servers, full.replicas, 64, full.kind)
+
+
+@pytest.mark.parametrize("count", [4, 5, 8, 16])
+def test_join_and_leave_move_what_they_must(count: int) -> None:
+    before = Placement(pool(count))
+    joined = Placement(before.map.with_server(server(count)))
+    left = Placement(before.map.without_server("server-1"))
+    assert moved_share(before, joined, HEADS) <= 1.15 / (count + 1)
+    assert moved_share(before, left, HEADS) <= 1.15 / count
+    assert moved_share(before, before, HEADS) == 0.0
+
+
+def test_modulo_moves_nearly_everything() -> None:
+    before = Placement(pool(8, 1, PlacementKind.MOD))
+    assert moved_share(before, Placement(before.map.with_server(server(8))), HEADS) > 0.85
+
+
+def test_new_server_takes_only_for_itself() -> None:
+    before = Placement(pool(5))
+    after = Placement(before.map.with_server(server(5)))
+    for old, new in zip(before.owners_of(HEADS[:5000]), after.owners_of(HEADS[:5000]), strict=True):
+        assert set(new) - set(old) <= {5}
+
+
+def test_replaced_server_keeps_its_blocks() -> None:
+    before = pool(5)
+    after = before.with_server(PoolServer("server-2", "10.9.9.9:1"))
+    assert after.epoch == before.epoch + 1
+    assert moved_share(Placement(before), Placement(after), HEADS) == 0.0
+
+
+def test_weights_are_shares() -> None:
+    placement = Placement(PoolMap(1, (server(0), server(1), server(2, 2.0)), replicas=1))
+    assert shares(placement) == pytest.approx([0.25, 0.25, 0.5], abs=0.02)
+
+
+@pytest.mark.parametrize(("count", "bound"), [(8, 1.05), (13, 1.08), (100, 1.35)])
+def test_servers_get_about_the_same(count: int, bound: float) -> None:
+    assert shares(Placement(pool(count, 1))).max() * count < bound
+
+
+def test_slots_of_a_server_are_those_that_it_owns() -> None:
+    placement = Placement(pool(5))
+    owned = [set(placement.slots_of(position)) for position in range(5)]
+    assert sum(map(len, owned)) == 2 * SLOTS
+    for number in range(50):
+        for position in placement.owners(key(number)):
+            assert placement.slot(key(number)) in owned[position]
+
+
+def test_mix_is_one_to_one_on_structured_words() -> None:
+    words = np.arange(100_000, dtype=np.uint64) * np.uint64(8)
+    mixed = mix(words)
+    assert len(np.unique(mixed)) == len(words)
+    assert np.bincount((mixed % np.uint64(8)).astype(int)).max() < 1.03 * len(words) / 8
+
+
+def test_map_survives_json() -> None:
+    full = PoolMap(7, (PoolServer("a", "h:1", 2.0, "host", "/run/kv"), server(1)), 1, 1024, PlacementKind.MOD)
+    assert PoolMap.from_json(full.to_json()) == full
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"epoch":-1,"servers":[{"name":"a","address":"b"}]}',
+        b'{"epoch":1,"servers":[]}',
+        b'{"epoch":1,"servers":[{"name":"","address":"b"}]}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"},{"name":"a","address":"c"}]}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b","weight":0}]}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"}],"slots":1000}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"}],"slots":8388608}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"}],"replicas":0}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"}],"kind":"ring"}',
+        b'{"epoch":1,"servers":[{"name":"a","address":"b"}],"extra":1}',
+        b" " * (9 << 20),
+    ],
+)
+def test_bad_map_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        PoolMap.from_json(data)
+
+
+def test_last_server_can_not_leave() -> None:
+    with pytest.raises(ValueError, match="1 to"):
+        pool(1).without_server("server-0")
+    with pytest.raises(ValueError, match="no server named"):
+        pool(2).without_server("nobody")

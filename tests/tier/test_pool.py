@@ -1,0 +1,258 @@
+"""The pool on real servers of this process: placement, redirection, moved blocks, members that come and go."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.servers import RunningServer, running_server
+
+from kvtide.bench.services import wait_until
+from kvtide.clock import SystemClock
+from kvtide.config import Limits
+from kvtide.errors import TierUnavailable
+from kvtide.placement import Placement, PlacementKind, PoolMap, PoolServer
+from kvtide.server.member import Member
+from kvtide.server.settings import ServerLimits
+from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from kvtide.tier import Tier, open_tier
+from kvtide.tier.membership import DnsMembership, FileMembership, Watcher, server_at
+from kvtide.tier.pool import PoolTier
+from kvtide.tier.pool_url import membership_of, pool_tier
+
+OBJECTS = 60
+
+
+class Pool:
+    """Servers and the file that holds their map."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        self.path = folder / "pool.json"
+        self.servers: dict[str, RunningServer] = {}
+        self.map: PoolMap | None = None
+
+    def start(self, name: str) -> PoolServer:
+        """Start a server, which is not in the map yet."""
+        member = Member(PoolServer(name, "unused:1"), FileMembership(self.path))
+        server = self._stack.enter_context(running_server(member))
+        member.open()
+        self._stack.callback(member.close)
+        self.servers[name] = server
+        return PoolServer(name, str(server.address))
+
+    def publish(self, new: PoolMap) -> None:
+        """Replace the map, and wait until every server has it."""
+        self.map = new
+        aside = self.path.with_suffix(".new")
+        aside.write_bytes(new.to_json())
+        aside.rename(self.path)
+        members = [server.service._member for server in self.servers.values()]
+        wait_until(
+            lambda: all(each and each._placement and each._placement.map.epoch == new.epoch for each in members),
+            "the map",
+            10,
+        )
+
+    def held(self, name: str) -> set[int]:
+        """Which of the numbered objects a server has."""
+        listed = {info.id for info in self.servers[name].store.objects()}
+        return {
+            number
+            for number in range(OBJECTS)
+            if self.servers[name].service._names.stored("", object_id(number)) in listed
+        }
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with ExitStack() as stack:
+        pool = Pool(tmp_path, stack)
+        pool.publish(PoolMap(1, tuple(pool.start(f"server-{number}") for number in range(4)), 2))
+        yield pool
+
+
+@pytest.fixture
+def tier(pool: Pool) -> Iterator[PoolTier]:
+    tier = pool_tier(f"pool+file://{pool.path}", SystemClock())
+    tier.open()
+    yield tier
+    tier.close()
+
+
+def fill(tier: Tier) -> None:
+    for number in range(OBJECTS):
+        assert tier.put_from(object_id(number), object_bytes(number))
+
+
+def wrong_or_missing(tier: Tier) -> list[int]:
+    return [number for number in range(OBJECTS) if read_all(tier, number) != object_bytes(number)]
+
+
+def settled(tier: PoolTier) -> None:
+    wait_until(lambda: tier._repair_bytes == 0, "repairs", 10)
+
+
+class TestPool(TierSuite):
+    @pytest.fixture(params=["rendezvous", "mod"])
+    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
+        limits = ServerLimits(memory_bytes_max=TIER_BYTES)
+        with running_server(limits=limits) as one, running_server(limits=limits) as two:
+            url = f"pool://{one.address},{two.address}?kind={request.param}"
+            tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+            tier.open()
+            yield tier
+            tier.close()
+
+
+def test_each_block_is_on_the_servers_that_the_map_names(pool: Pool, tier: PoolTier) -> None:
+    fill(tier)
+    assert pool.map is not None
+    placement = Placement(pool.map)
+    for position, server in enumerate(pool.map.servers):
+        expected = {number for number in range(OBJECTS) if position in placement.owners(object_id(number).key)}
+        assert pool.held(server.name) == expected
+    assert tier.stats().objects == OBJECTS
+
+
+def test_reads_are_shared_between_both_owners(pool: Pool, tier: PoolTier) -> None:
+    tier.put_from(object_id(1), object_bytes(1))
+    before = {name: server.store.stats().hits for name, server in pool.servers.items()}
+    for _ in range(20):
+        assert read_all(tier, 1) == object_bytes(1)
+    hits = [server.store.stats().hits - before[name] for name, server in pool.servers.items()]
+    assert sorted(hits)[-2:] == [10, 10]
+
+
+def test_joined_server_gets_its_share_by_reads(pool: Pool, tier: PoolTier) -> None:
+    fill(tier)
+    assert pool.map is not None
+    pool.publish(pool.map.with_server(pool.start("server-4")))
+    wait_until(lambda: tier.epoch == 2, "the map", 10)
+    for _ in range(4):
+        assert wrong_or_missing(tier) == []
+        settled(tier)
+    placement = Placement(pool.map)
+    expected = {number for number in range(OBJECTS) if 4 in placement.owners(object_id(number).key)}
+    assert pool.held("server-4") == expected
+    assert 0 < tier.repairs <= 1.15 / 5 * 2 * OBJECTS
+
+
+def test_server_that_left_is_asked_once_more(pool: Pool, tier: PoolTier) -> None:
+    fill(tier)
+    assert pool.map is not None
+    pool.publish(pool.map.without_server("server-1").without_server("server-2"))
+    wait_until(lambda: tier.epoch == 3, "the map", 10)
+    assert wrong_or_missing(tier) == []
+    settled(tier)
+    for name in ("server-1", "server-2"):
+        pool.servers[name].stop()
+    assert wrong_or_missing(tier) == []
+
+
+def test_dead_server_costs_no_hit(pool: Pool, tier: PoolTier) -> None:
+    fill(tier)
+    pool.servers["server-2"].stop()
+    assert wrong_or_missing(tier) == []
+    assert tier.put_from(object_id(99), object_bytes(99))
+    assert tier.stats().faults > 0
+
+
+def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None:
+    """The client's own look at the map is held back: a server must tell."""
+    tier._watcher._closing.set()
+    assert pool.map is not None
+    pool.publish(pool.map.with_server(pool.start("server-4")).with_server(pool.start("server-5")))
+    fill(tier)
+    assert tier.epoch == 3
+    assert wrong_or_missing(tier) == []
+    placement = Placement(pool.map)
+    assert pool.held("server-4") == {n for n in range(OBJECTS) if 4 in placement.owners(object_id(n).key)}
+
+
+def test_server_of_this_machine_is_read_through_its_socket(pool: Pool, tmp_path: Path) -> None:
+    """All four have it; the near one is read, and nothing of that goes over its port."""
+    near = tmp_path / "near"
+    with running_server(socket_path=near) as server:
+        here = PoolServer("near", "127.0.0.1:9", host=platform.node(), socket_path=str(near))
+        assert pool.map is not None
+        pool.publish(PoolMap(2, (here, *pool.map.servers), 5))
+        tier = pool_tier(f"pool+file://{pool.path}", SystemClock())
+        tier.open()
+        assert tier.put_from(object_id(1), object_bytes(1))
+        for _ in range(5):
+            assert read_all(tier, 1) == object_bytes(1)
+        assert server.store.stats().hits >= 5
+        assert sum(other.store.stats().hits for other in pool.servers.values()) == 0
+        tier.close()
+    assert not near.exists()
+
+
+def test_pool_without_any_server_is_unavailable() -> None:
+    tier = pool_tier("pool://127.0.0.1:9,127.0.0.1:10", SystemClock())
+    tier.open()
+    with pytest.raises(TierUnavailable):
+        read_all(tier, 1)
+    with pytest.raises(TierUnavailable):
+        tier.put_from(object_id(1), object_bytes(1))
+    tier.close()
+
+
+def test_map_that_can_not_be_read_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, seen = tmp_path / "pool.json", list[int]()
+    watcher = Watcher(FileMembership(path), lambda pool: seen.append(pool.epoch))
+    for content in (
+        None,
+        b"{",
+        PoolMap(3, (server_at("a:1"),)).to_json(),
+        b"x",
+        PoolMap(2, (server_at("a:1"),)).to_json(),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        watcher.refresh()
+    assert seen == [3]
+    assert len(caplog.records) == 2
+
+
+def test_names_addresses_are_servers() -> None:
+    answers: list[Sequence[str]] = [("10.0.0.2", "10.0.0.1"), ("10.0.0.1", "10.0.0.2"), ("::1", "10.0.0.1")]
+
+    def resolve(host: str, port: int, type: int) -> list[object]:
+        return [(None, type, 0, "", (address, port)) for address in answers.pop(0)]
+
+    source = DnsMembership("pool.example", 7421, 2, PlacementKind.RENDEZVOUS, resolve)
+    maps = [source.read() for _ in range(3)]
+    assert [each.epoch for each in maps] == [1, 1, 2]
+    assert [server.address for server in maps[2].servers] == ["10.0.0.1:7421", "[::1]:7421"]
+    source.wait(0.0, threading.Event())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "pool://",
+        "pool://host",
+        "pool://host:0",
+        "pool://a:1,a:1",
+        "pool://a:1?replicas=0",
+        "pool://a:1?kind=ring",
+        "pool://a:1?nope=1",
+        "pool+file://host/x",
+        "pool+dns://name",
+        "pool+etcd://a:2379",
+    ],
+)
+def test_bad_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError):
+        pool_tier(url, SystemClock())
+
+
+def test_one_source_gives_client_and_server_one_map() -> None:
+    url = "pool://b:2,a:1,c:3?replicas=3&kind=mod"
+    assert membership_of(url).read() == membership_of(url).read()
+    assert [server.name for server in membership_of(url).read().servers] == ["a:1", "b:2", "c:3"]

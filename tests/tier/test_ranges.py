@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.fetch.sources import made_objects
+from tests.servers import RunningServer, running_server
+
+from kvtide.clock import SystemClock
+from kvtide.errors import TierUnavailable
+from kvtide.server.shaped import ShapedProxy
+from kvtide.tier.http import http_tier
+from kvtide.tier.ranges import RangeSource, range_sources
+from kvtide.types import ObjectId
+
+OBJECTS = made_objects(2, (200_000,))
+OBJECT_ID, DATA = next(iter(OBJECTS.items()))
+CLOCK = SystemClock()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(tiers=("memory://",)) as found:
+        tier = http_tier(found.url, CLOCK)
+        tier.open()
+        for object_id, data in OBJECTS.items():
+            assert tier.put_from(object_id, data)
+        tier.close()
+        yield found
+
+
+def collected(source: RangeSource, start: int, stop: int, wait_s: float = 5.0) -> tuple[bytes, bool]:
+    data = bytearray()
+
+    def take(part: memoryview) -> bool:
+        data.extend(part)
+        return True
+
+    is_there = source.read(OBJECT_ID, start, stop, take, CLOCK.monotonic_s() + wait_s)
+    return bytes(data), is_there
+
+
+def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
+    (source,) = range_sources(server.url, CLOCK)
+    assert collected(source, 100, 150_000) == (DATA[100:150_000], True)
+    assert collected(source, 0, 1) == (DATA[:1], True)
+    assert len(source._idle) == 1
+    source.close()
+    assert source._idle == []
+    with pytest.raises(TierUnavailable, match="closed"):
+        collected(source, 0, 1)
+
+
+def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:
+    (source,) = range_sources(server.url, CLOCK)
+    absent = ObjectId(OBJECT_ID.namespace, type(OBJECT_ID.key)(bytes(32)))
+    assert not source.read(absent, 0, 10, lambda part: True, CLOCK.monotonic_s() + 5)
+    assert not source.read(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True, CLOCK.monotonic_s() + 5)
+    assert collected(source, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], False)
+    source.close()
+
+
+def shaped(server: RunningServer, bytes_per_s: float) -> ShapedProxy:
+    return ShapedProxy((server.address.host, server.address.port), lambda seconds: bytes_per_s * seconds)
+
+
+def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningServer) -> None:
+    with shaped(server, 4e5) as proxy:
+        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+        data = bytearray()
+
+        def take(part: memoryview) -> bool:
+            data.extend(part)
+            if len(data) > 50_000:
+                proxy.cut()
+            return True
+
+        with pytest.raises(TierUnavailable):
+            source.read(OBJECT_ID, 0, len(DATA), take, CLOCK.monotonic_s() + 5)
+        assert 50_000 < len(data) < len(DATA)
+        with pytest.raises(TierUnavailable):
+            collected(source, len(data), len(DATA))
+        proxy.mend()
+        rest, is_there = collected(source, len(data), len(DATA))
+        assert (bytes(data) + rest, is_there) == (DATA, True)
+        source.close()
+
+
+def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
+    with shaped(server, 1e5) as proxy:
+        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+        started_s, calls = time.monotonic(), []
+
+        def take(part: memoryview) -> bool:
+            calls.append(len(part))
+            return time.monotonic() < started_s + 0.3
+
+        assert source.read(OBJECT_ID, 0, len(DATA), take, CLOCK.monotonic_s() + 5)
+        assert 0 < sum(calls) < len(DATA)
+        assert time.monotonic() < started_s + 1.0
+        source.close()
+
+
+def test_deadline_ends_a_read(server: RunningServer) -> None:
+    with shaped(server, 1e4) as proxy:
+        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+        with pytest.raises(TierUnavailable):
+            collected(source, 0, len(DATA), wait_s=0.3)
+        source.close()
+
+
+def test_connection_that_was_closed_while_idle_is_replaced(server: RunningServer) -> None:
+    with shaped(server, 1e8) as proxy:
+        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+        assert collected(source, 0, 10)[1]
+        proxy.cut()
+        proxy.mend()
+        assert collected(source, 0, 10) == (DATA[:10], True)
+        source.close()
+
+
+def test_link_has_the_shape_it_is_given(server: RunningServer) -> None:
+    with shaped(server, 4e5) as proxy:
+        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+        started_s = time.monotonic()
+        collected(source, 0, len(DATA))
+        assert 0.45 < time.monotonic() - started_s < 1.2
+        assert len(DATA) < proxy.passed_bytes < len(DATA) + 1000
+        source.close()
+
+
+def test_bad_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        range_sources("http://nowhere", CLOCK)

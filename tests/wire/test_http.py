@@ -1,0 +1,144 @@
+"""Request and response heads, paths, ranges: examples and a fuzzer. What breaks is RequestRefused, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtide.errors import CorruptPayload, RequestRefused
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.wire import parse_object
+from kvtide.wire.http import (
+    HEAD_BYTES_MAX,
+    pack_request_head,
+    pack_response_head,
+    parse_request_head,
+    parse_response_head,
+)
+from kvtide.wire.protocol import (
+    ExistsRoute,
+    ListRoute,
+    ObjectRoute,
+    PageRoute,
+    deadline_ms,
+    parse_keys,
+    parse_range,
+    parse_target,
+    urgency,
+)
+
+# CI gives every fuzzer a minute.
+EXAMPLES = 200 * int(os.environ.get("KVTIDE_FUZZ_S", "1"))
+OBJECT_PATH = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
+TOKEN = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
+VALUE = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30)
+PIECES = st.sampled_from(
+    b"GET |PUT |/v1/| HTTP/1.1|\r\n|\r\n\r\n|\n|Host: x|Content-Length: |5|-1|Transfer-Encoding: chunked|Range: bytes="
+    b"|0-|\0| |:|HTTP/1.1 200 OK|\xff|aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".split(b"|")
+)
+
+
+@given(TOKEN, st.dictionaries(TOKEN.map("x-".__add__), VALUE, max_size=8), st.integers(0, 10**12))
+def test_request_head_round_trips(name: str, headers: dict[str, str], length: int) -> None:
+    packed = pack_request_head("PUT", f"/{name}", [("Host", "x"), *headers.items(), ("Content-Length", length)])
+    head = parse_request_head(packed)
+    assert (head.method, head.target, head.content_length, head.is_kept_alive) == ("PUT", f"/{name}", length, True)
+    assert {key: value for key, value in head.headers.items() if key.startswith("x-")} == headers
+
+
+@pytest.mark.parametrize("length", [0, 5])
+@pytest.mark.parametrize("is_kept_alive", [True, False])
+def test_response_head_round_trips(length: int, is_kept_alive: bool) -> None:
+    connection = [] if is_kept_alive else [("Connection", "close")]
+    head = parse_response_head(pack_response_head(206, [("Content-Length", length), *connection]))
+    assert (head.status, head.content_length, head.is_kept_alive) == (206, length, is_kept_alive)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_answer_of_unknown_length_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        parse_response_head(data)
+    assert caught.value.status == 502
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(PIECES | st.binary(max_size=20), max_size=40).map(b"".join))
+@example(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+@example(b"x" * (HEAD_BYTES_MAX + 1))
+def test_any_bytes_are_a_head_or_refused(data: bytes) -> None:
+    for tail in (b"", b"\r\n\r\n"):
+        with contextlib.suppress(RequestRefused):
+            head = parse_request_head(data + tail)
+            assert "transfer-encoding" not in head.headers
+            assert head.content_length is None or head.content_length >= 0
+        with contextlib.suppress(RequestRefused):
+            assert parse_response_head(data + tail).content_length >= 0
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.text(max_size=200) | st.text("0123456789abcdef/?=&v1", max_size=160).map("/v1/".__add__))
+def test_any_target_is_a_route_or_refused(target: str) -> None:
+    with contextlib.suppress(RequestRefused):
+        assert isinstance(parse_target(target), ObjectRoute | ExistsRoute | ListRoute | PageRoute)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.text(max_size=60) | st.from_regex(r"bytes=\d{0,20}-\d{0,20}", fullmatch=True), st.integers(0, 1 << 40))
+def test_any_range_lies_in_the_object_or_is_refused(value: str, size: int) -> None:
+    with contextlib.suppress(RequestRefused):
+        part = parse_range(value, size)
+        assert 0 <= part.start < part.stop <= size
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.binary(max_size=200) | st.lists(st.text(max_size=70), max_size=4).map(lambda keys: repr(keys).encode()))
+def test_any_question_is_keys_or_refused(body: bytes) -> None:
+    with contextlib.suppress(RequestRefused):
+        assert all(len(key) == 32 for key in parse_keys(body))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_object_with_any_damage_is_refused(data: st.DataObject) -> None:
+    good = object_bytes(1, 600)
+    damaged = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.integers(0, len(damaged)))] + data.draw(st.binary(max_size=8))
+    if bytes(damaged) != good:
+        with pytest.raises(CorruptPayload):
+            parse_object(damaged, object_id(1)).sections()
+
+
+def test_targets_name_what_they_say() -> None:
+    assert parse_target(OBJECT_PATH) == ObjectRoute(object_id(1))
+    space = f"/v1/{object_id(1).namespace.hex()}"
+    assert parse_target(f"{space}/exists") == ExistsRoute(object_id(1).namespace)
+    assert parse_target(f"{space}?limit=5&after={'00' * 32}") == ListRoute(object_id(1).namespace, bytes(32), 5)
+    assert parse_target("/metrics") == PageRoute("/metrics")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("u=0", 0), ("u=7, i", 7), ("i, u=5", 5), ("u=9", 3), ("", 3), ("u=10", 3), ("x", 3)]
+)
+def test_urgency_is_that_of_the_rfc(value: str, expected: int) -> None:
+    assert urgency({"priority": value}) == expected
+
+
+def test_deadline_is_read_or_refused() -> None:
+    assert deadline_ms({}) is None
+    assert deadline_ms({"kvtide-deadline-ms": "250"}) == 250
+    with pytest.raises(RequestRefused):
+        deadline_ms({"kvtide-deadline-ms": "0"})
