@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 NIGHTLY_FACTOR = 30
-# Skips that stay skips where KVTIDE_NO_SKIPS makes failures of all others: what can't be installed, or not beside the rest.
+# Skips that stay skips where KVTIDE_NO_SKIPS makes failures of all others: what can't be installed here.
 HARDWARE_REASONS = (
     "needs a processor with AVX-512",
     "needs a CUDA device",
