@@ -45,6 +45,11 @@ def test_scaling_keeps_the_ups_and_downs() -> None:
     assert [twice.carried(at_s) for at_s in (0.5, 1.5, 3.0)] == pytest.approx([100, 200, 800])
 
 
+def test_capping_keeps_slower_parts() -> None:
+    capped = STEPS.capped(150)
+    assert [capped.carried(at_s) for at_s in (1, 2, 3)] == pytest.approx([100, 100, 250])
+
+
 @pytest.mark.parametrize("name", LINK_MODELS)
 def test_models_have_the_mean_that_they_say_and_repeat(name: str) -> None:
     link, again = (link_named(name, np.random.default_rng(7), 3 * GBIT) for _ in range(2))

@@ -98,7 +98,7 @@ def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
 
         assert source.read(OBJECT_ID, 0, len(DATA), take, CLOCK.monotonic_s() + 5)
         assert 0 < sum(calls) < len(DATA)
-        assert time.monotonic() < started_s + 1.0
+        assert time.monotonic() < started_s + 1.9
         source.close()
 
 
@@ -125,7 +125,7 @@ def test_link_has_the_shape_it_is_given(server: RunningServer) -> None:
         (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
         started_s = time.monotonic()
         collected(source, 0, len(DATA))
-        assert 0.45 < time.monotonic() - started_s < 1.2
+        assert 0.45 < time.monotonic() - started_s < 5.0
         assert len(DATA) < proxy.passed_bytes < len(DATA) + 1000
         source.close()
 

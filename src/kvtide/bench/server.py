@@ -41,6 +41,15 @@ ACTIVE = 64
 _EXCHANGE_S_MAX = 30.0
 _LIMITS = {"memory_bytes_max": 256 << 20, "buffer_bytes_max": 128 << 20, "connections_max": 1200}
 
+
+class _Size(NamedTuple):
+    rounds: int
+    get_s: float
+    passes: int
+
+
+_QUICK, _FULL = _Size(3, 1.0, 2), _Size(7, 3.0, 6)
+
 Made = Sequence[tuple[ObjectId, bytearray]]
 
 
@@ -89,7 +98,7 @@ class _Side(NamedTuple):
 def run(quick: bool, clock: Clock | None = None) -> ServerBenchResult:
     """Measure all sides; without nginx the result says so."""
     clock = clock or SystemClock()
-    rounds, get_s, passes = (3, 1.0, 2) if quick else (7, 3.0, 6)
+    rounds, get_s, passes = _QUICK if quick else _FULL
     made = made_objects(OBJECT_BYTES, OBJECTS)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-bench-")))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
+from kvtide.cli.bench_stream import bench_stream
+from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.sim import ClientOption, client_mix
 from kvtide.cli.store import JsonOption
 from kvtide.sim import read_trace
 from kvtide.sim.fairness import FairnessSetup
 
-__all__ = ["TextOption", "app", "progress_bars"]
+__all__ = ["TextOption", "app"]
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
@@ -29,20 +27,7 @@ app.command("offload")(bench_offload)
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
-
-@contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show bars on stderr, one for each step that is named."""
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def show(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(step, total=total)
-            bars.update(tasks[step], completed=done)
-
-        yield show
+app.command("stream")(bench_stream)
 
 
 @app.command("codec-speed")

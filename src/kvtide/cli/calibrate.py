@@ -10,7 +10,8 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvtide.cli.bench import TextOption, progress_bars
+from kvtide.cli.bench import TextOption
+from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec import Profile

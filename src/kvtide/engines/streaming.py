@@ -39,6 +39,7 @@ class StreamedPrefill:
     """
 
     def __init__(self, model: Any, ids: Sequence[int], layout: BlockLayout) -> None:
+        """ids: at least the tokens that will be computed."""
         self._model = model
         self._ids = torch.tensor([list(ids)], device=model.device)
         self._layout = layout
@@ -63,6 +64,13 @@ class StreamedPrefill:
         for layer in self.past.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+
+    def first_token(self, ids: Sequence[int]) -> int:
+        """Run what of `ids` is behind the tokens that are there; return the most likely next token."""
+        rest = torch.tensor([list(ids[self.past.get_seq_length() :])], device=self._model.device)
+        with torch.inference_mode():
+            output = self._model(rest, past_key_values=self.past, use_cache=True, logits_to_keep=1)
+        return int(output.logits[0, -1].argmax())
 
     def append(self, block: int, bits: BlockBits) -> None:
         """Put a loaded block behind what is there."""

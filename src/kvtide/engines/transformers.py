@@ -24,17 +24,23 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
 from kvtide.engines.pages import Pages, block_bits
+from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
+from kvtide.fetch import ContextLoader, ContextReport, Wish
 from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.stream.plan import PrefillSpeed
+from kvtide.tier.source import Source
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "attach"]
+__all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
 
 _log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 256
 # Shorter runs say more about the machine's mood than about its prefill speed.
 PREFILL_SAMPLE_TOKENS_MIN = 128
+# Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
+PREFILL_GUESS = 1000.0
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
 _NEUTRAL_ARGUMENTS = {
     "attention_mask",
@@ -47,7 +53,10 @@ _NEUTRAL_ARGUMENTS = {
 
 
 class GenerateReport(NamedTuple):
-    """What the cache did for the last call. `bypass` names the reason if it was left out."""
+    """What the cache did for the last call. `bypass` names the reason if it was left out.
+
+    streamed: the decision and what came of it, where blocks are streamed.
+    """
 
     prompt_tokens: int
     hit_tokens: int
@@ -55,6 +64,20 @@ class GenerateReport(NamedTuple):
     stored_bytes_read: int
     blocks_queued: int
     bypass: str | None
+    streamed: ContextReport | None = None
+
+
+class Streaming(NamedTuple):
+    """Where blocks are streamed from, and until when.
+
+    kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
+    0 for as soon as it can. kl_goal: loss at which it starts earlier.
+    """
+
+    sources: Sequence[Source]
+    kl: Sequence[float]
+    deadline_s: float = 0.0
+    kl_goal: float = 0.0
 
 
 class NamespaceSettings(NamedTuple):
@@ -95,7 +118,12 @@ class CachedModel:
         self.layout = model_layout(model, settings.block_tokens)
         self.namespace = settings.namespace(model, self.layout)
         self._prefill_tokens_per_s = math.inf
+        self._streaming: tuple[Streaming, ContextLoader] | None = None
         self._bypass_logged: set[str] = set()
+
+    def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
+        """From now on stream what the cache's own tiers do not have, computing meanwhile."""
+        self._streaming = (streaming, loader)
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -132,7 +160,9 @@ class CachedModel:
         output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
         self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report.hit_tokens), 0)
+        is_own = report.streamed is not None and report.streamed.fetch is None
+        stored_tokens = 0 if is_own else report.hit_tokens
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, stored_tokens), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
 
@@ -180,8 +210,12 @@ class CachedModel:
 
     def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
         started_s = self._clock.monotonic_s()
-        past = DynamicCache(config=self.model.config)
         hits = self._match(prompt)
+        if self._streaming is not None and hits * self.layout.tokens < len(prompt) - self.layout.tokens:
+            found = self.cache.guarded("stream", partial(self._stream, prompt, *self._streaming), None)
+            if found is not None:
+                return found
+        past = DynamicCache(config=self.model.config)
         stored_bytes = 0
         if hits:
             pages = Pages(self.layout, hits)
@@ -192,6 +226,17 @@ class CachedModel:
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
         return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
+
+    def _stream(
+        self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
+    ) -> tuple[DynamicCache, GenerateReport]:
+        engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
+        speed = self._prefill_tokens_per_s
+        wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
+        streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
+        report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
+        return engine.past, report
 
     def _note_prefill(self, tokens: int, seconds: float) -> None:
         if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:

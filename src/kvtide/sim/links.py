@@ -7,6 +7,7 @@ import gzip
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,13 @@ class Link:
         """Return the same ups and downs around another mean."""
         factor = bytes_per_s / self.mean_bytes_per_s
         return Link(self.name, self._times, [factor * each for each in self._sent])
+
+    def capped(self, bytes_per_s: float) -> Link:
+        """Return the same, but never faster than this."""
+        sent = [0.0]
+        for (early_s, before), (late_s, after) in pairwise(zip(self._times, self._sent, strict=True)):
+            sent.append(sent[-1] + min(after - before, bytes_per_s * (late_s - early_s)))
+        return Link(self.name, self._times, sent)
 
     def carried(self, at_s: float) -> float:
         """Return the bytes that pass until `at_s`."""

@@ -79,7 +79,10 @@ class HttpTier:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the server."""
-        return self._any("HEAD", _target(object_id)).status == 200
+        answer = self._any("HEAD", _target(object_id))
+        if answer.status not in {200, 404}:
+            raise self._refused("HEAD", answer)
+        return answer.status == 200
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""
@@ -88,17 +91,26 @@ class HttpTier:
         if not buffer:
             return 0 if self.contains(object_id) else None
         headers = [("Range", f"bytes={offset}-{offset + len(buffer) - 1}")]
-        answer = self._guarded(lambda: self._read(Call("GET", _target(object_id), headers, b"", buffer), buffer))
+        call = Call("GET", _target(object_id), headers, b"", buffer, offset)
+        came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
         with self._lock:
-            self._hits += answer.status in {206, 416}
-            self._misses += answer.status == 404
+            self._hits += came is not None
+            self._misses += came is None
+        return came
+
+    def _ranged(self, answer: Answer, offset: int, wanted: int) -> int | None:
+        """Return how many bytes came, None for an absent object. TierUnavailable if they are not those asked for."""
         if answer.status == 404:
             return None
         if answer.status == 416:
             return 0
-        if answer.status != 206:
-            raise self._refused("GET", answer)
-        return self._guarded(lambda: _ranged(answer, offset, len(buffer)))
+        found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if answer.status != 206 or found is None:
+            raise TierUnavailable(_refusal("GET", answer))
+        start, last, size = map(int, found.groups())
+        if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
+            raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
+        return answer.size
 
     def _read(self, call: Call, buffer: memoryview) -> Answer:
         peers = self._in_order()
@@ -110,7 +122,7 @@ class HttpTier:
             except TierUnavailable:
                 if position == len(peers) - 1:
                     raise
-                call = Call(call.method, call.target, call.headers, call.body, call.into)
+                call = call.again()
         raise AssertionError("there is at least one peer")
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -127,7 +139,7 @@ class HttpTier:
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
-                error = self._refused("PUT", answer)
+                error = TierUnavailable(_refusal("PUT", answer))
         if not stored and error is not None:
             with self._lock:
                 self._faults += 1
@@ -210,8 +222,9 @@ class HttpTier:
     def _refused(self, method: str, answer: Answer) -> TierUnavailable:
         if answer.status == 307:
             return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
-        text = answer.body[:200].decode(errors="replace").strip()
-        return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
+        with self._lock:
+            self._faults += 1
+        return TierUnavailable(_refusal(method, answer))
 
     def check(self) -> None:
         """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
@@ -224,15 +237,9 @@ def _target(object_id: ObjectId) -> str:
     return f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
 
 
-def _ranged(answer: Answer, offset: int, wanted: int) -> int:
-    """Return how many bytes came, if they are those that were asked for. TierUnavailable if not."""
-    found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
-    if found:
-        start, last, size = map(int, found.groups())
-        is_whole = start == offset and last - start + 1 == answer.size == min(wanted, size - offset)
-        if is_whole:
-            return answer.size
-    raise TierUnavailable(f"asked for {wanted} bytes from {offset}, came {answer.headers.get('content-range')!r}")
+def _refusal(method: str, answer: Answer) -> str:
+    text = answer.body[:200].decode(errors="replace").strip()
+    return f"{method} was answered with status {answer.status}: {text}"
 
 
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
@@ -249,13 +256,13 @@ def http_tier(
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
 ) -> HttpTier:
-    """Return the tier of the servers that a URL names, not yet opened. ValueError as in `servers_of`.
+    """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
-    `extra` headers go with every request.
+    ValueError as in `servers_of`.
     """
     servers = servers_of(url)
-    bounds, headers = settings or PeerSettings(), [*servers.headers, *extra]
-    peers = [Peer(each, headers, bounds, clock, time.sleep) for each in servers.endpoints]
+    bounds = settings or PeerSettings()
+    peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
 
 

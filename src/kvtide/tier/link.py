@@ -75,8 +75,9 @@ class Link:
         self._is_aborted = False
         # Whether the exchange under way has got any byte back.
         self.has_answer = False
-        # Bytes of that answer's body that are in the caller's buffer.
+        # What of a body came into the caller's buffer, and the ETag of the object that it is of; kept after a fault.
         self.received = 0
+        self.tag = ""
 
     def open(self, patience: Patience) -> None:
         """Connect."""
@@ -111,7 +112,7 @@ class Link:
 
         Never more bytes than `into` has: an answer that is longer is refused.
         """
-        self.has_answer, self.received = False, 0
+        self.has_answer, self.received, self.tag = False, 0, ""
         self._send(head, body, patience)
         is_head = head.startswith(b"HEAD ")
         answer = parse_response_head(self._read_head(patience))
@@ -121,6 +122,7 @@ class Link:
         if into is not None and answer.status in {200, 206}:
             if length > len(into):
                 raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
+            self.tag = answer.headers.get("etag", "")
             self._read_into(into[:length], patience)
             small = b""
         else:

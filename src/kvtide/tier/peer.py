@@ -38,16 +38,29 @@ class PeerSettings:
 
 
 class Call:
-    """One request, which another thread may abort."""
+    """One request, which another thread may abort. One for a range that begins at `start` goes on after a fault.
+
+    Wherever it is tried next: at another server it asks for the rest, and begins again if that is of another object.
+    """
 
     def __init__(
-        self, method: str, target: str, headers: Sequence[tuple[str, str]], body: Buffer, into: memoryview | None
+        self,
+        method: str,
+        target: str,
+        headers: Sequence[tuple[str, str]],
+        body: Buffer,
+        into: memoryview | None,
+        start: int | None = None,
     ) -> None:
         self.method = method
         self.target = target
         self.headers = headers
         self.body = body
         self.into = into
+        self.start = start
+        # How many bytes are in `into` already, and the ETag of the object that they are of.
+        self.received = 0
+        self.tag = ""
         self._lock = threading.Lock()
         self._link: Link | None = None
         self.is_aborted = False
@@ -63,6 +76,44 @@ class Call:
         """Note that the connection is somebody else's again."""
         with self._lock:
             self._link = None
+
+    def again(self) -> Call:
+        """Return the same request to be sent elsewhere, for what has not come yet."""
+        other = Call(self.method, self.target, self.headers, self.body, self.into, self.start)
+        other.received, other.tag = self.received, self.tag
+        return other
+
+    def missing(self) -> tuple[Sequence[tuple[str, str]], memoryview | None]:
+        """Return the headers and the part of the buffer for what has not come yet."""
+        if self.start is None or self.into is None or not self.received:
+            return self.headers, self.into
+        others = [header for header in self.headers if header[0] != "Range"]
+        rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
+        return [*others, rest], self.into[self.received :]
+
+    def keep(self, link: Link) -> None:
+        """Count what an exchange brought before it failed."""
+        if self.start is None or self.into is None or not link.tag:
+            return
+        if self.tag in {"", link.tag}:
+            self.received, self.tag = self.received + link.received, link.tag
+        else:
+            self.received, self.tag = 0, ""
+
+    def whole(self, answer: Answer) -> Answer:
+        """Return an answer for the rest as one for all of it.
+
+        ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
+        """
+        if not self.received or answer.status not in {206, 416}:
+            return answer
+        content = answer.headers.get("content-range", "")
+        expected = f"bytes {(self.start or 0) + self.received}-"
+        if answer.status == 416 or answer.headers.get("etag") != self.tag or not content.startswith(expected):
+            self.received, self.tag = 0, ""
+            raise ConnectionError("the rest of the body is not to be had here")
+        headers = {**answer.headers, "content-range": f"bytes {self.start}-{content.removeprefix(expected)}"}
+        return answer._replace(headers=headers, size=self.received + answer.size)
 
     def abort(self) -> None:
         """End the call where it is; it fails at once and is not tried again."""
@@ -144,18 +195,21 @@ class Peer:
                     link.open(patience)
                 left_ms = max(1, int(1000 * (patience.deadline_s - self._clock.monotonic_s())))
                 length = [("Content-Length", str(len(call.body)))] if call.method in {"PUT", "POST"} else []
-                headers = [*self._headers, (DEADLINE_HEADER, str(left_ms)), *call.headers, *length]
+                asked, into = call.missing()
+                headers = [*self._headers, (DEADLINE_HEADER, str(left_ms)), *asked, *length]
                 head = pack_request_head(call.method, call.target, headers)
-                answer = link.exchange(head, call.body, call.into, patience)
+                answer = link.exchange(head, call.body, into, patience)
                 call.leave()
                 self._give_back(link, link.is_open)
-                return answer
+                break
             except BaseException as error:
                 call.leave()
+                call.keep(link)
                 is_stale = not is_fresh and not link.has_answer and isinstance(error, ConnectionError)
                 self._give_back(link, is_usable=False)
                 if not is_stale or call.is_aborted:
                     raise
+        return call.whole(answer)
 
     def _take(self, patience: Patience) -> tuple[Link, bool]:
         with self._changed:
