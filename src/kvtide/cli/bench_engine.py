@@ -54,9 +54,9 @@ def bench_engine(
             _show,
             dtype,
         )
+    emit(result, engine.table, as_json)
     if plot is not None:
         engine.plot(result, plot)
-    emit(result, engine.table, as_json)
 
 
 def bench_offload(
