@@ -9,7 +9,8 @@ from kvtide.block import BlockLayout
 from kvtide.cache import Cache
 from kvtide.codec import CachegenCodec, CodecRegistry
 from kvtide.codec.calibrate import ProfileFitter
-from kvtide.explain import Verdict, explain
+from kvtide.explain import Verdict, explain, weigh
+from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.wire import pack_object
 from tests.stores import stored_records
@@ -30,6 +31,31 @@ def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
 def test_whole_prompt_is_found(stored: Cache) -> None:
     found = explain(stored.tiers, namespace(), PROMPT, 16)
     assert (found.hit_tokens, found.verdict, found.first_missing) == (64, Verdict.ALL_FULL_BLOCKS, None)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "way"), [(1e12, Way.LOAD), (0.0, Way.RECOMPUTE), (1.0, Way.RECOMPUTE)])
+def test_link_decides_between_loading_and_recomputing(stored: Cache, bytes_per_s: float, way: Way) -> None:
+    decision = weigh(explain(stored.tiers, namespace(), PROMPT, 16), PrefillSpeed(100.0), bytes_per_s)
+    assert decision is not None
+    assert (decision.way, decision.recompute_s) == (way, 0.64)
+
+
+def test_load_time_counts_what_is_needed_least(layout: BlockLayout, tmp_path: Path, open_cache: OpenCache) -> None:
+    tier, meta, codec = open_cache(tmp_path).tiers, metas_of(layout, 1)[0], CachegenCodec()
+    sections = codec.encode(meta, smooth_bits(layout, 1))
+    packed = pack_object(meta, codec.codec_id, sections)
+    tier.put_from(meta.id, packed)
+    found = explain(tier, namespace(), PROMPT, 16)
+    later = sum(len(section.data) for section in sections if section.id.refinement)
+    assert later > 0
+    assert found.base_bytes == (len(packed) - later,)
+    decision = weigh(found, PrefillSpeed(1.0), 1000.0)
+    assert decision is not None
+    assert decision.load_s == pytest.approx((len(packed) - later) / 1000)
+
+
+def test_nothing_found_is_nothing_to_decide(stored: Cache) -> None:
+    assert weigh(explain(stored.tiers, namespace(), range(5), 16), PrefillSpeed(1.0), 1.0) is None
 
 
 def test_short_prompt_is_named(stored: Cache) -> None:

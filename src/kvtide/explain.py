@@ -8,11 +8,12 @@ from typing import NamedTuple
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.keys import TokenIds, block_keys, tokens_array
+from kvtide.stream.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object
 
-__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object"]
+__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object", "weigh"]
 
 
 class Verdict(Enum):
@@ -30,7 +31,10 @@ class Verdict(Enum):
 
 
 class Explanation(NamedTuple):
-    """What a look-up of this prompt finds and why it ends there; `needs` names a codec or profile that is not here."""
+    """What a look-up of this prompt finds and why it ends there.
+
+    needs: names a codec or profile that is not here. base_bytes: what each hit block takes at its least quality.
+    """
 
     prompt_tokens: int
     full_blocks: int
@@ -40,6 +44,7 @@ class Explanation(NamedTuple):
     first_missing: BlockKey | None
     elsewhere: tuple[Namespace, ...]
     needs: str = ""
+    base_bytes: tuple[int, ...] = ()
 
 
 def explain(
@@ -51,7 +56,7 @@ def explain(
     """
     prompt = tokens_array(tokens)
     keys = block_keys(namespace, prompt, block_tokens)
-    hits = 0
+    base_bytes: list[int] = []
     verdict = Verdict.ALL_FULL_BLOCKS if keys else Verdict.SHORTER_THAN_BLOCK
     elsewhere: tuple[Namespace, ...] = ()
     needs = ""
@@ -63,12 +68,36 @@ def explain(
         if registry is not None and registry.get(found.codec_id, found.profile) is None:
             verdict, needs = Verdict.CODEC_ABSENT, _needs(found)
             break
-        hits += 1
+        base_bytes.append(_base_bytes(found))
+    hits = len(base_bytes)
     first_missing = keys[hits] if hits < len(keys) else None
     if verdict is Verdict.NEVER_STORED:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
         verdict = Verdict.OTHER_NAMESPACE if elsewhere else verdict
-    return Explanation(len(prompt), len(keys), hits, hits * block_tokens, verdict, first_missing, elsewhere, needs)
+    hit_tokens = hits * block_tokens
+    bases = tuple(base_bytes)
+    return Explanation(len(prompt), len(keys), hits, hit_tokens, verdict, first_missing, elsewhere, needs, bases)
+
+
+def _base_bytes(stored: StoredObject) -> int:
+    later = sum(entry.size for entry in stored.entries if entry.id.refinement)
+    return stored.object_bytes - later
+
+
+def weigh(found: Explanation, prefill: PrefillSpeed, bytes_per_s: float) -> Decision | None:
+    """Return whether loading what was found beats recomputing it over a link of this rate; None if nothing was found.
+
+    The decision is the one that streaming loads take (`stream.plan.decide`). ValueError for a negative rate.
+    """
+    if not found.hit_blocks:
+        return None
+    block_tokens = found.hit_tokens // found.hit_blocks
+    starts = range(0, found.hit_tokens, block_tokens)
+    chunks = [
+        Chunk(start, start + block_tokens, (size,), (0.0,))
+        for start, size in zip(starts, found.base_bytes, strict=True)
+    ]
+    return decide(Request(tuple(chunks), True, prefill, 0.0), bytes_per_s)
 
 
 def _needs(stored: StoredObject) -> str:

@@ -79,6 +79,15 @@ def test_explain_names_the_reason(store: Path, layout: BlockLayout, tmp_path: Pa
     assert "removed" in result["reason"]
 
 
+def test_explain_weighs_loading_against_recomputing(store: Path, layout: BlockLayout, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(list(range(60))))
+    explain = ("explain", "--tokens", tmp_path / "tokens.json", "--block-tokens", 16, "--store", store)
+    slow = kvtide_json(*explain, "--link-mbit-s", 0.0001, "--prefill-tokens-s", 1000)
+    assert slow["decision"]["way"] == "recompute"
+    assert slow["decision"]["recompute_s"] == 0.048
+    assert kvtide(*explain, "--link-mbit-s", 100).returncode == 2
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1, 'a']", '["a"]', "\xff"])
 def test_explain_refuses_a_bad_token_file(content: str, store: Path, tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text(content, encoding="latin-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
 from kvtide.engines.profiles import read_profile, shipped_profiles
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.explain import Explanation, Verdict, read_header, read_object
+from kvtide.explain import Explanation, Verdict, read_header, read_object, weigh
 from kvtide.explain import explain as explain_prompt
+from kvtide.stream.plan import PrefillSpeed
 from kvtide.tier import ObjectInfo, Tier, open_tier
 from kvtide.types import Namespace
 
@@ -181,8 +183,18 @@ def rm(
         CONSOLE.print(f"removed {removed} objects, {format_bytes(removed_bytes)}")
 
 
+class DecisionRow(msgspec.Struct, frozen=True):
+    """Load or recompute, and the seconds that each way takes; None where a way never ends."""
+
+    way: str
+    reason: str
+    load_s: float | None
+    recompute_s: float
+    both_s: float | None
+
+
 class ExplainRow(msgspec.Struct, frozen=True):
-    """An explanation as the command prints it."""
+    """An explanation as the command prints it; `decision` only where link and engine were given."""
 
     store: str
     namespace: str
@@ -194,6 +206,7 @@ class ExplainRow(msgspec.Struct, frozen=True):
     first_missing_key: str | None
     elsewhere: list[str]
     needs: str
+    decision: DecisionRow | None
 
 
 def explain(
@@ -203,10 +216,16 @@ def explain(
     namespace: Annotated[str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens.")] = None,
     block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
     profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that ship.")] = None,
+    link: Annotated[
+        float | None, typer.Option("--link-mbit-s", help="Rate of a link, with --prefill-tokens-s: load or recompute?")
+    ] = None,
+    prefill: Annotated[float | None, typer.Option("--prefill-tokens-s", help="Speed of the engine.")] = None,
     url: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
+    if (link is None) != (prefill is None):
+        raise ValueError("load or recompute is decided by both: give --link-mbit-s and --prefill-tokens-s")
     known = [*shipped_profiles(), *(read_profile(path) for path in profile or ())]
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
@@ -217,7 +236,7 @@ def explain(
             assert tokens is not None
             digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
         found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known))
-    row = _explain_row(url, digest, found)
+    row = _explain_row(url, digest, found, _decision_row(found, link, prefill))
     if as_json:
         emit_json(row)
         return
@@ -229,9 +248,27 @@ def explain(
         CONSOLE.print(f"it needs {row.needs}")
     for other in row.elsewhere:
         CONSOLE.print(f"stored under namespace {other[:12]}; `kvtide stats` names its model")
+    if row.decision:
+        seconds = f"loading {_seconds(row.decision.load_s)}, computing {_seconds(row.decision.recompute_s)}"
+        CONSOLE.print(f"{row.decision.way}: {row.decision.reason} ({seconds}, both {_seconds(row.decision.both_s)})")
 
 
-def _explain_row(url: str, digest: Namespace, found: Explanation) -> ExplainRow:
+def _seconds(value: float | None) -> str:
+    return "forever" if value is None else f"{value:.3g} s"
+
+
+def _decision_row(found: Explanation, link_mbit_s: float | None, prefill_tokens_s: float | None) -> DecisionRow | None:
+    if link_mbit_s is None or prefill_tokens_s is None:
+        return None
+    decision = weigh(found, PrefillSpeed(prefill_tokens_s), link_mbit_s * 1e6 / 8)
+    if decision is None:
+        return None
+    load_s, both_s = (value if math.isfinite(value) else None for value in (decision.load_s, decision.both_s))
+    way = decision.way
+    return DecisionRow(way.name.lower(), way.value, load_s, decision.recompute_s, both_s)
+
+
+def _explain_row(url: str, digest: Namespace, found: Explanation, decision: DecisionRow | None) -> ExplainRow:
     left_over = found.prompt_tokens - found.hit_tokens
     reason = found.verdict.value
     if found.verdict is Verdict.ALL_FULL_BLOCKS and left_over:
@@ -247,6 +284,7 @@ def _explain_row(url: str, digest: Namespace, found: Explanation) -> ExplainRow:
         first_missing_key=found.first_missing.hex() if found.first_missing else None,
         elsewhere=[other.hex() for other in found.elsewhere],
         needs=found.needs,
+        decision=decision,
     )
 
 
