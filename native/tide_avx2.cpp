@@ -11,6 +11,12 @@ using Vector = __m256i;
 
 Vector load32(const void* from) { return _mm256_loadu_si256(static_cast<const Vector*>(from)); }
 
+Vector spread32(const std::int16_t* pair) {
+  std::int32_t both;
+  std::memcpy(&both, pair, sizeof both);
+  return _mm256_set1_epi32(both);
+}
+
 // Row m spreads leading words over the lanes of mask m.
 struct WordSpread {
   alignas(16) std::uint8_t row[256][16];
@@ -60,18 +66,19 @@ bool take(const TideRows& rows, const TideLists<const std::int16_t>& lists) {
   return take_rows(rows, lists, take_contexts_by_8);
 }
 
-// Eight sums, two columns, a token and a product fit the sixteen registers; wider panels spill.
-void multiply(const std::int16_t* tokens, const std::int16_t* columns, std::size_t pairs, std::int32_t* sums) {
+// Eight sums, two columns, a token and a product fit the sixteen registers; wider panels spill, as do sums within another
+// function.
+[[gnu::noinline]] void multiply(const std::int16_t* tokens, const std::int16_t* columns, std::span<const std::uint32_t> pairs,
+                                std::int32_t* sums) {
   Vector sum[tide_panel_tokens][2];
 #pragma GCC unroll 4
   for (std::size_t t = 0; t < tide_panel_tokens; ++t) sum[t][0] = sum[t][1] = _mm256_setzero_si256();
-  for (std::size_t pair = 0; pair < pairs; ++pair, tokens += 2 * tide_panel_tokens, columns += 2 * tide_panel_columns) {
-    const Vector left = load32(columns), right = load32(columns + 16);
+  for (const std::size_t pair : pairs) {
+    const std::int16_t* from = columns + pair * 2 * tide_panel_columns;
+    const Vector left = load32(from), right = load32(from + 16);
 #pragma GCC unroll 4
     for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
-      std::int32_t both;
-      std::memcpy(&both, tokens + 2 * t, sizeof both);
-      const Vector token = _mm256_set1_epi32(both);
+      const Vector token = spread32(tokens + 2 * (pair * tide_panel_tokens + t));
       sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(token, left));
       sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(token, right));
     }

@@ -73,6 +73,8 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     assert not apart.any()
     assert np.array_equal(out, twin.project(values, mean, scale, matrix[:used]))
 
+    # Mostly zeros, as at a coarse step: whole pairs of components are zero in neighbouring tokens.
+    out[rng.random(out.shape) < 0.8] = 0
     classes = rng.integers(0, 3, (used, 4)).astype(np.uint16)
     pulls = rng.integers(0, 4, (3, 4)).astype(np.int8)
     pulls[:, 0] = 0

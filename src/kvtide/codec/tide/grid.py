@@ -113,7 +113,7 @@ def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[
 
 def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
     over = scales[:, None] + (gains - units + _TABLE_UNITS)
-    found: NDArray[np.uint16] = tables[np.minimum(np.maximum(over, 0), 2 * _TABLE_UNITS)]
+    found: NDArray[np.uint16] = tables.take(over, mode="clip")
     return found
 
 
