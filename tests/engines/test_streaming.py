@@ -125,7 +125,7 @@ def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
     link = LinkState(HarmonicRate())
     link.estimator.add(10, 0.0, 1.0)
     source = MadeSource(stored.objects)
-    engine, report, stats = stored.load([source], (0.0,), Wish(PrefillSpeed(1e5), 1.0), link)
+    engine, report, stats = stored.load([source], (0.0,), Wish(PrefillSpeed(1e5), 1.0), link, SlowPrefill)
     assert report.decision.way is Way.RECOMPUTE
     assert stats.ways == {Way.RECOMPUTE: 1}
     assert stats.received_bytes == 0
@@ -143,7 +143,8 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
     object_id = stored.metas[4].id
     data = bytearray(stored.objects[object_id])
     data[-1] ^= 1
-    engine, report, _ = stored.load([MadeSource({**stored.objects, object_id: bytes(data)})], (0.0,), Wish(SPEED, 0.0))
+    source = MadeSource({**stored.objects, object_id: bytes(data)})
+    engine, report, _ = stored.load([source], (0.0,), Wish(SPEED, 0.0), prefill=SlowPrefill)
     assert report.tokens == 96
     assert report.fetch.faults <= 1
     assert torch.equal(stored.answer(engine), stored.plain_answer())
