@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.servers import RunningServer, running_server
 
+from kvtide.bench.services import wait_until
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -254,19 +255,11 @@ def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
             sock.sendall(head)
-        wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20)
+        wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent or free", 5.0)
         answer = exchange(server, head)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in answer
-    wait_until(lambda: server.service.buffers.lent_bytes == 0)
-
-
-def wait_until(is_done: object, timeout_s: float = 5.0) -> None:
-    assert callable(is_done)
-    deadline_s = time.monotonic() + timeout_s
-    while not is_done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be lent or free", 5.0)
 
 
 def test_connections_above_the_bound_are_turned_away() -> None:
@@ -294,7 +287,7 @@ def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
             # Takes nothing: its slice holds the only slot until it stalls for too long.
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1)
+            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used", 5.0)
             answer, _ = ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": "100"})
             assert answer.status == 504
 
@@ -305,7 +298,7 @@ def test_stalled_reader_leaves_its_slot_to_others() -> None:
         with server.connect() as hog:
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1)
+            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used", 5.0)
             started_s = time.monotonic()
             content = ask(server, "GET", path_of(object_id(1)))[1]
             assert len(content) == 16 << 20 and time.monotonic() - started_s < 5
@@ -317,7 +310,7 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
         ask(server, "PUT", path_of(object_id(1)), data)
         with server.connect() as idle, server.connect() as busy:
             busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
-            wait_until(lambda: server.service.buffers.lent_bytes > 0)
+            wait_until(lambda: server.service.buffers.lent_bytes > 0, "the buffers to be lent or free", 5.0)
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             assert idle.recv(1) == b""

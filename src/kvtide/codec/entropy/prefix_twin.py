@@ -1,13 +1,14 @@
 """The prefix coder again, one symbol at a time: slow, readable, and the truth that the native coder is tested against.
 
 Follows docs/codec.md word by word and shares no code with the native coder. Arguments are not checked.
-Bits are characters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+
+from kvtide.codec.entropy.twin_bits import BitReader, field_bits, to_bits, to_bytes
 
 __all__ = ["codes", "decode", "encode", "lengths", "read_tables", "write_tables"]
 
@@ -45,16 +46,6 @@ def codes(row: Sequence[int]) -> list[str]:
     return result
 
 
-def to_bytes(bits: str) -> bytes:
-    """Return bits as bytes, the first bit lowest."""
-    return bytes(int(bits[start : start + 8][::-1], 2) for start in range(0, len(bits), 8))
-
-
-def to_bits(data: bytes) -> str:
-    """Return bytes as bits, the lowest bit first."""
-    return "".join(format(byte, "08b")[::-1] for byte in data)
-
-
 def encode(
     symbols: Sequence[int], tables: Sequence[Sequence[int]], run_tables: Sequence[int], run_symbols: int
 ) -> bytes:
@@ -89,29 +80,21 @@ def write_tables(tables: Sequence[Sequence[int]]) -> bytes:
     for row in tables:
         used = [symbol for symbol in range(SYMBOLS) if row[symbol]]
         fields = [(used[0], 5), (used[-1], 5), *((length, 4) for length in row[used[0] : used[-1] + 1])]
-        bits += "".join(format(value, f"0{width}b")[::-1] for value, width in fields)
+        bits += field_bits(fields)
     return to_bytes(bits)
 
 
 def read_tables(data: bytes, count: int) -> list[list[int]] | None:
     """Return what `write_tables` wrote, or None if `data` is not exactly that."""
-    bits = to_bits(data)
-    at = 0
-
-    def take(width: int) -> int:
-        nonlocal at
-        at += width
-        field = bits[at - width : at]
-        return int(field[::-1], 2) if field else 0
-
+    reader = BitReader(data)
     tables = []
     for _ in range(count):
-        first, last = take(5), take(5)
+        first, last = reader.take(5), reader.take(5)
         row = [0] * SYMBOLS
-        row[first : last + 1] = [take(4) for _ in range(first, last + 1)]
-        if at > len(bits) or first >= last or not row[first] or not row[last] or max(row) > LENGTH_MAX:
+        row[first : last + 1] = [reader.take(4) for _ in range(first, last + 1)]
+        if reader.has_overrun or first >= last or not row[first] or not row[last] or max(row) > LENGTH_MAX:
             return None
         if sum(2.0**-length for length in row if length) != 1:
             return None
         tables.append(row)
-    return tables if len(bits) - at < 8 and "1" not in bits[at:] else None
+    return tables if reader.is_at_end else None

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvtide.codec.entropy.twin_bits import BitReader, field_bits, to_bytes
+
 __all__ = ["SlotMap", "decode", "encode", "quantise", "read_tables", "slot_map", "write_tables"]
 
 LANES = 32
@@ -166,34 +168,23 @@ def write_tables(tables: Sequence[Sequence[int]]) -> bytes:
             fields.append((length, 4))
             if length > 1:
                 fields.append((frequency - (1 << length - 1), length - 1))
-    bits = "".join(format(value, f"0{width}b")[::-1] for value, width in fields)
-    return bytes(int(bits[start : start + 8][::-1], 2) for start in range(0, len(bits), 8))
+    return to_bytes(field_bits(fields))
 
 
 def read_tables(data: bytes, count: int) -> list[list[int]] | None:
     """Return what `write_tables` wrote, or None if `data` is not exactly that."""
-    bits = "".join(format(byte, "08b")[::-1] for byte in data)
-    at = 0
-
-    def take(width: int) -> int:
-        nonlocal at
-        at += width
-        field = bits[at - width : at]
-        return int(field[::-1], 2) if field else 0
-
+    reader = BitReader(data)
     tables = []
     for _ in range(count):
-        first, last = take(5), take(5)
+        first, last = reader.take(5), reader.take(5)
         frequencies = [0] * SYMBOLS
         for symbol in range(first, last):
-            length = take(4)
+            length = reader.take(4)
             if length > 12:
                 return None
-            frequencies[symbol] = (1 << length - 1) + take(length - 1) if length else 0
+            frequencies[symbol] = (1 << length - 1) + reader.take(length - 1) if length else 0
         frequencies[last] = TOTAL - sum(frequencies)
-        if at > len(bits) or first >= last or not frequencies[first] or not 0 < frequencies[last] < TOTAL:
+        if reader.has_overrun or first >= last or not frequencies[first] or not 0 < frequencies[last] < TOTAL:
             return None
         tables.append(frequencies)
-    if len(bits) - at >= 8 or "1" in bits[at:]:
-        return None
-    return tables
+    return tables if reader.is_at_end else None
