@@ -6,6 +6,7 @@ nothing of kvtide's besides the connector that the start names, so that every pe
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import sys
@@ -87,6 +88,7 @@ class _Session:
 
         from vllm import LLM
 
+        _hide_llvmlite()
         transfer = {"kv_transfer_config": KVTransferConfig(**start.transfer)} if start.transfer else {}
         self._llm = LLM(model=start.model, **start.options, **transfer)
         self._engine = self._llm.llm_engine
@@ -156,6 +158,17 @@ class _Session:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _hide_llvmlite() -> None:
+    """Let vLLM register kernels although numba is imported, as LMCache does.
+
+    vLLM reads every object's `__dict__`; llvmlite's library takes that for the name of a C function (AttributeError).
+    """
+    if importlib.util.find_spec("llvmlite") is not None:
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
 
 
 def main() -> None:
