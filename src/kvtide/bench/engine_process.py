@@ -35,7 +35,8 @@ def kvtide_transfer(store: str, **options: Any) -> dict[str, Any]:
 class EngineProcess:
     """A running engine. Use it with `with`; RuntimeError with the end of its log if it dies.
 
-    `python` is the interpreter of an environment with vLLM and kvtide. The log goes to `log`.
+    `python` is the interpreter of an environment with vLLM and kvtide. The log goes to `log`; `prefix` are words to put
+    before the command.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class EngineProcess:
         options: Mapping[str, Any] | None = None,
         dtype: str = "float32",
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        self._command = [str(python), "-m", _SESSION]
+        self._command = [*prefix, str(python), "-m", _SESSION]
         self._log = log
         self._environment = engine_environment(environment or {})
         self._start = {
