@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -96,15 +95,18 @@ def run(
     """
     if len(tokens) < size.text_tokens():
         raise ValueError(f"the text must have {size.text_tokens()} tokens, got {len(tokens)}")
-    chosen = contenders(python, lmcache_python, peers, stores, work)
-    with ExitStack() as stack:
-        chosen += stack.enter_context(link_contenders(python, link_mbit_s, work))
-        seats = [Seat(each, model, size, work / f"{number}.log", dtype) for number, each in enumerate(chosen)]
-        contest = Contest(seats, tokens, size, show)
-        stack.callback(contest.close)
-        contest.play()
-    turns = {seat.contender.name: seat.turns for seat in contest.seats}
-    return result_of(turns, contest.failures, link_mbit_s, model.name, dtype)
+    here = contenders(python, lmcache_python, peers, stores, work)
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    failures: dict[str, str] = {}
+    with link_contenders(python, link_mbit_s, work) as linked:
+        # Engines take 2 GB each, so that those behind the link come when the others have gone.
+        for chosen in filter(None, (here, linked)):
+            seats = [Seat(each, model, size, work / f"{each.name.partition('/')[0]}.log", dtype) for each in chosen]
+            with Contest(seats, tokens, size, show) as contest:
+                contest.play()
+            turns.update({seat.contender.name: seat.turns for seat in contest.seats})
+            failures.update(contest.failures)
+    return result_of(turns, failures, link_mbit_s, model.name, dtype)
 
 
 def result_of(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -68,7 +69,7 @@ class Seat:
         self._log = log
         options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
         self._engine_of = partial(
-            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, prefix=contender.prefix
+            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix
         )
         self._answer_tokens = size.answer_tokens
         self._running = ExitStack()
@@ -103,7 +104,7 @@ class Seat:
 
 
 class Contest:
-    """All seats and the rounds that they play. Use `close` at the end, whatever happened."""
+    """All seats and the rounds that they play. Use it with `with`: at its end no engine runs."""
 
     def __init__(self, seats: Sequence[Seat], tokens: Sequence[int], size: EngineBenchSize, show: Show) -> None:
         self.seats = list(seats)
@@ -113,8 +114,12 @@ class Contest:
         self._show = show
         self._turn = 0
 
-    def close(self) -> None:
-        """End all engines. Idempotent."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for seat in self.seats:
             seat.close()
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import select
+import signal
+import socket
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -108,8 +112,7 @@ class _Session:
             stats = self._check()
         else:
             raise ValueError(f"unknown job {job.verb!r}")
-        rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Result(answers, time.perf_counter() - started_s, is_done, rss_kib << 10, stats)
+        return Result(answers, time.perf_counter() - started_s, is_done, _rss_bytes(), stats)
 
     def _generate(self, prompts: list[Prompt]) -> list[Answer]:
         from vllm.inputs import TokensPrompt
@@ -143,7 +146,8 @@ class _Session:
         scheduler.scheduler.check()
         worker.worker.check()
         cache = worker.worker.cache
-        cache.index.check()
+        cache.check()
+        scheduler.scheduler.cache.check()
         pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         stats: dict[str, Any] = msgspec.to_builtins(cache.stats()._asdict())
         # One page is vLLM's own placeholder.
@@ -160,6 +164,11 @@ class _Session:
         self._engine.engine_core.shutdown()
 
 
+def _rss_bytes() -> int:
+    """Return the memory that this process has now, not its peak."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
 def _hide_llvmlite() -> None:
     """Let vLLM register kernels although numba is imported, as LMCache does.
 
@@ -172,14 +181,50 @@ def _hide_llvmlite() -> None:
 
 
 def main() -> None:
-    """Serve jobs from standard input until it ends. What the engine prints goes to standard error."""
+    """Serve jobs from standard input until it ends; given an address, fork who does so for each connection there.
+
+    What the engine prints goes to standard error.
+    """
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    session = _Session(msgspec.json.decode(sys.stdin.readline(), type=Start))
-    replies.write(msgspec.json.encode(Result()) + b"\n")
-    for line in sys.stdin:
-        replies.write(msgspec.json.encode(session.do(msgspec.json.decode(line, type=Job))) + b"\n")
+    if len(sys.argv) == 1:
+        _serve(sys.stdin.buffer, replies)
+    else:
+        _nurse(sys.argv[1], replies)
+
+
+def _serve(jobs: BinaryIO, replies: BinaryIO) -> None:
+    session = _Session(msgspec.json.decode(jobs.readline(), type=Start))
+    _reply(replies, Result(stats={"pid": os.getpid()}))
+    for line in jobs:
+        _reply(replies, session.do(msgspec.json.decode(line, type=Job)))
     session.close()
+
+
+def _reply(replies: BinaryIO, result: Result) -> None:
+    replies.write(msgspec.json.encode(result) + b"\n")
+    replies.flush()
+
+
+def _nurse(address: str, replies: BinaryIO) -> None:
+    # Most of an engine's start is imports; they start no threads, which a fork would lose.
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(address)
+        door.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        replies.write(b"ready\n")
+        # Standard input ends with whoever has started this.
+        while door in select.select([door, sys.stdin], [], [])[0]:
+            connection, _ = door.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                door.close()
+                _serve(connection.makefile("rb"), connection.makefile("wb"))
+                return
+            connection.close()
 
 
 if __name__ == "__main__":
