@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtide.bench import engine, engine_turns
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.bench.engine_peers import Contender, contenders, link_contenders, settle
 from kvtide.bench.engine_process import EngineProcess
 from kvtide.bench.engine_turns import Contest, EngineBenchSize, Turn
@@ -48,6 +49,11 @@ def test_short_text_is_refused(tmp_path: Path) -> None:
 def test_engine_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has died"):
         EngineProcess(PYTHON, tmp_path, tmp_path / "log").open()
+
+
+def test_nursery_that_dies_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no engines"), EngineNursery(PYTHON, tmp_path / "log"):
+        pass
 
 
 def test_settling_waits_for_nothing_where_there_is_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvtide.bench.engine_process import EngineNursery, EngineProcess
+from kvtide.bench.engine_nursery import EngineNursery
+from kvtide.bench.engine_process import EngineProcess
 
 PROMPT_TOKENS = 2068
 ANSWER_TOKENS = 16

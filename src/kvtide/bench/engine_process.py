@@ -6,10 +6,9 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from types import TracebackType
@@ -17,9 +16,10 @@ from typing import IO, Any, Self
 
 import msgspec
 
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.config import engine_environment
 
-__all__ = ["EngineNursery", "EngineProcess", "kvtide_transfer"]
+__all__ = ["EngineProcess", "kvtide_transfer"]
 
 CLOSE_S_MAX = 60.0
 _SESSION = "kvtide.engines.vllm.session"
@@ -158,43 +158,3 @@ class EngineProcess:
             raise RuntimeError("the engine has died:\n" + "\n".join(tail))
         result: dict[str, Any] = msgspec.json.decode(line)
         return result
-
-
-class EngineNursery:
-    """A process that has imported vLLM and forks engines, so that only the first start waits for the imports.
-
-    Use it with `with`. RuntimeError if it does not come up.
-    """
-
-    def __init__(self, python: Path, log: Path) -> None:
-        self._python = python
-        self._log = log
-        self._running = ExitStack()
-        self._address = ""
-
-    def __enter__(self) -> Self:
-        # A socket's path must be short.
-        folder = self._running.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-"))
-        self._address = f"{folder}/engines"
-        command = [str(self._python), "-m", _SESSION, self._address]
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, env=engine_environment({}))
-        # Closes its input, which ends it, and waits.
-        self._running.enter_context(process)
-        assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
-            self._running.close()
-            tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
-            raise RuntimeError("no engines can be started:\n" + "\n".join(tail))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._running.close()
-
-    def connect(self) -> socket.socket:
-        """Return a connection to a new engine's process."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._address)
-        return connection

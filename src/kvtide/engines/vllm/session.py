@@ -9,9 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
-import select
-import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-__all__ = ["Answer", "Job", "Prompt", "Result", "Start"]
+__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "serve"]
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -180,20 +177,8 @@ def _hide_llvmlite() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
-def main() -> None:
-    """Serve jobs from standard input until it ends; given an address, fork who does so for each connection there.
-
-    What the engine prints goes to standard error.
-    """
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    if len(sys.argv) == 1:
-        _serve(sys.stdin.buffer, replies)
-    else:
-        _nurse(sys.argv[1], replies)
-
-
-def _serve(jobs: BinaryIO, replies: BinaryIO) -> None:
+def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
+    """Start the engine that the first line of `jobs` asks for and do the others until they end."""
     session = _Session(msgspec.json.decode(jobs.readline(), type=Start))
     _reply(replies, Result(stats={"pid": os.getpid()}))
     for line in jobs:
@@ -206,25 +191,11 @@ def _reply(replies: BinaryIO, result: Result) -> None:
     replies.flush()
 
 
-def _nurse(address: str, replies: BinaryIO) -> None:
-    # Most of an engine's start is imports; they start no threads, which a fork would lose.
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(address)
-        door.listen()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        replies.write(b"ready\n")
-        # Standard input ends with whoever has started this.
-        while door in select.select([door, sys.stdin], [], [])[0]:
-            connection, _ = door.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                door.close()
-                _serve(connection.makefile("rb"), connection.makefile("wb"))
-                return
-            connection.close()
+def main() -> None:
+    """Serve jobs from standard input until it ends. What the engine prints goes to standard error."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, replies)
 
 
 if __name__ == "__main__":
