@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from kvtide.config import engine_environment
+from kvtide.engines.vllm.session import import_engine, serve
 
 __all__ = ["EngineNursery"]
 
@@ -65,11 +66,7 @@ class EngineNursery:
 
 def main(address: str) -> None:
     """Fork a session for each connection to `address` until standard input ends."""
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    from kvtide.engines.vllm.session import serve
-
+    import_engine()
     with os.fdopen(os.dup(1), "wb") as parent:
         # What engines print must not be taken for a reply.
         os.dup2(2, 1)

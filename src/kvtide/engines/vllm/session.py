@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "serve"]
+__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "import_engine", "serve"]
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -175,6 +175,12 @@ def _hide_llvmlite() -> None:
         from llvmlite.binding import ffi
 
         ffi.lib._fntab["__dict__"] = {}
+
+
+def import_engine() -> None:
+    """Do what most of an engine's start goes into; starts no threads, which a fork would lose."""
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
