@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = ["Buffer", "Checked", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -89,6 +89,14 @@ class Recorded(Protocol):
 
     def records(self) -> Iterator[Record]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A tier that can check its own accounting."""
+
+    def check(self) -> None:
+        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
 
 
 @runtime_checkable

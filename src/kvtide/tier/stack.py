@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
+from kvtide.tier.base import Buffer, Checked, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
@@ -366,6 +366,12 @@ class TierStack:
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
         return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+
+    def check(self) -> None:
+        """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
+        for tier in self._open:
+            if isinstance(tier, Checked):
+                tier.check()
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
