@@ -25,7 +25,17 @@ from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import (
+    EXISTS_KEYS_MAX,
+    LIST_MAX,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    ExistsAnswer,
+    ExistsQuestion,
+    ObjectList,
+    TenantView,
+    TierView,
+)
 
 __all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
 
@@ -87,6 +97,27 @@ class HttpTier:
         if answer.status not in {200, 404}:
             raise self._refused("HEAD", answer)
         return answer.status == 200
+
+    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the server, in one request for each namespace and every 4096 objects."""
+        present: dict[ObjectId, bool] = {}
+        for namespace in dict.fromkeys(object_id.namespace for object_id in object_ids):
+            mine = [object_id for object_id in object_ids if object_id.namespace == namespace]
+            for start in range(0, len(mine), EXISTS_KEYS_MAX):
+                part = mine[start : start + EXISTS_KEYS_MAX]
+                present.update(zip(part, self._exist(part), strict=True))
+        return [present[object_id] for object_id in object_ids]
+
+    def _exist(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        names = [self._naming(object_id) for object_id in object_ids]
+        body = msgspec.json.encode(ExistsQuestion([name.key.hex() for name, _ in names]))
+        answer = self._any("POST", f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1], body)
+        if answer.status != 200:
+            raise self._refused("POST", answer)
+        present = _decoded(answer, ExistsAnswer).present
+        if len(present) != len(object_ids):
+            raise TierUnavailable(f"asked for {len(object_ids)} objects, the server answered for {len(present)}")
+        return present
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""
@@ -216,14 +247,14 @@ class HttpTier:
         name, headers = self._naming(object_id)
         return f"/v1/{name.namespace.hex()}/{name.key.hex()}", headers
 
-    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = ()) -> Answer:
+    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
         """Return the answer of the first peer that gives one."""
         for peer in self._in_order()[:-1]:
             try:
-                return self._ask(peer, Call(method, target, headers, b"", None))
+                return self._ask(peer, Call(method, target, headers, body, None))
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
-        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, headers, b"", None)))
+        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, headers, body, None)))
 
     def _guarded(self, action: Callable[[], _Result]) -> _Result:
         try:
