@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "Checked", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = ["Batched", "Buffer", "Checked", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -81,6 +81,14 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """Return the counters."""
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A tier for which many look-ups take hardly longer than one."""
+
+    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether it is here now, as `contains` does."""
 
 
 @runtime_checkable

@@ -17,12 +17,13 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, Checked, ObjectInfo, Recorded, Reporting, Tier, TierStats
+from kvtide.tier.base import Batched, Buffer, Checked, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
+from kvtide.tier.runs import run_places
 from kvtide.types import ObjectId
 
 __all__ = ["Observer", "SelectiveTier", "TierStack"]
@@ -171,11 +172,21 @@ class TierStack:
         """Tell whether any tier has the object now."""
         return next(self.places(object_id), None) is not None
 
-    def places(self, object_id: ObjectId) -> Iterator[int]:
-        """Yield the numbers of the tiers that have the object now, the fastest first; each is asked in its turn."""
+    def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
+        """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
         for tier in self._open:
-            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
+            if (stop is None or self._tiers.index(tier) < stop) and self._ask(
+                tier, "contains", partial(tier.contains, object_id), False
+            ):
                 yield self._tiers.index(tier)
+
+    def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
+        """Return the fastest tier of each object of the longest leading run that is here now."""
+        return run_places(object_ids, self.places, self._contains_many)
+
+    def _contains_many(self, number: int, ids: Sequence[ObjectId]) -> list[bool]:
+        tier = self._tiers[number]
+        return self._ask(tier, "contains", partial(tier.contains_many, ids), []) if isinstance(tier, Batched) else []
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
