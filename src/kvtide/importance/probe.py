@@ -138,7 +138,8 @@ class Known(_Blind):
 
     def importance(self, ask: Ask) -> Floats:
         """Return the layer's scores."""
-        return self._scores[ask.layer][None]
+        scores: Floats = self._scores[ask.layer][None]
+        return scores
 
 
 def attention_mass(ask: Ask, heads: list[int]) -> Floats:
