@@ -41,8 +41,10 @@ ENTRY_BYTES = 48
 SECTIONS_MAX = 8192
 HEADER_AND_TABLE_BYTES_MAX = HEADER_BYTES + SECTIONS_MAX * ENTRY_BYTES
 OBJECT_BYTES_MAX = 8 << 30
-# Room that any codec may take beyond the raw bytes: headers of sections that did not compress.
+# Room that any codec may take beyond the raw bytes: headers of sections that did not compress, and a rough base beside
+# exact values.
 OVERHEAD_BYTES_PER_SECTION = 4096
+OVERHEAD_PART = 8
 
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
@@ -133,9 +135,9 @@ class StoredObject:
 
 
 def object_bytes_max(layout: BlockLayout) -> int:
-    """Return a bound on the stored bytes of a block: no codec may make it larger than raw plus table."""
-    overhead = ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION
-    return min(HEADER_BYTES + layout.raw_bytes + layout.layers * overhead, OBJECT_BYTES_MAX)
+    """Return a bound on the stored bytes of a block: no codec may exceed raw, an eighth for a base, and the table."""
+    overhead = layout.raw_bytes // OVERHEAD_PART + layout.layers * (ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION)
+    return min(HEADER_BYTES + layout.raw_bytes + overhead, OBJECT_BYTES_MAX)
 
 
 def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None) -> bytearray:
