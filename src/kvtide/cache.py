@@ -175,10 +175,8 @@ class Cache:
         """
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
-        while known < len(ids):
-            tier = self.guarded("look up", partial(next, self.tiers.places(ids[known]), None), None)
-            if tier is None:
-                break
+        nothing: list[int] = []
+        for tier in self.guarded("look up", partial(self.tiers.run_places, ids[known:]), nothing):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
         return known
