@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 # How long the synchroniser waits when there is nothing to send, or nobody to send it to.
 IDLE_S = 0.2
 CLOSE_S_MAX = 30.0
+# Whoever wants the latest hears after so long that it can't be had.
+LATEST_S_MAX = 2.0
 TRIES_MAX = 3
 _LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
 _LATEST = ((FORCE_HEADER, "1"),)
@@ -266,7 +268,7 @@ def region_of(
     """Return a region in front of the centre that an http:// or https:// URL names. ValueError for a bad URL."""
     if not central.startswith("http"):
         raise ValueError(f"a centre is a kvtide server, as in http://host:port, got {central!r}")
-    asking = records_clients(central, clock)
+    asking = records_clients(central, clock, LATEST_S_MAX)
     if len(asking) != 1:
         raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
     waiting = Manifest(manifest)
