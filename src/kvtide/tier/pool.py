@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.placement import Placement, PoolMap, PoolServer, less_loaded
-from kvtide.tier.base import Buffer, ObjectInfo, Tier, TierStats
+from kvtide.tier.base import Batched, Buffer, ObjectInfo, Tier, TierStats
 from kvtide.tier.membership import Membership, Watcher
 from kvtide.types import BlockKey, ObjectId
 
@@ -149,6 +149,34 @@ class PoolTier:
             self._watcher.refresh()
             return False
         return any(is_here for _, is_here in asked)
+
+    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the owners, each once for all of its objects and all at the same time; then the next owners."""
+        state, workers = self._now(), self._workers
+        if workers is None:
+            raise TierUnavailable("the pool is closed")
+        owners = {object_id: self._owners(state, object_id.key) for object_id in object_ids}
+        found: set[ObjectId] = set()
+        for rank in range(max((len(each) for each in owners.values()), default=0)):
+            asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
+            for object_id, ranked in owners.items():
+                if object_id not in found and rank < len(ranked):
+                    asked.setdefault(ranked[rank].server.name, (ranked[rank], []))[1].append(object_id)
+            found.update(*workers.map(self._present, asked.values()))
+        # After a change of the map others may have what the owners lack.
+        return [object_id in found or (bool(state.earlier) and self.contains(object_id)) for object_id in object_ids]
+
+    def _present(self, asked: tuple[_Member, list[ObjectId]]) -> list[ObjectId]:
+        member, object_ids = asked
+        tier = member.tier
+        try:
+            many = (
+                tier.contains_many if isinstance(tier, Batched) else lambda ids: [tier.contains(each) for each in ids]
+            )
+            return [object_id for object_id, is_here in zip(object_ids, many(object_ids), strict=True) if is_here]
+        except TierUnavailable as error:
+            self._note_fault(member, error)
+            return []
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first owner that has the object; one that lacks it gets it in the background."""
