@@ -20,7 +20,7 @@ from kvtide.server.manifest import Manifest
 from kvtide.server.names import Name, Names
 from kvtide.server.records import Records
 from kvtide.tier import TierStack, WrappedTier
-from kvtide.tier.base import Buffer, Tier
+from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import Naming, http_tier
 from kvtide.tier.records import records_clients
@@ -71,6 +71,10 @@ class CentralTier(WrappedTier):
         except OSError as error:
             raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the centre in one request."""
+        return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
 
     def is_wanted(self, object_id: ObjectId) -> bool:
         """Tell whether an object that waits is of its namespace's present generation."""
