@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -241,14 +242,44 @@ def test_fault_of_streaming_never_fails_the_model(stored: Stored, tmp_path: Path
     assert torch.equal(answer, stored.plain_answer())
 
 
+class NotingPrefill(StreamedPrefill):
+    """Notes what it computed to the end, and what for nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.passes: list[tuple[int, int]] = []
+        self.stopped_tokens = 0
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        is_computed = super().compute(start, stop, is_wanted)
+        self.passes += [(start, stop)] if is_computed else []
+        self.stopped_tokens += 0 if is_computed else stop - start
+        return is_computed
+
+
 def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
+    over = threading.Event()
+
     class Silent(MadeSource):
         def read(self, object_id: ObjectId, start: int, stop: int, take: Any, deadline_s: float) -> bool:
-            time.sleep(2.0)
+            over.wait(20.0)
             return False
 
-    started_s = time.monotonic()
-    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0))
-    assert time.monotonic() - started_s < 1.9
-    assert report.computed_tokens == 96
+    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0), prefill=NotingPrefill)
+    over.set()
+    # Longer and longer, so that neither short passes nor one that is stopped cost much.
+    assert engine.passes == [(0, 16), (16, 32), (32, 64), (64, 96)]
+    assert (report.computed_tokens, engine.stopped_tokens) == (96, 0)
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored) -> None:
+    link = LinkState(HarmonicRate())
+    link.estimator.add(10, 0.0, 1.0)
+    engine, report, stats = stored.load(
+        [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(1e5), 0.0), link, NotingPrefill
+    )
+    assert (report.fetch, stats.received_bytes) == (None, 0)
+    # What was under way when the headers came is at most as long as what was done before; the rest is one pass.
+    assert engine.stopped_tokens <= max(16, report.computed_tokens)
     assert torch.equal(stored.answer(engine), stored.plain_answer())

@@ -16,6 +16,7 @@ from kvtide.stream.plan import (
     Reason,
     Request,
     TwoEnded,
+    leading_pass,
 )
 from kvtide.testing.plan_suite import PlanSuite
 
@@ -134,6 +135,27 @@ def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
     assert plan.computes == (0,)
     bases, refinements, reserve = [(4, 0), (3, 0), (2, 0)], [(4, 1), (3, 1), (2, 1)], [(1, 0), (0, 0), (1, 1), (0, 1)]
     assert asked(request, TwoEnded(), 4) == bases + refinements + reserve
+
+
+def test_two_ended_has_short_chunks_computed_in_one_pass() -> None:
+    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10,), (0.1,)) for i in range(8))
+    request = Request(chunks, True, SPEED, 0.0)
+    # No more than 256 tokens, half of what nobody has begun with, what ends by the deadline.
+    assert TwoEnded().plan(request, Progress.start(request)).computes == (0, 1)
+    met = Progress(0.0, (0,) * 8, (0, 0, 0, 1, 1, 1, 1, 1))
+    assert TwoEnded().plan(request, met).computes == (0,)
+    # With a reserve: a pass that the deadline cuts off is lost.
+    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.26), met).computes == (0, 1)
+    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.24), met).computes == (0,)
+
+
+def test_pass_is_neighbours_of_so_many_tokens() -> None:
+    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10,), (0.1,)) for i in range(8))
+    request = Request(chunks, True, SPEED, 0.0)
+    assert leading_pass(request, [2, 3, 4, 5]) == (2, 3)
+    assert leading_pass(request, [2, 4]) == (2,)
+    assert leading_pass(request, []) == ()
+    assert leading_pass(context(2, (1,), (0.0,), 1.0), [0, 1]) == (0,)
 
 
 def test_two_ended_with_a_goal_meets_as_early_as_it_can() -> None:

@@ -14,7 +14,18 @@ from kvtide.codec import CodecRegistry
 from kvtide.fetch.bring import LoadedBlock, bring
 from kvtide.fetch.job import Job, Wish, layered_job
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
-from kvtide.stream.plan import CHUNK_TOKENS, Decision, Policy, Reason, TwoEnded, Way, cut, cut_for_meeting, decide
+from kvtide.stream.plan import (
+    CHUNK_TOKENS,
+    PASS_TOKENS,
+    Decision,
+    Policy,
+    Reason,
+    TwoEnded,
+    Way,
+    cut,
+    cut_for_meeting,
+    decide,
+)
 from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 
@@ -104,12 +115,14 @@ class ContextLoader:
     def _compute_until_known(
         self, metas: Sequence[BlockMeta], heads: Future[list[StoredObject]], engine: Engine
     ) -> int:
-        """Compute block after block until the heads are here; what is under way then is stopped."""
-        for computed, meta in enumerate(metas):
-            stop = meta.start + meta.layout.tokens
-            if heads.done() or not engine.compute(meta.start, stop, lambda: not heads.done()):
-                return computed
-        return len(metas)
+        """Compute until the heads are here; what is under way then is stopped, at most half of the time so far."""
+        computed, blocks, tokens = 0, 1, metas[0].layout.tokens
+        while computed < len(metas):
+            after = min(len(metas), computed + blocks)
+            if heads.done() or not engine.compute(computed * tokens, after * tokens, lambda: not heads.done()):
+                break
+            computed, blocks = after, max(1, min(after, PASS_TOKENS // tokens))
+        return computed
 
     def _matching(self, heads: Sequence[StoredObject], metas: Sequence[BlockMeta]) -> list[StoredObject]:
         """Return the leading objects that are the blocks asked for, and whose codec is here."""

@@ -11,7 +11,20 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Batched", "Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = [
+    "Batched",
+    "Buffer",
+    "Checked",
+    "IsPinned",
+    "ObjectInfo",
+    "Observer",
+    "OnRemoved",
+    "Recorded",
+    "Reporting",
+    "SelectiveTier",
+    "Tier",
+    "TierStats",
+]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -100,8 +113,37 @@ class Recorded(Protocol):
 
 
 @runtime_checkable
+class Checked(Protocol):
+    """A tier that can check its own accounting."""
+
+    def check(self) -> None:
+        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
 class Reporting(Protocol):
     """A tier that tells what it evicts or deletes by itself; what other processes remove is found out by reading."""
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""
+
+
+class Observer(Protocol):
+    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
+
+    Called from any thread, possibly under a tier's locks: it must not call the stack.
+    """
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """An object was stored in a tier."""
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """An object is no longer in a tier."""
+
+
+@runtime_checkable
+class SelectiveTier(Protocol):
+    """A tier that takes only what deserves a place."""
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place now."""

@@ -13,11 +13,22 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Batched, Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
+from kvtide.tier.base import (
+    Batched,
+    Buffer,
+    Checked,
+    ObjectInfo,
+    Observer,
+    Recorded,
+    Reporting,
+    SelectiveTier,
+    Tier,
+    TierStats,
+)
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
@@ -26,7 +37,7 @@ from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
 from kvtide.types import ObjectId
 
-__all__ = ["Observer", "SelectiveTier", "TierStack"]
+__all__ = ["TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -38,27 +49,6 @@ PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
-
-
-class Observer(Protocol):
-    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
-
-    Called from any thread, possibly under a tier's locks: it must not call the stack.
-    """
-
-    def placed(self, object_id: ObjectId, tier: int) -> None:
-        """An object was stored in a tier."""
-
-    def removed(self, object_id: ObjectId, tier: int) -> None:
-        """An object is no longer in a tier."""
-
-
-@runtime_checkable
-class SelectiveTier(Protocol):
-    """A tier that takes only what deserves a place."""
-
-    def would_admit(self, object_id: ObjectId, size: int) -> bool:
-        """Tell whether an object deserves a place now."""
 
 
 class TierStack:
@@ -377,6 +367,12 @@ class TierStack:
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
         return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+
+    def check(self) -> None:
+        """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
+        for tier in self._open:
+            if isinstance(tier, Checked):
+                tier.check()
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""

@@ -13,9 +13,10 @@ from typing import Self
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import check_quality, units_of_quality
+from kvtide.codec.tide.curve import check_quality, quality_of_units, units_of_quality
 from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import encode_range
+from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps
 from kvtide.codec.tide.values import Turns
@@ -65,6 +66,17 @@ class TideCodec:
     def steps(self) -> Steps:
         """Return the step that is encoded at, and the number of refinements."""
         return self._steps
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Return the KL with the base alone, with refinement 1, and so on: what a plan weighs. Empty without a profile.
+
+        As the calibration measured it; beyond the curve's ends by the slope there.
+        """
+        if self._model is None:
+            return ()
+        final, last = self._steps
+        return tuple(quality_of_units(self._model.curve, final + THIRD * later) for later in range(last, -1, -1))
 
     @property
     def profile(self) -> bytes | None:

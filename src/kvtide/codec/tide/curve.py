@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 
-__all__ = ["CURVE_COLUMNS", "QUALITY_MAX", "QUALITY_MIN", "check_quality", "units_of_quality"]
+__all__ = ["CURVE_COLUMNS", "QUALITY_MAX", "QUALITY_MIN", "check_quality", "quality_of_units", "units_of_quality"]
 
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
@@ -28,13 +28,30 @@ def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
     ValueError as in `check_quality`. CorruptPayload for a curve that is none.
     """
     check_quality(quality)
-    if curve.ndim != 2 or curve.shape[1] != CURVE_COLUMNS or len(curve) < 2 or not (curve[:, 2] > 0).all():
-        raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
-    units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
-    if (np.diff(units) <= 0).any() or (np.diff(kls) <= 0).any():
-        raise CorruptPayload("the profile's curve must rise")
+    units, kls = _points(curve)
     wanted = math.log(quality)
     i = int(np.clip(np.searchsorted(kls, wanted) - 1, 0, len(kls) - 2))
     share = (wanted - kls[i]) / (kls[i + 1] - kls[i])
     # The curve is float32: a quality that it names must not fall to the unit below.
     return math.floor(float(units[i] + share * (units[i + 1] - units[i])) + 1e-3)
+
+
+def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
+    """Return the KL that was measured at a step of so many units: the inverse of `units_of_quality`, up to rounding.
+
+    CorruptPayload for a curve that is none.
+    """
+    points, kls = _points(curve)
+    i = int(np.clip(np.searchsorted(points, units) - 1, 0, len(points) - 2))
+    share = (units - points[i]) / (points[i + 1] - points[i])
+    return math.exp(float(kls[i] + share * (kls[i + 1] - kls[i])))
+
+
+def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the curve's steps and the logarithms of their KL."""
+    if curve.ndim != 2 or curve.shape[1] != CURVE_COLUMNS or len(curve) < 2 or not (curve[:, 2] > 0).all():
+        raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
+    units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
+    if (np.diff(units) <= 0).any() or (np.diff(kls) <= 0).any():
+        raise CorruptPayload("the profile's curve must rise")
+    return units, kls

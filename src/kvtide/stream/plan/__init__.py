@@ -1,6 +1,7 @@
 """Plans: pure functions from what is wanted, here and known of the link to what to do next."""
 
 from kvtide.stream.plan.base import (
+    PASS_TOKENS,
     PLAN_FETCHES_MAX,
     Chunk,
     Fetch,
@@ -10,6 +11,7 @@ from kvtide.stream.plan.base import (
     Reason,
     Request,
     is_ready,
+    leading_pass,
     mean_kl,
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
@@ -20,6 +22,7 @@ from kvtide.stream.plan.prefill import PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
+    "PASS_TOKENS",
     "PLAN_FETCHES_MAX",
     "AnchorFirst",
     "CachegenRule",
@@ -41,5 +44,6 @@ __all__ = [
     "cut_for_meeting",
     "decide",
     "is_ready",
+    "leading_pass",
     "mean_kl",
 ]

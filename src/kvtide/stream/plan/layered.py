@@ -7,17 +7,31 @@ these needs a bandwidth estimate, and a wrong one costs nothing.
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 
-from kvtide.stream.plan.base import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, Progress, Reason, Request
+from kvtide.stream.plan.base import (
+    PLAN_FETCHES_MAX,
+    Chunk,
+    Fetch,
+    Plan,
+    Progress,
+    Reason,
+    Request,
+    leading_pass,
+)
 
 __all__ = ["AnchorFirst", "ImportanceFirst", "Layered", "TwoEnded"]
 
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
 _ENGINE_SHARE = 0.95
+# Of the time that is left, what a pass of several chunks may take: one that the deadline cuts off is lost, and the last
+# ones are short.
+_PASS_SHARE = 0.8
 
 
 class _BaseFirst(ABC):
@@ -110,7 +124,7 @@ class TwoEnded(Layered):
         chunks = len(request.chunks)
         front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
         chunk = self._next_to_compute(request, progress, front)
-        computes = () if chunk is None or chunk in progress.assigned else (chunk,)
+        computes = () if chunk is None or chunk in progress.assigned else _pass_from(chunk, request, progress)
         for first in (_floor(request, progress, front), front):
             backwards = range(chunks - 1, first - 1, -1)
             plan = _bases(request, progress, backwards) or self._refinements(request, progress, backwards)
@@ -127,6 +141,22 @@ class TwoEnded(Layered):
         if not progress.here[front] or stop_s <= request.deadline_s:
             return front
         return next((chunk for chunk in range(front, len(request.chunks)) if not progress.is_usable(chunk)), None)
+
+
+def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, ...]:
+    """Return `chunk` and those behind it that the engine should compute with it: short passes are dear.
+
+    Until the deadline all that ends in time; where both ends race, half of what nobody has begun with.
+    """
+    start, left = request.chunks[chunk].start, range(chunk, len(request.chunks))
+    reach = start
+    if not request.kl_goal and progress.now_s < request.deadline_s:
+        reach = math.floor(request.prefill.reach(start, _PASS_SHARE * (request.deadline_s - progress.now_s)))
+    begun = next((other for other in left if progress.asked[other] or progress.is_usable(other)), len(request.chunks))
+    untouched = (request.chunks[begun].start if begun < len(request.chunks) else request.tokens) - start
+    stop = max(reach, start + untouched // 2)
+    fits = takewhile(lambda other: other == chunk or request.chunks[other].stop <= stop, left)
+    return leading_pass(request, takewhile(lambda other: other not in progress.assigned, fits))
 
 
 def _check(request: Request) -> None:
