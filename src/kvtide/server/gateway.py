@@ -25,7 +25,7 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
-    parse_keys,
+    parse_look_ups,
     parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
@@ -180,8 +180,7 @@ class Gateway:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
-        keys = parse_keys(body)
-        found = partial(self._listing.exists, caller.tenant, route.namespace, keys)
+        found = partial(self._listing.exists, caller.tenant, route.namespace, parse_look_ups(body))
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:

@@ -100,8 +100,8 @@ class Tier(Protocol):
 class Batched(Protocol):
     """A tier for which many look-ups take hardly longer than one."""
 
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Tell of each object whether it is here now, as `contains` does."""
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
 
 
 @runtime_checkable

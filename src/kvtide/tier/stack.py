@@ -172,11 +172,11 @@ class TierStack:
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
-        return run_places(object_ids, self.places, self._contains_many)
+        return run_places(object_ids, self.places, self._count_leading)
 
-    def _contains_many(self, number: int, ids: Sequence[ObjectId]) -> list[bool]:
+    def _count_leading(self, number: int, ids: Sequence[ObjectId]) -> int:
         tier = self._tiers[number]
-        return self._ask(tier, "contains", partial(tier.contains_many, ids), []) if isinstance(tier, Batched) else []
+        return self._ask(tier, "contains", partial(tier.count_leading, ids), 0) if isinstance(tier, Batched) else 0
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""

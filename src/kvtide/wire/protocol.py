@@ -33,6 +33,7 @@ __all__ = [
     "ExistsRoute",
     "ListRoute",
     "ListedObject",
+    "LookUps",
     "ObjectList",
     "ObjectRoute",
     "PageRoute",
@@ -43,7 +44,7 @@ __all__ = [
     "etag",
     "generation",
     "is_tag_matched",
-    "parse_keys",
+    "parse_look_ups",
     "parse_range",
     "parse_target",
     "staleness_s",
@@ -217,9 +218,10 @@ def urgency(headers: Mapping[str, str]) -> int:
 
 
 class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys to look up."""
+    """Keys to look up; of a run only the leading ones that are present may be of interest."""
 
     keys: list[str]
+    leading_only: bool = False
 
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
@@ -262,8 +264,15 @@ class TenantView(msgspec.Struct, frozen=True):
     tier: TierView | None
 
 
-def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
-    """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
+class LookUps(NamedTuple):
+    """The keys of a batched look-up, and whether it ends at the first absent one."""
+
+    keys: list[BlockKey]
+    leading_only: bool
+
+
+def parse_look_ups(body: bytes | bytearray) -> LookUps:
+    """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
     except msgspec.DecodeError as error:
@@ -273,4 +282,4 @@ def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
     for key in question.keys:
         if not _KEY.fullmatch(key):
             raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-    return [BlockKey(bytes.fromhex(key)) for key in question.keys]
+    return LookUps([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)
