@@ -25,7 +25,7 @@ from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView
 
 __all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
@@ -63,7 +63,7 @@ class HttpTier:
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
-        self._known = TierView(0, 0, 0, 0, 0, 0, 0)
+        self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
         """Allow calls. Servers that are down now are asked again later."""
