@@ -7,7 +7,9 @@ import logging
 from concurrent.futures import Executor
 from functools import partial
 
+from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.access import note_access
 from kvtide.server.auth import NOBODY, Gate, Scope
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
@@ -69,6 +71,7 @@ class Gateway:
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
+        clock: Clock,
     ) -> None:
         self._gate = gate
         self._objects = objects
@@ -79,6 +82,7 @@ class Gateway:
         self._rates = rates
         self._limits = limits
         self._workers = workers
+        self._clock = clock
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[str] = set()
 
@@ -116,7 +120,9 @@ class Gateway:
             return exchange.is_kept_alive and not self._pages.is_draining
         finally:
             self.busy.discard(client)
-            self._metrics.count_request(_kind(exchange.route), exchange.status)
+            kind = _kind(exchange.route)
+            self._metrics.count_request(kind, exchange.status)
+            note_access(exchange, kind, self._clock.wall_s())
 
     def _exchange(self, stream: Stream, client: str, head: RequestHead) -> Exchange:
         return Exchange(

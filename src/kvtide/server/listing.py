@@ -9,7 +9,7 @@ from kvtide.server.names import Names
 from kvtide.tier import TierStack
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
-from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, LookUps, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, LookUps, ObjectList, TenantView
 
 __all__ = ["Listing"]
 
@@ -47,10 +47,7 @@ class Listing:
         samples = {info.id.namespace: info.id for info in self._tier.objects()}
         names = (self._name(stored, sample) for stored, sample in samples.items())
         mine = {name for name in names if name is not None and self._names.place(caller.tenant, name) in samples}
-        tier = None
-        if Scope.ADMIN in caller.scopes:
-            stats = self._tier.stats()
-            tier = TierView(*stats[1:])
+        tier = self._tier.stats() if Scope.ADMIN in caller.scopes else None
         return TenantView(sorted(name.hex() for name in mine), tier)
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, TierStats
 
 __all__ = [
     "Batched",
@@ -39,19 +39,6 @@ class ObjectInfo(NamedTuple):
     id: ObjectId
     size: int
     last_use_s: float
-
-
-class TierStats(NamedTuple):
-    """What a tier holds now, and what it has done since it was opened."""
-
-    name: str
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
 
 
 class Tier(Protocol):

@@ -35,7 +35,6 @@ from kvtide.wire.protocol import (
     ExistsQuestion,
     ObjectList,
     TenantView,
-    TierView,
 )
 
 __all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
@@ -78,7 +77,7 @@ class HttpTier:
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
-        self._known = TierView(0, 0, 0, 0, 0, 0, 0)
+        self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
         """Allow calls. Servers that are down now are asked again later."""

@@ -304,13 +304,17 @@ class PoolTier:
         state = self._state
         found = [member.tier.stats() for member in state.members] if state else []
         copies = state.placement.replicas if state else 1
-        objects, used_bytes, bytes_max, _, _, evictions, _ = (
-            sum(column) // copies
-            for column in zip(TierStats("", *[0] * 7)[1:], *(each[1:] for each in found), strict=True)
-        )
+        total = TierStats.sum_of(self.name, found)
         with self._lock:
             return TierStats(
-                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
+                self.name,
+                total.objects // copies,
+                total.used_bytes // copies,
+                total.bytes_max // copies,
+                self._hits,
+                self._misses,
+                total.evictions // copies,
+                self._faults,
             )
 
     def _each(

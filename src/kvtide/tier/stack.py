@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import (
@@ -366,7 +368,7 @@ class TierStack:
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
-        return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+        return [msgspec.structs.replace(tier.stats(), faults=self._faults[tier.name]) for tier in self._open]
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
@@ -376,8 +378,7 @@ class TierStack:
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
-        sums = (sum(column) for column in zip(*(stats[1:] for stats in self.tier_stats()), strict=True))
-        return TierStats(self.name, *sums) if self._open else TierStats(self.name, *[0] * 7)
+        return TierStats.sum_of(self.name, self.tier_stats())
 
     def _ask(self, tier: Tier, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         try:

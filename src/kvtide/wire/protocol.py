@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvtide.errors import RequestRefused
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "PageRoute",
     "Route",
     "TenantView",
-    "TierView",
     "deadline_ms",
     "etag",
     "generation",
@@ -245,23 +244,11 @@ class ObjectList(msgspec.Struct, frozen=True):
     objects: list[ListedObject]
 
 
-class TierView(msgspec.Struct, frozen=True):
-    """A store's counters, as `TierStats` has them."""
-
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
-
-
 class TenantView(msgspec.Struct, frozen=True):
     """The namespaces in which a tenant has objects; the store's counters only for who may see them."""
 
     namespaces: list[str]
-    tier: TierView | None
+    tier: TierStats | None
 
 
 class LookUps(NamedTuple):
