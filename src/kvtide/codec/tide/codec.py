@@ -18,7 +18,7 @@ from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import encode_range
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps
-from kvtide.codec.tide.values import Turns
+from kvtide.codec.tide.values import Stored, Turns
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -89,7 +89,8 @@ class TideCodec:
         sections = []
         turns = Turns(meta, self._model.rotary, is_back=True)
         for start, stop in self._ranges(self._model):
-            coded = encode_range(self._model, self._path, self._steps, meta, bits[start:stop], start, turns)
+            stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
+            coded = encode_range(self._model, self._path, self._steps, meta, stored)
             sections += [
                 Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
                 for refinement, data in enumerate(coded)
@@ -124,4 +125,5 @@ class TideCodec:
                 run.append(data)
             if not run:
                 raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
-            decode_range(model, self._path, meta, run, start, turns, out[start:stop])
+            target = Stored(out[start:stop], meta.layout.dtype, start, turns)
+            decode_range(model, self._path, meta.layout.tokens, run, target)
