@@ -124,6 +124,16 @@ class StoredObject:
         """Return all sections, each verified. CorruptPayload as in `section`."""
         return [self.section(position) for position in range(len(self.entries))]
 
+    def good_sections(self) -> list[Section]:
+        """Return the sections whose bytes are all there and those that were stored."""
+        found = []
+        for position in range(len(self.entries)):
+            try:
+                found.append(self.section(position))
+            except CorruptPayload:
+                continue
+        return found
+
 
 def object_bytes_max(layout: BlockLayout) -> int:
     """Return a bound on the stored bytes of a block: no codec may make it larger than raw plus table."""
