@@ -133,6 +133,16 @@ class StoredObject:
             raise CorruptPayload(f"{self.meta.id}: checksum of section {section_id} does not match")
         return Section(section_id, data)
 
+    def good_sections(self) -> list[Section]:
+        """Return the sections whose bytes are all there and those that were stored."""
+        found = []
+        for position in range(len(self.entries)):
+            try:
+                found.append(self.section(position))
+            except CorruptPayload:
+                continue
+        return found
+
 
 def object_bytes_max(layout: BlockLayout) -> int:
     """Return a bound on the stored bytes of a block: no codec may exceed raw, an eighth for a base, and the table."""
