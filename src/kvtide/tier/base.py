@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Replacing", "Reporting", "Tier", "TierStats"]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -89,6 +89,17 @@ class Recorded(Protocol):
 
     def records(self) -> Iterator[Record]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier in which another form of an object, of the same meaning, can take its place."""
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+
+        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        """
 
 
 @runtime_checkable

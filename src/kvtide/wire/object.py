@@ -85,6 +85,14 @@ class SectionEntry(NamedTuple):
             raise CorruptPayload(f"section {section_id} has no layers")
         return cls(section_id, offset, size, checksum)
 
+    def section(self, data: memoryview, object_id: ObjectId) -> Section:
+        """Return the section that these bytes are. CorruptPayload if they are too few or not those that were stored."""
+        if len(data) != self.size:
+            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(data)} are here")
+        if xxhash.xxh3_128_digest(data) != self.checksum:
+            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
+        return Section(self.id, data)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -115,12 +123,7 @@ class StoredObject:
         the bytes are not all there or not those that were stored.
         """
         entry = self.entries[position]
-        data = self._data[entry.offset : entry.offset + entry.size]
-        if len(data) != entry.size:
-            raise CorruptPayload(f"{self.meta.id}: section {entry.id} has {entry.size} bytes, {len(data)} are here")
-        if xxhash.xxh3_128_digest(data) != entry.checksum:
-            raise CorruptPayload(f"{self.meta.id}: checksum of section {entry.id} does not match")
-        return Section(entry.id, data)
+        return entry.section(self._data[entry.offset : entry.offset + entry.size], self.meta.id)
 
     def sections(self) -> list[Section]:
         """Return all sections, each verified. CorruptPayload as in `section`."""
