@@ -93,3 +93,16 @@ def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
     damaged[40 * 48] ^= 1
     tier.replace(METAS[0].id, damaged[:size])
     assert SelectiveLoad(tier).open(METAS, REGISTRY) == 0
+
+
+def test_what_is_loaded_ahead_is_handed_out_once_with_the_rest() -> None:
+    load = SelectiveLoad(a_tier())
+    assert load.open(METAS, REGISTRY, tokens_ahead=5) == 3
+    ahead = load.ahead_chunks()
+    assert ahead.tolist() == [0, 4, 8]
+    for layer in range(LAYOUT.layers):
+        loaded = load.fetch(layer, np.array([0, 2]))
+        whole = np.concatenate([bits[layer] for bits in BITS], axis=1)
+        assert len(loaded.tokens) == len(set(loaded.tokens.tolist())) == 16
+        assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    load.close()

@@ -18,6 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvtide.block import KVDtype
+from kvtide.engines.fingerprint import TORCH_DTYPES
 from kvtide.fetch.selective import ChunkBits, SelectiveLoad
 from kvtide.importance import AllHeads, Ask, CapturedMass, Finding, Guard, Selector, select_chunks, top_tokens
 from kvtide.importance.probe import Floats
@@ -53,7 +55,8 @@ class Importance(NamedTuple):
     """How much of a prefix is loaded exactly, and how that is chosen.
 
     by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
-    that they lie in. A layer that the guard refuses is loaded whole.
+    that they lie in. A layer that the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
+    in blocks that were packed by them: they are loaded while bases are decoded and layers computed.
     """
 
     ratio: float
@@ -61,6 +64,11 @@ class Importance(NamedTuple):
     guard: Guard | None = CapturedMass()
     rest: Rest = Rest.BASE
     by_chunks: bool = True
+    ahead: float = 0.5
+
+    def tokens_ahead(self, block_tokens: int) -> int:
+        """Return how many tokens of a block are loaded ahead."""
+        return int(self.ratio * self.ahead * block_tokens) if self.by_chunks else 0
 
 
 class SelectedLayers(NamedTuple):
@@ -158,7 +166,7 @@ class Selection:
             chunks, selected = np.arange(self._load.blocks * self._load.chunks_per_block), np.arange(tokens)
         loaded = self._load.fetch(layer, chunks)
         self._loaded_tokens += len(loaded.tokens)
-        _put(loaded, key, value)
+        _put(loaded, self._load.layout.dtype, key, value)
         if settings.rest is Rest.BASE or len(selected) == tokens:
             return None
         return torch.from_numpy(np.union1d(selected, self._kept)).to(key.device)
@@ -170,7 +178,10 @@ class Selection:
             selected = top_tokens(importance, count)
             needed = np.union1d(selected, self._kept) if self._settings.rest is Rest.DROP else selected
             return load.chunks_with(layer, needed), selected
-        chunks = select_chunks(importance.reshape(orders.shape), orders, count, load.chunk_tokens)
+        wanted = importance.reshape(orders.shape).copy()
+        for block, number in zip(*np.divmod(load.ahead_chunks(), load.chunks_per_block), strict=True):
+            wanted[block, orders[block, number * load.chunk_tokens :][: load.chunk_tokens]] = np.inf
+        chunks = select_chunks(wanted, orders, count, load.chunk_tokens)
         blocks, numbers = np.divmod(chunks, load.chunks_per_block)
         places = [
             block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
@@ -184,11 +195,11 @@ def _floats(tensor: torch.Tensor) -> Floats:
     return found
 
 
-def _put(loaded: ChunkBits, key: torch.Tensor, value: torch.Tensor) -> None:
+def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tensor) -> None:
     if not len(loaded.tokens):
         return
     signed = torch.from_numpy(np.ascontiguousarray(loaded.bits).view(f"<i{loaded.bits.itemsize}"))
     places = torch.from_numpy(loaded.tokens).to(key.device)
-    for target, found in zip((key, value), signed.view(key.dtype), strict=True):
+    for target, found in zip((key, value), signed.view(TORCH_DTYPES[dtype]), strict=True):
         # The engine's cache keeps these very tensors.
-        target[0].index_copy_(1, places, found.transpose(0, 1).to(key.device))
+        target[0].index_copy_(1, places, found.transpose(0, 1).to(key))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -189,7 +190,11 @@ class CachedModel:
         started_s = self._clock.monotonic_s()
         hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
         metas = self._metas(prompt[:-1])[:hits]
-        found = self.cache.guarded("select", partial(load.open, metas, self._importance[2]), 0)
+        importance, _, registry = self._importance
+        ahead = importance.tokens_ahead(self.layout.tokens)
+        found = self.cache.guarded("select", partial(load.open, metas, registry, ahead), 0)
+        if not found:
+            load.close()
         return (load, started_s) if found else None
 
     def _generate_selected(
@@ -211,7 +216,7 @@ class CachedModel:
         load_s = self._clock.monotonic_s() - started_s
         selection = Selection(load, importance)
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
-        with selection.active(self.model):
+        with closing(load), selection.active(self.model):
             output = self.model.generate(input_ids, past_key_values=past, **arguments)
         metas = self._metas(prompt[:-1])[: load.blocks]
         self.cache.guarded("learn", partial(learner.note, self.cache, metas, selection.importance), False)
