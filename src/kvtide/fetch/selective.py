@@ -86,6 +86,10 @@ class SelectiveLoad:
                 self._ahead[layer] = self._pool.submit(self._fetch, layer, self.ahead_chunks())
         return len(self._parts)
 
+    def read_from(self, tier: Tier) -> None:
+        """Read chunks there from now on, and count anew."""
+        self._tier, self.read_bytes = tier, 0
+
     def close(self) -> None:
         """Drop what is still being loaded ahead. Idempotent."""
         if self._pool is not None:
