@@ -28,6 +28,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max, pack_object, parse_object
 
@@ -402,14 +403,20 @@ def _step_back() -> None:
 
 
 def cache_for(
-    store: str, codec: Codec, profiles: Sequence[Profile] = (), limits: Limits | None = None, clock: Clock | None = None
+    store: str,
+    codec: Codec,
+    profiles: Sequence[Profile] = (),
+    limits: Limits | None = None,
+    clock: Clock | None = None,
+    ranking: Ranking | None = None,
 ) -> Cache:
     """Return a cache, not yet opened, of memory in front of the store that the URL names.
 
-    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. ValueError for a
-    bad URL.
+    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` says
+    what memory keeps, as in `stack_of`. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
     index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
-    return Cache(stack_of(store, limits, clock, index.is_pinned), index, codec, CodecRegistry(profiles), clock, limits)
+    tiers = stack_of(store, limits, clock, index.is_pinned, ranking)
+    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits)

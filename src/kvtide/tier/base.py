@@ -20,6 +20,7 @@ __all__ = [
     "Observer",
     "OnRemoved",
     "Recorded",
+    "Replacing",
     "Reporting",
     "SelectiveTier",
     "Tier",
@@ -105,6 +106,17 @@ class Checked(Protocol):
 
     def check(self) -> None:
         """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier in which another form of an object, of the same meaning, can take its place."""
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+
+        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        """
 
 
 @runtime_checkable

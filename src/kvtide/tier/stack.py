@@ -26,6 +26,7 @@ from kvtide.tier.base import (
     ObjectInfo,
     Observer,
     Recorded,
+    Replacing,
     Reporting,
     SelectiveTier,
     Tier,
@@ -342,6 +343,12 @@ class TierStack:
         """Remove from every tier."""
         deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
         return any(deleted)
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
+        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
+        return any(done)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
