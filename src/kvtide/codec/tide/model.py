@@ -50,8 +50,9 @@ class Group:
         return found
 
     @cached_property
-    def _matrix(self) -> NDArray[np.int16]:
-        # (components, values); rows of components with large scales are kept at 16 bits, others at 8.
+    def matrix(self) -> NDArray[np.int16]:
+        """Return the matrix from components to values: (components, values), in units of 1 / ONE."""
+        # Rows of components with large scales are kept at 16 bits, others at 8.
         fine, coarse, unit = (self._arrays[name] for name in ("fine", "coarse", "unit"))
         rows = np.concatenate([fine.astype(np.float64), coarse.astype(np.float64)]) * unit.astype(np.float64)[:, None]
         return np.clip(np.rint(rows * ONE), -32767, 32767).astype(np.int16)
@@ -59,12 +60,12 @@ class Group:
     @cached_property
     def to_values(self) -> NDArray[np.int16]:
         """Return the matrix from components to values, in panels; empty if there is none."""
-        return _NO_PANELS if self.order.size else _packed(self._matrix)
+        return _NO_PANELS if self.order.size else _packed(self.matrix)
 
     @cached_property
     def to_components(self) -> NDArray[np.int16]:
         """Return its transpose, in panels."""
-        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self._matrix.T))
+        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self.matrix.T))
 
     @property
     def shape(self) -> tuple[int, int]:
