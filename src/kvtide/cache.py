@@ -22,6 +22,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
+from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.tier import TierStack, TierStats, stack_of
@@ -33,6 +34,9 @@ __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "Mis
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+# A storing thread without work tells the tiers so often what was decided.
+TELL_S = 5.0
 
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
@@ -76,6 +80,8 @@ class CacheStats(NamedTuple):
     raw_bytes_stored: int
     bytes_stored: int
     misses: dict[str, int]
+    # As `kvtide.decisions.decisions_text` writes them.
+    decisions: str
     tiers: list[TierStats]
 
 
@@ -123,6 +129,8 @@ class Cache:
         self._scratch: list[_Scratch] = []
         self._counts: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
+        # What engines decide about stored blocks; told to the tiers in the background.
+        self.decisions = DecisionCounter()
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
@@ -151,6 +159,7 @@ class Cache:
             self._queued_bytes = 0
             self._changed.notify_all()
         self._storer.join(self._limits.close_s_max)
+        self._tell_decisions()
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._storer = self._loaders = None
         self.tiers.close()
@@ -179,17 +188,9 @@ class Cache:
             known += 1
         return known
 
-    def load(
-        self,
-        metas: Sequence[BlockMeta],
-        sink: BlockSink,
-        deadline_s: float | None = None,
-        following: Sequence[BlockMeta] = (),
-    ) -> LoadReport:
+    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
-        `following` are the next blocks of the matched run, which the caller will load later: once all of these came,
-        they are brought into the faster tiers in the background as far as those admit them.
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
@@ -206,9 +207,9 @@ class Cache:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
-        if report.reason is None and following:
-            ids = [meta.id for meta in following]
-            self.guarded("read ahead", partial(self.tiers.prefetch, ids, object_bytes_max(following[0].layout)), 0)
+        self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
+        is_late = report.reason is MissReason.DEADLINE
+        self.decisions.add(Choice.ABANDONED, Why.DEADLINE if is_late else Why.NOT_THERE, len(metas) - report.blocks)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
@@ -294,15 +295,23 @@ class Cache:
     def _store_until_closed(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                has_work = self._changed.wait_for(lambda: self._queue or self._is_closing, TELL_S)
                 if self._is_closing:
                     return
-                block = self._queue.popleft()
+                block = self._queue.popleft() if has_work else None
+            if block is None:
+                self._tell_decisions()
+                continue
             self.guarded("store", partial(self._store_block, block), None)
             with self._changed:
                 # Close may have dropped the queue meanwhile.
                 self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
                 self._changed.notify_all()
+
+    def _tell_decisions(self) -> None:
+        counts = self.decisions.take_unsent()
+        if counts:
+            self.guarded("note decisions", partial(self.tiers.note_decisions, counts), None)
 
     def _store_block(self, block: PendingBlock) -> None:
         meta = block.meta
@@ -361,6 +370,7 @@ class Cache:
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
             misses=misses,
+            decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(),
         )
 

@@ -22,6 +22,7 @@ from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
+from kvtide.decisions import Choice, Why
 from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.streaming import StreamedPrefill
@@ -234,6 +235,11 @@ class CachedModel:
         speed = self._prefill_tokens_per_s
         wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
         streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        if streamed.decision is not None:
+            loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
+            why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
+            self.cache.decisions.add(Choice.LOAD, why, blocks)
+            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens // self.layout.tokens - blocks)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report

@@ -37,6 +37,7 @@ class ContextReport(NamedTuple):
 
     tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. decision: None if
     there was nothing to load. fetch: None if nothing was loaded. ready_s: until the engine had all of it.
+    stored_tokens: those that could have been loaded, computed or not.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class ContextReport(NamedTuple):
     ready_s: float
     decision: Decision | None
     fetch: FetchReport | None
+    stored_tokens: int = 0
 
 
 class LoaderStats(NamedTuple):
@@ -106,7 +108,8 @@ class ContextLoader:
         )
         self._ways[decision.way] += 1
         if decision.way is Way.RECOMPUTE:
-            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), decision, None)
+            done, stored_tokens = computed * tokens, len(stored) * tokens
+            return ContextReport(done, done, 0.0, self._since(started_s), decision, None, stored_tokens)
         return self._run(job, computed, engine, append, decision, started_s)
 
     def _since(self, started_s: float) -> float:
@@ -173,7 +176,8 @@ class ContextLoader:
         self._received_bytes += report.received_bytes
         self._faults += report.faults
         own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
-        return ContextReport(brought.tokens, own, report.kl, self._since(started_s), decision, report)
+        ready_s = self._since(started_s)
+        return ContextReport(brought.tokens, own, report.kl, ready_s, decision, report, job.request.tokens)
 
     def stats(self) -> LoaderStats:
         """Return the counters."""

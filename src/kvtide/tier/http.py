@@ -19,13 +19,22 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import (
+    DECISIONS_HEADER,
+    LIST_MAX,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    ObjectList,
+    TenantView,
+    TierView,
+)
 
 __all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
@@ -155,6 +164,14 @@ class HttpTier:
         ]
         return any(answer.status == 204 for answer in answers)
 
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers; it counts them for whom our token names."""
+        text = decisions_text(counts)
+        if text:
+            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            if answer.status != 200:
+                raise self._refused("GET", answer)
+
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
         try:
@@ -202,14 +219,15 @@ class HttpTier:
     def _ask(self, peer: Peer, call: Call) -> Answer:
         return peer.call(call, Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max))
 
-    def _any(self, method: str, target: str) -> Answer:
+    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = ()) -> Answer:
         """Return the answer of the first peer that gives one."""
+        call = Call(method, target, list(headers), b"", None)
         for peer in self._in_order()[:-1]:
             try:
-                return self._ask(peer, Call(method, target, [], b"", None))
+                return self._ask(peer, call.again())
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
-        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, [], b"", None)))
+        return self._guarded(lambda: self._ask(self._in_order()[-1], call))
 
     def _guarded(self, action: Callable[[], _Result]) -> _Result:
         try:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
+from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, ObjectInfo, Recorded, Reporting, Tier, TierStats
+from kvtide.tier.base import Buffer, Noting, ObjectInfo, Recorded, Reporting, Tier, TierStats
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
@@ -339,6 +340,12 @@ class TierStack:
         """Remove from every tier."""
         deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
         return any(deleted)
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Have every tier that remembers decisions, or tells who does, add to its counts."""
+        for tier in self._open:
+            if isinstance(tier, Noting):
+                self._ask(tier, "note", partial(tier.note_decisions, counts), None)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""

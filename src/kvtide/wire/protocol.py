@@ -9,12 +9,14 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = [
     "AS_OF_HEADER",
     "DEADLINE_HEADER",
+    "DECISIONS_HEADER",
     "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
@@ -37,6 +39,7 @@ __all__ = [
     "TenantView",
     "TierView",
     "deadline_ms",
+    "decisions",
     "etag",
     "is_tag_matched",
     "parse_keys",
@@ -47,6 +50,8 @@ __all__ = [
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+# What a client decided about blocks since it last said so.
+DECISIONS_HEADER = "kvtide-decisions"
 EPOCH_HEADER = "kvtide-epoch"
 # Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
 LOCAL_HEADER = "kvtide-local"
@@ -166,6 +171,17 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
+
+
+def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
+    """Return what the client says that it decided, by blocks. RequestRefused (400) if it says something else."""
+    text = headers.get(DECISIONS_HEADER)
+    if text is None:
+        return {}
+    try:
+        return parse_decisions(text)
+    except ValueError as error:
+        raise RequestRefused(400, f"{DECISIONS_HEADER}: {error}") from error
 
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:
