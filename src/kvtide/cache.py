@@ -314,22 +314,28 @@ class Cache:
             self.guarded("note decisions", partial(self.tiers.note_decisions, counts), None)
 
     def _store_block(self, block: PendingBlock) -> None:
-        meta = block.meta
+        self._place(block.meta, lambda: self._encoded(block.meta, block.source()))
+
+    def keep(self, meta: BlockMeta, packed: bytes) -> bool:
+        """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
+        return self.guarded("keep", partial(self._place, meta, lambda: packed), False)
+
+    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None]) -> bool:
         if not self.tiers.contains(meta.id):
-            packed = self._encoded(meta, block.source())
-            if packed is None or not self.tiers.put_from(meta.id, packed):
-                with self._changed:
-                    self._counts["dropped"] += 1
-                return
+            packed = pack()
+            is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
             with self._changed:
-                self._counts["stored"] += 1
-                self._counts["raw_bytes"] += meta.layout.raw_bytes
-                self._counts["bytes"] += len(packed)
+                self._counts["stored" if is_stored else "dropped"] += 1
+                self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
+                self._counts["bytes"] += len(packed) if is_stored and packed else 0
+            if not is_stored:
+                return False
         for number, tier in enumerate(self.tiers.places(meta.id)):
             if number:
                 self.index.place(meta.id.key, tier)
             else:
                 self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
+        return True
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""

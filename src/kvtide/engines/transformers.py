@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -27,7 +28,7 @@ from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_v
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
-from kvtide.fetch import ContextLoader, ContextReport, Wish
+from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.tier.source import Source
@@ -72,13 +73,15 @@ class Streaming(NamedTuple):
     """Where blocks are streamed from, and until when.
 
     kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
-    0 for as soon as it can. kl_goal: loss at which it starts earlier.
+    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
+    and stored in the cache's own tiers afterwards, in the background.
     """
 
     sources: Sequence[Source]
     kl: Sequence[float]
     deadline_s: float = 0.0
     kl_goal: float = 0.0
+    is_kept: bool = True
 
 
 class NamespaceSettings(NamedTuple):
@@ -120,11 +123,20 @@ class CachedModel:
         self.namespace = settings.namespace(model, self.layout)
         self._prefill_tokens_per_s = math.inf
         self._streaming: tuple[Streaming, ContextLoader] | None = None
+        # Completes loaded blocks, where blocks are streamed and kept.
+        self.keeper: Keeper | None = None
         self._bypass_logged: set[str] = set()
 
     def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
         """From now on stream what the cache's own tiers do not have, computing meanwhile."""
+        self._close_keeper()
         self._streaming = (streaming, loader)
+        self.keeper = Keeper(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+
+    def _close_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -133,6 +145,7 @@ class CachedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close_keeper()
         self.cache.close()
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
@@ -161,9 +174,7 @@ class CachedModel:
         output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
         self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        is_own = report.streamed is not None and report.streamed.fetch is None
-        stored_tokens = 0 if is_own else report.hit_tokens
-        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, stored_tokens), 0)
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
 
@@ -234,7 +245,8 @@ class CachedModel:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self._prefill_tokens_per_s
         wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
-        streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        with self.keeper.paused() if self.keeper is not None else nullcontext():
+            streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
         if streamed.decision is not None:
             loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
             why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
@@ -248,10 +260,16 @@ class CachedModel:
         if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
             self._prefill_tokens_per_s = tokens / seconds
 
-    def _store(self, sequence: torch.Tensor, past: DynamicCache, hit_tokens: int) -> int:
+    def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequence[: past.get_seq_length()].cpu().numpy()
-        fresh = self._metas(tokens)[hit_tokens // self.layout.tokens :]
+        loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
+        if report.streamed is not None:
+            left = report.streamed.left
+            loaded = frozenset(left.blocks) if left is not None else ()
+            if left is not None and self.keeper is not None:
+                self.keeper.offer(left)
+        fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
         return self.cache.store([PendingBlock(meta, partial(block_bits, past, meta)) for meta in fresh])
 
 
