@@ -64,10 +64,11 @@ class LoadReport(NamedTuple):
 
 
 class PendingBlock(NamedTuple):
-    """A block to be stored in the background."""
+    """A block to be stored in the background; `cost` as for `Index.insert`."""
 
     meta: BlockMeta
     source: BlockSource
+    cost: float | None = None
 
 
 class CacheStats(NamedTuple):
@@ -314,13 +315,13 @@ class Cache:
             self.guarded("note decisions", partial(self.tiers.note_decisions, counts), None)
 
     def _store_block(self, block: PendingBlock) -> None:
-        self._place(block.meta, lambda: self._encoded(block.meta, block.source()))
+        self._place(block.meta, lambda: self._encoded(block.meta, block.source()), block.cost)
 
     def keep(self, meta: BlockMeta, packed: bytes) -> bool:
         """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
         return self.guarded("keep", partial(self._place, meta, lambda: packed), False)
 
-    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None]) -> bool:
+    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
         if not self.tiers.contains(meta.id):
             packed = pack()
             is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
@@ -334,7 +335,7 @@ class Cache:
             if number:
                 self.index.place(meta.id.key, tier)
             else:
-                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
+                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
         return True
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:

@@ -30,7 +30,7 @@ from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier.source import Source
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -121,7 +121,7 @@ class CachedModel:
         self._weights_version = weights_version(model)
         self.layout = model_layout(model, settings.block_tokens)
         self.namespace = settings.namespace(model, self.layout)
-        self._prefill_tokens_per_s = math.inf
+        self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
         # Completes loaded blocks, where blocks are streamed and kept.
         self.keeper: Keeper | None = None
@@ -172,7 +172,7 @@ class CachedModel:
         started_s = self._clock.monotonic_s()
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
         output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
-        self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
+        self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
@@ -231,9 +231,10 @@ class CachedModel:
         stored_bytes = 0
         if hits:
             pages = Pages(self.layout, hits)
-            recompute_s = hits * self.layout.tokens / self._prefill_tokens_per_s
-            # Longer than recompute is of no use to anybody; unknown speed (0 s) leaves the cache's own bound.
-            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s or None)
+            speed = self._meter.speed()
+            # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
+            recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
+            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
@@ -243,8 +244,8 @@ class CachedModel:
         self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
     ) -> tuple[DynamicCache, GenerateReport]:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
-        speed = self._prefill_tokens_per_s
-        wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
+        speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
+        wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
         with self.keeper.paused() if self.keeper is not None else nullcontext():
             streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
         if streamed.decision is not None:
@@ -256,9 +257,17 @@ class CachedModel:
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
 
-    def _note_prefill(self, tokens: int, seconds: float) -> None:
-        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            self._prefill_tokens_per_s = tokens / seconds
+    def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
+        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            self._meter.note(start, stop, seconds)
+
+    def _cost(self, meta: BlockMeta) -> float | None:
+        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
+        speed = self._meter.speed()
+        if speed is None or math.isinf(speed.double_at):
+            return None
+        tokens = meta.layout.tokens
+        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
 
     def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
         # The last token of the answer was never run, so the cache ends before it.
@@ -270,7 +279,9 @@ class CachedModel:
             if left is not None and self.keeper is not None:
                 self.keeper.offer(left)
         fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
-        return self.cache.store([PendingBlock(meta, partial(block_bits, past, meta)) for meta in fresh])
+        return self.cache.store(
+            [PendingBlock(meta, partial(block_bits, past, meta), self._cost(meta)) for meta in fresh]
+        )
 
 
 class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
