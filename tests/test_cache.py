@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.cache import Cache, MissReason, PendingBlock
+from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock
 from kvtide.codec import CodecRegistry
-from kvtide.config import Limits
 from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
@@ -303,7 +304,23 @@ def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_c
     fill(cache, metas)
     for _ in range(5):
         assert cache.load(metas, Collector()).blocks == 20
-    assert len(cache._scratch) <= Limits().load_threads
+    cache.check()
+
+
+def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
+    cache = open_cache(tmp_path)
+    cache._queued_bytes += 1
+    with pytest.raises(AssertionError, match="1 bytes"):
+        cache.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own here")
+def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache = open_cache(tmp_path)
+    fill(cache, metas_of(layout, 1))
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert cache._storer is not None and cache._storer.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, cache._storer.native_id) == min(19, own + STORE_NICE)
 
 
 def test_block_that_the_codec_cannot_keep_is_stored_losslessly(

@@ -58,13 +58,14 @@ def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
 
 
 def test_counter_tells_each_block_once() -> None:
-    counter = DecisionCounter()
+    counter, told = DecisionCounter(), []
     counter.add(Choice.LOAD, Why.IN_TIME, 12)
-    assert counter.take_unsent() == {Decided(Choice.LOAD, Why.IN_TIME): 12}
+    counter.tell(told.append)
     counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3)
     counter.add(Choice.ABANDONED, Why.DEADLINE, 0)
-    assert counter.take_unsent() == {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
-    assert counter.take_unsent() == {}
+    counter.tell(told.append)
+    counter.tell(told.append)
+    assert told == [{kind: count} for kind, count in COUNTS.items()]
     assert counter.counts() == COUNTS
     with pytest.raises(ValueError, match="0 blocks or more"):
         counter.add(Choice.LOAD, Why.IN_TIME, -1)

@@ -21,7 +21,7 @@ import numpy as np
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
-from kvtide.config import Limits
+from kvtide.config import Limits, step_back
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
@@ -33,6 +33,8 @@ from kvtide.wire import object_bytes_max, pack_object, parse_object
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
+# Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
+STORE_NICE = 10
 _Result = TypeVar("_Result")
 
 # A storing thread without work tells the tiers so often what was decided.
@@ -72,7 +74,7 @@ class PendingBlock(NamedTuple):
 
 
 class CacheStats(NamedTuple):
-    """Counters since the cache was opened."""
+    """Counters since the cache was opened; decisions as `decisions_text` writes them."""
 
     blocks_loaded: int
     blocks_stored: int
@@ -81,7 +83,6 @@ class CacheStats(NamedTuple):
     raw_bytes_stored: int
     bytes_stored: int
     misses: dict[str, int]
-    # As `kvtide.decisions.decisions_text` writes them.
     decisions: str
     tiers: list[TierStats]
 
@@ -160,7 +161,7 @@ class Cache:
             self._queued_bytes = 0
             self._changed.notify_all()
         self._storer.join(self._limits.close_s_max)
-        self._tell_decisions()
+        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._storer = self._loaders = None
         self.tiers.close()
@@ -181,10 +182,8 @@ class Cache:
         """
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
-        while known < len(ids):
-            tier = self.guarded("look up", partial(next, self.tiers.places(ids[known]), None), None)
-            if tier is None:
-                break
+        nothing: list[int] = []
+        for tier in self.guarded("look up", partial(self.tiers.run_places, ids[known:]), nothing):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
         return known
@@ -209,8 +208,8 @@ class Cache:
             if report.reason is not None:
                 self._misses[report.reason] += 1
         self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
-        is_late = report.reason is MissReason.DEADLINE
-        self.decisions.add(Choice.ABANDONED, Why.DEADLINE if is_late else Why.NOT_THERE, len(metas) - report.blocks)
+        why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
+        self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
@@ -293,7 +292,16 @@ class Cache:
         with self._changed:
             return self._changed.wait_for(lambda: self._queued_bytes == 0, timeout_s)
 
+    def check(self) -> None:
+        """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
+        with self._changed:
+            assert self._queued_bytes == 0, f"{self._queued_bytes} bytes are still taken for queued"
+        assert len(self._scratch) <= self._limits.load_threads, f"{len(self._scratch)} buffers"
+        self.index.check()
+        self.tiers.check()
+
     def _store_until_closed(self) -> None:
+        step_back(STORE_NICE)
         while True:
             with self._changed:
                 has_work = self._changed.wait_for(lambda: self._queue or self._is_closing, TELL_S)
@@ -301,18 +309,13 @@ class Cache:
                     return
                 block = self._queue.popleft() if has_work else None
             if block is None:
-                self._tell_decisions()
+                self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
                 continue
             self.guarded("store", partial(self._store_block, block), None)
             with self._changed:
                 # Close may have dropped the queue meanwhile.
                 self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
                 self._changed.notify_all()
-
-    def _tell_decisions(self) -> None:
-        counts = self.decisions.take_unsent()
-        if counts:
-            self.guarded("note decisions", partial(self.tiers.note_decisions, counts), None)
 
     def _store_block(self, block: PendingBlock) -> None:
         self._place(block.meta, lambda: self._encoded(block.meta, block.source()), block.cost)

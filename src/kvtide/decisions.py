@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -120,8 +120,9 @@ class DecisionCounter:
         with self._lock:
             return {kind: count for kind, count in self._counts.items() if count}
 
-    def take_unsent(self) -> dict[Decided, int]:
-        """Return what was counted since this was called last."""
+    def tell(self, listener: Callable[[Mapping[Decided, int]], None]) -> None:
+        """Tell what was counted since this was called last, if anything was; whatever becomes of it, once."""
         with self._lock:
             unsent, self._unsent = self._unsent, Counter()
-        return {kind: count for kind, count in unsent.items() if count}
+        if counts := {kind: count for kind, count in unsent.items() if count}:
+            listener(counts)

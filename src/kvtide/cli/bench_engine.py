@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from kvtide.bench import engine
@@ -21,6 +22,7 @@ __all__ = ["bench_engine", "bench_offload"]
 PythonOption = Annotated[
     Path | None, typer.Option("--python", help="Interpreter with vLLM and kvtide; default: this one.")
 ]
+LINK_MBIT_S = 1000.0
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer rounds; engines take minutes to start.")]
 
 
@@ -33,12 +35,17 @@ def bench_engine(
     store: Annotated[
         list[str] | None, typer.Option("--store", help="A further store for kvtide, codec=URL; may be repeated.")
     ] = None,
+    link: Annotated[
+        float | None, typer.Option("--link", help="Mbit/s of a link to a server; 0: none. Default 1000, quick 0.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Restarts of each engine; 0: as many as usual.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
     plot: Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Real vLLM: plain, with kvtide and with peers; restart, chat, questions on documents, all misses."""
+    size = engine.QUICK if quick else engine.FULL
     chosen = () if peers == "none" else tuple(peers.split(","))
     folder, tokens = _model_and_text()
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
@@ -49,7 +56,8 @@ def bench_engine(
             lmcache_python,
             chosen,
             tuple(store or ()),
-            engine.QUICK if quick else engine.EngineBenchSize(),
+            (0.0 if quick else LINK_MBIT_S) if link is None else link,
+            replace(size, rounds=rounds or size.rounds),
             Path(work),
             _show,
             dtype,

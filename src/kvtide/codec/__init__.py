@@ -4,6 +4,7 @@ from kvtide.codec.base import Codec
 from kvtide.codec.cachegen import CachegenCodec
 from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.lossless import LosslessCodec
+from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.registry import CodecRegistry, CodecSpec
@@ -16,6 +17,8 @@ __all__ = [
     "CodecRegistry",
     "CodecSpec",
     "LosslessCodec",
+    "PackedBase",
+    "PackedCodec",
     "Profile",
     "RawCodec",
     "TideCodec",

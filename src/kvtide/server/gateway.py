@@ -15,6 +15,7 @@ from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
 from kvtide.wire.http import RequestHead, parse_request_head
@@ -29,6 +30,7 @@ from kvtide.wire.protocol import (
     parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
+from kvtide.wire.records import RecordName, RecordsRoute
 
 __all__ = ["Gateway"]
 
@@ -41,9 +43,17 @@ _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
+    RecordName: ("GET", "HEAD", "PUT"),
+    RecordsRoute: ("GET", "HEAD"),
     PageRoute: ("GET", "HEAD"),
 }
-_KINDS = {ObjectRoute: Route.OBJECT, ExistsRoute: Route.EXISTS, ListRoute: Route.LIST}
+_KINDS = {
+    ObjectRoute: Route.OBJECT,
+    ExistsRoute: Route.EXISTS,
+    ListRoute: Route.LIST,
+    RecordName: Route.RECORDS,
+    RecordsRoute: Route.RECORDS,
+}
 
 
 class Gateway:
@@ -53,6 +63,7 @@ class Gateway:
         self,
         gate: Gate,
         objects: ObjectRequests,
+        records: RecordRequests,
         listing: Listing,
         pages: Pages,
         rates: Rates,
@@ -62,6 +73,7 @@ class Gateway:
     ) -> None:
         self._gate = gate
         self._objects = objects
+        self._records = records
         self._listing = listing
         self._pages = pages
         self._metrics = metrics
@@ -152,6 +164,9 @@ class Gateway:
         route, caller = exchange.route, exchange.caller
         if isinstance(route, ObjectRoute):
             await self._objects.answer(exchange, route.id)
+            return
+        if isinstance(route, RecordName | RecordsRoute):
+            await self._records.answer(exchange, route)
             return
         if isinstance(route, PageRoute):
             await self._page(exchange, route.path)

@@ -42,6 +42,7 @@ class Route(StrEnum):
     OBJECT = "object"
     EXISTS = "exists"
     LIST = "list"
+    RECORDS = "records"
     HEALTH = "health"
     METRICS = "metrics"
     EVENTS = "events"

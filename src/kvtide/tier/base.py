@@ -12,7 +12,20 @@ from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = [
+    "Batched",
+    "Buffer",
+    "Checked",
+    "IsPinned",
+    "ObjectInfo",
+    "Observer",
+    "OnRemoved",
+    "Recorded",
+    "Reporting",
+    "SelectiveTier",
+    "Tier",
+    "TierStats",
+]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -85,6 +98,14 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Batched(Protocol):
+    """A tier for which many look-ups take hardly longer than one."""
+
+    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether it is here now, as `contains` does."""
+
+
+@runtime_checkable
 class Recorded(Protocol):
     """A tier whose objects outlive the process and are cheap to list with their parents."""
 
@@ -101,8 +122,37 @@ class Noting(Protocol):
 
 
 @runtime_checkable
+class Checked(Protocol):
+    """A tier that can check its own accounting."""
+
+    def check(self) -> None:
+        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
 class Reporting(Protocol):
     """A tier that tells what it evicts or deletes by itself; what other processes remove is found out by reading."""
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""
+
+
+class Observer(Protocol):
+    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
+
+    Called from any thread, possibly under a tier's locks: it must not call the stack.
+    """
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """An object was stored in a tier."""
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """An object is no longer in a tier."""
+
+
+@runtime_checkable
+class SelectiveTier(Protocol):
+    """A tier that takes only what deserves a place."""
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place now."""

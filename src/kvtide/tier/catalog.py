@@ -17,11 +17,15 @@ __all__ = ["Catalog", "Entry"]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction."""
+    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction.
+
+    `seal` is the checksum of its live header as it was last seen, so that a read need not parse the header again.
+    """
 
     header: RecordHeader
     last_use_ms: int
     uses: int = 0
+    seal: bytes = b""
 
 
 class Catalog:

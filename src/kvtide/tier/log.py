@@ -86,7 +86,7 @@ class SegmentLog:
         """Learn what the directory holds. OSError if it can't be used; one that can only be read opens."""
         self._pool = BufferPool(TRANSFERS_MAX, STAGING_BYTES)
         self._workers = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtide-disk")
-        self._reader = RecordReader(self._files, self._pool, self._workers)
+        self._reader = RecordReader(self._files, self._directory.opened, self._pool, self._workers)
         try:
             self._directory.open(self._workers)
             with self._write_lock, self._directory.locked():
@@ -133,7 +133,7 @@ class SegmentLog:
         """
         assert self._reader is not None, "read before open"
         try:
-            return self._reader.read(self._directory.path(entry.header.segment), entry.header, buffer, offset)
+            return self._reader.read(entry, buffer, offset)
         except (FileNotFoundError, EOFError):
             return None
 
@@ -159,12 +159,12 @@ class SegmentLog:
         number = writer.header.number
         header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
-            writer.append(header, body, self._pool)
+            seal = writer.append(header, body, self._pool)
         except OSError:
             # What stands behind the tail now is unknown: nothing may follow it.
             self._retire_writer()
             raise
-        entry = Entry(header, now_ms)
+        entry = Entry(header, now_ms, seal=seal)
         self.catalog.add(entry)
         return entry
 

@@ -13,20 +13,33 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
-from kvtide.tier.base import Buffer, Noting, ObjectInfo, Recorded, Reporting, Tier, TierStats
+from kvtide.tier.base import (
+    Batched,
+    Buffer,
+    Checked,
+    Noting,
+    ObjectInfo,
+    Observer,
+    Recorded,
+    Reporting,
+    SelectiveTier,
+    Tier,
+    TierStats,
+)
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
+from kvtide.tier.runs import run_places
 from kvtide.types import ObjectId
 
-__all__ = ["Observer", "SelectiveTier", "TierStack"]
+__all__ = ["TierStack"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -38,27 +51,6 @@ PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
-
-
-class Observer(Protocol):
-    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
-
-    Called from any thread, possibly under a tier's locks: it must not call the stack.
-    """
-
-    def placed(self, object_id: ObjectId, tier: int) -> None:
-        """An object was stored in a tier."""
-
-    def removed(self, object_id: ObjectId, tier: int) -> None:
-        """An object is no longer in a tier."""
-
-
-@runtime_checkable
-class SelectiveTier(Protocol):
-    """A tier that takes only what deserves a place."""
-
-    def would_admit(self, object_id: ObjectId, size: int) -> bool:
-        """Tell whether an object deserves a place now."""
 
 
 class TierStack:
@@ -172,11 +164,21 @@ class TierStack:
         """Tell whether any tier has the object now."""
         return next(self.places(object_id), None) is not None
 
-    def places(self, object_id: ObjectId) -> Iterator[int]:
-        """Yield the numbers of the tiers that have the object now, the fastest first; each is asked in its turn."""
+    def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
+        """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
         for tier in self._open:
-            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
+            if (stop is None or self._tiers.index(tier) < stop) and self._ask(
+                tier, "contains", partial(tier.contains, object_id), False
+            ):
                 yield self._tiers.index(tier)
+
+    def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
+        """Return the fastest tier of each object of the longest leading run that is here now."""
+        return run_places(object_ids, self.places, self._contains_many)
+
+    def _contains_many(self, number: int, ids: Sequence[ObjectId]) -> list[bool]:
+        tier = self._tiers[number]
+        return self._ask(tier, "contains", partial(tier.contains_many, ids), []) if isinstance(tier, Batched) else []
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
@@ -343,17 +345,13 @@ class TierStack:
 
     def note_decisions(self, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
-        for tier in self._open:
-            if isinstance(tier, Noting):
-                self._ask(tier, "note", partial(tier.note_decisions, counts), None)
+        for tier in (each for each in self._open if isinstance(each, Noting)):
+            self._ask(tier, "note", partial(tier.note_decisions, counts), None)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
-        for tier in reversed(self._open):
-            reason = tier.removed_reason(object_id)
-            if reason is not None:
-                return reason
-        return None
+        reasons = (tier.removed_reason(object_id) for tier in reversed(self._open))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield each object once, as the fastest tier that has it lists it."""
@@ -373,6 +371,12 @@ class TierStack:
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
         return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+
+    def check(self) -> None:
+        """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
+        for tier in self._open:
+            if isinstance(tier, Checked):
+                tier.check()
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""

@@ -12,6 +12,7 @@ import msgspec
 from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire.records import RecordName, RecordsRoute, record_name
 
 __all__ = [
     "AS_OF_HEADER",
@@ -21,11 +22,13 @@ __all__ = [
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
     "FORCE_HEADER",
+    "GENERATION_HEADER",
     "LIST_MAX",
     "LOCAL_HEADER",
     "REASON_HEADER",
     "REMOVED_HEADER",
     "STALENESS_HEADER",
+    "TENANT_HEADER",
     "ByteRange",
     "ExistsAnswer",
     "ExistsQuestion",
@@ -41,6 +44,7 @@ __all__ = [
     "deadline_ms",
     "decisions",
     "etag",
+    "generation",
     "is_tag_matched",
     "parse_keys",
     "parse_range",
@@ -58,6 +62,9 @@ LOCAL_HEADER = "kvtide-local"
 FORCE_HEADER = "kvtide-force-latest"
 STALENESS_HEADER = "kvtide-max-staleness"
 AS_OF_HEADER = "kvtide-as-of"
+# Between servers: for which of its tenants one asks, and which generation of the namespace it means.
+TENANT_HEADER = "kvtide-tenant"
+GENERATION_HEADER = "kvtide-generation"
 REASON_HEADER = "kvtide-reason"
 REMOVED_HEADER = "kvtide-removed"
 EXISTS_KEYS_MAX = 4096
@@ -68,6 +75,8 @@ DEADLINE_MS_MAX = 3_600_000
 _OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
 _NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists)?")
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
+_RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
+_NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
 _PAGES = frozenset({"/v1/status"})
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +108,7 @@ class PageRoute(NamedTuple):
     path: str
 
 
-Route = ObjectRoute | ExistsRoute | ListRoute | PageRoute
+Route = ObjectRoute | ExistsRoute | ListRoute | RecordName | RecordsRoute | PageRoute
 
 
 def parse_target(target: str) -> Route:
@@ -113,6 +122,11 @@ def parse_target(target: str) -> Route:
         return ExistsRoute(Namespace(bytes.fromhex(found[1])))
     if found:
         return _list_route(Namespace(bytes.fromhex(found[1])), query)
+    found = _RECORD_PATH.fullmatch(path)
+    if found and not query:
+        return record_name(found[1], found[2])
+    if path == "/v1/records":
+        return _records_route(query)
     if path.startswith("/v1/") and path not in _PAGES:
         raise RequestRefused(400, "expected /v1/{namespace}/{key} with 64 lower-case hex digits each")
     return PageRoute(path)
@@ -124,6 +138,14 @@ def _list_route(namespace: Namespace, query: str) -> ListRoute:
     if options or (after and not _KEY.fullmatch(after)) or not (limit.isdecimal() and limit.isascii()):
         raise RequestRefused(400, "a listing takes after=KEY and limit=N")
     return ListRoute(namespace, bytes.fromhex(after), max(1, min(int(limit[:9]), LIST_MAX)))
+
+
+def _records_route(query: str) -> RecordsRoute:
+    options = dict(parse_qsl(query[:64]))
+    after = options.pop("after", "0")
+    if options or not (after.isascii() and _NUMBER.fullmatch(after)):
+        raise RequestRefused(400, "a list of records takes after=VERSION")
+    return RecordsRoute(int(after))
 
 
 class ByteRange(NamedTuple):
@@ -192,6 +214,16 @@ def staleness_s(headers: Mapping[str, str]) -> float | None:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
         raise RequestRefused(400, f"{STALENESS_HEADER} is a number of seconds, got {text[:40]!r}")
     return float(text)
+
+
+def generation(headers: Mapping[str, str]) -> int | None:
+    """Return the generation that a request means. RequestRefused (400) if it says something else."""
+    text = headers.get(GENERATION_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and _NUMBER.fullmatch(text)):
+        raise RequestRefused(400, f"{GENERATION_HEADER} is a number, got {text[:40]!r}")
+    return int(text)
 
 
 def urgency(headers: Mapping[str, str]) -> int:

@@ -1,0 +1,54 @@
+"""A run is looked up in few questions, and its answer is what single look-ups give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.clock import SystemClock
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import Counting, MemoryTier, TierStack
+from kvtide.tier.runs import LOOK_UPS_MAX, run_places
+from kvtide.types import ObjectId
+
+IDS = [object_id(number) for number in range(12)]
+
+
+@given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
+def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[int]) -> None:
+    def places(object_id: ObjectId, stop: int | None) -> Iterator[int]:
+        return (tier for tier in sorted(held[IDS.index(object_id)]) if stop is None or tier < stop)
+
+    def contains_many(tier: int, ids: Sequence[ObjectId]) -> list[bool]:
+        return [tier in held[IDS.index(object_id)] for object_id in ids] if tier in batched else []
+
+    expected = []
+    for tiers in held:
+        if not tiers:
+            break
+        expected.append(min(tiers))
+    assert run_places(IDS, places, contains_many) == expected
+
+
+class Remote(Counting):
+    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        self.before("contains_many", 0)
+        return [self.tier.contains(each) for each in object_ids]
+
+
+def test_long_run_behind_memory_takes_few_questions() -> None:
+    clock = SystemClock()
+    near, far = MemoryTier(1 << 20, clock, lambda key: False), MemoryTier(8 << 20, clock, lambda key: False)
+    remote = Remote(far)
+    stack = TierStack([near, remote])
+    stack.open()
+    ids = [object_id(number) for number in range(2 * LOOK_UPS_MAX)]
+    for number, each in enumerate(ids[:-5]):
+        far.put_from(each, object_bytes(number, 100))
+    near.put_from(ids[3], object_bytes(3, 100))
+    remote.calls.clear()
+    assert stack.run_places(ids) == [1, 1, 1, 0] + [1] * (len(ids) - 9)
+    assert sum(remote.calls.values()) <= 6
+    stack.close()
