@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import pytest
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock, cache_for
 from kvtide.codec import CodecRegistry, TideCodec
+from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.testing.strategies import namespace, smooth_bits
-from kvtide.tier import MemoryTier
+from kvtide.tier import DiskTier, MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import object_bytes_max
 from tests.codec.tide_profiles import LAYOUT, fitted
@@ -123,20 +124,30 @@ def test_restored_and_found_blocks_are_known_to_be_on_disk(
     assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
 
 
-def test_what_follows_a_loaded_run_is_read_ahead(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    metas, sink = metas_of(layout, 5), Collector()
-    contents = fill(open_cache(tmp_path), metas)
-    cache = open_cache(tmp_path)
-    assert cache.load(metas[:2], sink, following=metas[2:]).blocks == 2
-    memory, disk = cache.tiers._tiers
-    for _ in range(500):
-        if all(memory.contains(meta.id) for meta in metas[2:]):
-            break
-        time.sleep(0.01)
-    reads = disk.stats().hits
-    assert cache.load(metas[2:], sink).blocks == 3
-    assert disk.stats().hits == reads == 5
-    assert np.array_equal(sink.blocks[2], contents[4])
+def test_index_hears_what_recomputing_costs(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 2)
+    bits = smooth_bits(layout, 1)
+    costs = (1.0, 2.0)
+    cache.store([PendingBlock(meta, lambda: bits, cost) for meta, cost in zip(metas, costs, strict=True)])
+    assert cache.flush(10)
+    assert isinstance(cache.index, RadixIndex)
+    run = cache.index._tree.run_of(metas[1].id.key)
+    assert run is not None
+    assert run.given_cost == 1.5
+
+
+def test_loads_are_counted_as_decisions_and_told_to_the_store(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+    fill(cache, metas[:3])
+    cache.load(metas, Collector())
+    assert cache.stats().decisions == "abandoned:not_there=1,load:in_time=3"
+    cache.close()
+    other = open_cache(tmp_path)
+    disk = other.tiers._tiers[1]
+    assert isinstance(disk, DiskTier)
+    assert decisions_text(disk.decisions()) == "abandoned:not_there=1,load:in_time=3"
 
 
 def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:

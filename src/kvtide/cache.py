@@ -6,8 +6,6 @@ Invariant: what `load` hands to the sink has passed every check of the object fo
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -23,7 +21,8 @@ import numpy as np
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
-from kvtide.config import Limits
+from kvtide.config import Limits, step_back
+from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.tier import TierStack, TierStats, stack_of
@@ -40,6 +39,9 @@ STORE_NICE = 10
 _Result = TypeVar("_Result")
 # Curves are float32.
 _QUALITY_SLACK = 1e-3
+
+# A storing thread without work tells the tiers so often what was decided.
+TELL_S = 5.0
 
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
@@ -67,14 +69,18 @@ class LoadReport(NamedTuple):
 
 
 class PendingBlock(NamedTuple):
-    """A block to be stored in the background."""
+    """A block to be stored in the background; `cost` as for `Index.insert`."""
 
     meta: BlockMeta
     source: BlockSource
+    cost: float | None = None
 
 
 class CacheStats(NamedTuple):
-    """Counters since the cache was opened. Damaged blocks were loaded from the sections of theirs that were good."""
+    """Counters since the cache was opened; decisions as `decisions_text` writes them.
+
+    Damaged blocks were loaded from the sections of theirs that were good.
+    """
 
     blocks_loaded: int
     blocks_damaged: int
@@ -84,6 +90,7 @@ class CacheStats(NamedTuple):
     raw_bytes_stored: int
     bytes_stored: int
     misses: dict[str, int]
+    decisions: str
     tiers: list[TierStats]
 
 
@@ -131,6 +138,8 @@ class Cache:
         self._scratch: list[_Scratch] = []
         self._counts: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
+        # What engines decide about stored blocks; told to the tiers in the background.
+        self.decisions = DecisionCounter()
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
@@ -159,6 +168,7 @@ class Cache:
             self._queued_bytes = 0
             self._changed.notify_all()
         self._storer.join(self._limits.close_s_max)
+        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._storer = self._loaders = None
         self.tiers.close()
@@ -185,17 +195,9 @@ class Cache:
             known += 1
         return known
 
-    def load(
-        self,
-        metas: Sequence[BlockMeta],
-        sink: BlockSink,
-        deadline_s: float | None = None,
-        following: Sequence[BlockMeta] = (),
-    ) -> LoadReport:
+    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
-        `following` are the next blocks of the matched run, which the caller will load later: once all of these came,
-        they are brought into the faster tiers in the background as far as those admit them.
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
@@ -212,9 +214,9 @@ class Cache:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
-        if report.reason is None and following:
-            ids = [meta.id for meta in following]
-            self.guarded("read ahead", partial(self.tiers.prefetch, ids, object_bytes_max(following[0].layout)), 0)
+        self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
+        why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
+        self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
@@ -320,13 +322,16 @@ class Cache:
         self.tiers.check()
 
     def _store_until_closed(self) -> None:
-        _step_back()
+        step_back(STORE_NICE)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                has_work = self._changed.wait_for(lambda: self._queue or self._is_closing, TELL_S)
                 if self._is_closing:
                     return
-                block = self._queue.popleft()
+                block = self._queue.popleft() if has_work else None
+            if block is None:
+                self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
+                continue
             self.guarded("store", partial(self._store_block, block), None)
             with self._changed:
                 # Close may have dropped the queue meanwhile.
@@ -334,22 +339,28 @@ class Cache:
                 self._changed.notify_all()
 
     def _store_block(self, block: PendingBlock) -> None:
-        meta = block.meta
+        self._place(block.meta, lambda: self._encoded(block.meta, block.source()), block.cost)
+
+    def keep(self, meta: BlockMeta, packed: bytes) -> bool:
+        """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
+        return self.guarded("keep", partial(self._place, meta, lambda: packed), False)
+
+    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
         if not self.tiers.contains(meta.id):
-            packed = self._encoded(meta, block.source())
-            if packed is None or not self.tiers.put_from(meta.id, packed):
-                with self._changed:
-                    self._counts["dropped"] += 1
-                return
+            packed = pack()
+            is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
             with self._changed:
-                self._counts["stored"] += 1
-                self._counts["raw_bytes"] += meta.layout.raw_bytes
-                self._counts["bytes"] += len(packed)
+                self._counts["stored" if is_stored else "dropped"] += 1
+                self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
+                self._counts["bytes"] += len(packed) if is_stored and packed else 0
+            if not is_stored:
+                return False
         for number, tier in enumerate(self.tiers.places(meta.id)):
             if number:
                 self.index.place(meta.id.key, tier)
             else:
-                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
+                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
+        return True
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
@@ -391,15 +402,9 @@ class Cache:
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
             misses=misses,
+            decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(),
         )
-
-
-def _step_back() -> None:
-    """Let this thread give way: what it stores can wait, the engine's threads can't."""
-    if sys.platform == "linux":  # where a thread has a niceness of its own
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + STORE_NICE))
 
 
 def cache_for(

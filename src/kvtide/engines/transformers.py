@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,16 +23,17 @@ from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
+from kvtide.decisions import Choice, Why
 from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
 from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
-from kvtide.fetch import ContextLoader, ContextReport, Wish
+from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier.ranking import ScoreRanking
 from kvtide.tier.source import Source
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -78,13 +79,15 @@ class Streaming(NamedTuple):
     """Where blocks are streamed from, and until when.
 
     kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
-    0 for as soon as it can. kl_goal: loss at which it starts earlier.
+    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
+    and stored in the cache's own tiers afterwards, in the background.
     """
 
     sources: Sequence[Source]
     kl: Sequence[float]
     deadline_s: float = 0.0
     kl_goal: float = 0.0
+    is_kept: bool = True
 
 
 class NamespaceSettings(NamedTuple):
@@ -124,14 +127,23 @@ class CachedModel:
         self._weights_version = weights_version(model)
         self.layout = model_layout(model, settings.block_tokens)
         self.namespace = settings.namespace(model, self.layout)
-        self._prefill_tokens_per_s = math.inf
+        self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
         self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
+        # Completes loaded blocks, where blocks are streamed and kept.
+        self.keeper: Keeper | None = None
         self._bypass_logged: set[str] = set()
 
     def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
         """From now on stream what the cache's own tiers do not have, computing meanwhile."""
+        self._close_keeper()
         self._streaming = (streaming, loader)
+        self.keeper = Keeper(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+
+    def _close_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
 
     def select(self, importance: Importance, learner: Learner, registry: CodecRegistry) -> None:
         """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
@@ -146,6 +158,7 @@ class CachedModel:
     ) -> None:
         if self._importance is not None:
             self._importance[1].close()
+        self._close_keeper()
         self.cache.close()
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
@@ -175,11 +188,9 @@ class CachedModel:
         started_s = self._clock.monotonic_s()
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
         output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
-        self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
+        self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        is_own = report.streamed is not None and report.streamed.fetch is None
-        stored_tokens = 0 if is_own else report.hit_tokens
-        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, stored_tokens), 0)
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
 
@@ -278,9 +289,10 @@ class CachedModel:
         stored_bytes = 0
         if hits:
             pages = Pages(self.layout, hits)
-            recompute_s = hits * self.layout.tokens / self._prefill_tokens_per_s
-            # Longer than recompute is of no use to anybody; unknown speed (0 s) leaves the cache's own bound.
-            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s or None)
+            speed = self._meter.speed()
+            # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
+            recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
+            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
@@ -290,22 +302,44 @@ class CachedModel:
         self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
     ) -> tuple[DynamicCache, GenerateReport]:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
-        speed = self._prefill_tokens_per_s
-        wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
-        streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
+        wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
+        with self.keeper.paused() if self.keeper is not None else nullcontext():
+            streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        if streamed.decision is not None:
+            loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
+            why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
+            self.cache.decisions.add(Choice.LOAD, why, blocks)
+            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens // self.layout.tokens - blocks)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
 
-    def _note_prefill(self, tokens: int, seconds: float) -> None:
-        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            self._prefill_tokens_per_s = tokens / seconds
+    def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
+        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            self._meter.note(start, stop, seconds)
 
-    def _store(self, sequence: torch.Tensor, past: DynamicCache, hit_tokens: int) -> int:
+    def _cost(self, meta: BlockMeta) -> float | None:
+        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
+        speed = self._meter.speed()
+        if speed is None or math.isinf(speed.double_at):
+            return None
+        tokens = meta.layout.tokens
+        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
+
+    def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequence[: past.get_seq_length()].cpu().numpy()
-        fresh = self._metas(tokens)[hit_tokens // self.layout.tokens :]
-        return self.cache.store([PendingBlock(meta, partial(block_bits, past, meta)) for meta in fresh])
+        loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
+        if report.streamed is not None:
+            left = report.streamed.left
+            loaded = frozenset(left.blocks) if left is not None else ()
+            if left is not None and self.keeper is not None:
+                self.keeper.offer(left)
+        fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
+        return self.cache.store(
+            [PendingBlock(meta, partial(block_bits, past, meta), self._cost(meta)) for meta in fresh]
+        )
 
 
 class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed

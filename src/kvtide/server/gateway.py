@@ -27,6 +27,7 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
+    decisions,
     parse_look_ups,
     parse_target,
 )
@@ -148,6 +149,7 @@ class Gateway:
             if exchange.route != PageRoute("/healthz"):
                 exchange.caller = self._gate.caller(exchange.head.headers, common_name)
                 self._rates.take(exchange.caller.tenant, exchange.arrived_s)
+                self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")

@@ -5,9 +5,10 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.types import BlockKey, ObjectId, TierStats
 
@@ -98,6 +99,14 @@ class Recorded(Protocol):
 
     def records(self) -> Iterator[Record]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A tier that remembers what engines decided, or tells who does."""
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Add to the counts. TierUnavailable if they are lost."""
 
 
 @runtime_checkable

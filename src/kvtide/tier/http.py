@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
@@ -27,6 +28,7 @@ from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import (
+    DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
     LIST_MAX,
     REASON_HEADER,
@@ -190,6 +192,14 @@ class HttpTier:
             for peer in self._peers
         ]
         return any(answer.status == 204 for answer in answers)
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers; it counts them for whom our token names."""
+        text = decisions_text(counts)
+        if text:
+            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            if answer.status != 200:
+                raise self._refused("GET", answer)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""

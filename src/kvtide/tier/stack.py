@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
+from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import (
     Batched,
     Buffer,
     Checked,
+    Noting,
     ObjectInfo,
     Observer,
     Recorded,
@@ -350,13 +352,15 @@ class TierStack:
         done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
         return any(done)
 
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Have every tier that remembers decisions, or tells who does, add to its counts."""
+        for tier in (each for each in self._open if isinstance(each, Noting)):
+            self._ask(tier, "note", partial(tier.note_decisions, counts), None)
+
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
-        for tier in reversed(self._open):
-            reason = tier.removed_reason(object_id)
-            if reason is not None:
-                return reason
-        return None
+        reasons = (tier.removed_reason(object_id) for tier in reversed(self._open))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield each object once, as the fastest tier that has it lists it."""

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
@@ -16,6 +17,7 @@ from kvtide.wire.records import RecordName, RecordsRoute, record_name
 __all__ = [
     "AS_OF_HEADER",
     "DEADLINE_HEADER",
+    "DECISIONS_HEADER",
     "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
@@ -40,6 +42,7 @@ __all__ = [
     "Route",
     "TenantView",
     "deadline_ms",
+    "decisions",
     "etag",
     "generation",
     "is_tag_matched",
@@ -51,6 +54,8 @@ __all__ = [
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+# What a client decided about blocks since it last said so.
+DECISIONS_HEADER = "kvtide-decisions"
 EPOCH_HEADER = "kvtide-epoch"
 # Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
 LOCAL_HEADER = "kvtide-local"
@@ -188,6 +193,17 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
+
+
+def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
+    """Return what the client says that it decided, by blocks. RequestRefused (400) if it says something else."""
+    text = headers.get(DECISIONS_HEADER)
+    if text is None:
+        return {}
+    try:
+        return parse_decisions(text)
+    except ValueError as error:
+        raise RequestRefused(400, f"{DECISIONS_HEADER}: {error}") from error
 
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:

@@ -112,7 +112,7 @@ class DeviceTide:
         data = memoryview(section.data)
         if known is None:
             coded, base = split_base(data, (stop - start, *block.meta.layout.shape[1:]))
-            rows = place_groups(self._model.model.groups_of(start, stop - start), coded.steps.final_units)
+            rows = place_groups(self._model.model, start, coded.steps.final_units)
             known = DeviceRange(self._kernels, (start, stop), coded.steps, base, rows)
             block.ranges[start] = known
         else:

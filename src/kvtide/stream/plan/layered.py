@@ -24,7 +24,7 @@ from kvtide.stream.plan.base import (
     leading_pass,
 )
 
-__all__ = ["AnchorFirst", "ImportanceFirst", "Layered", "TwoEnded"]
+__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "TwoEnded"]
 
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
@@ -74,6 +74,31 @@ class Layered(_BaseFirst):
     def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
         gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
         return (-gain, fetch.step, -fetch.chunk)
+
+
+class ImportanceWeighted(Layered):
+    """Refinements by quality gained for a byte, each gain multiplied by how much its tokens matter.
+
+    weights: for each chunk and each of its steps (that of the base is not used) a factor, all alike as good as Layered.
+    ValueError for one that is negative or not finite, or if they are not of a request's chunks and steps.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[float]]) -> None:
+        if not all(0 <= weight < math.inf for of_chunk in weights for weight in of_chunk):
+            raise ValueError("weights are finite and not negative")
+        self._weights = [tuple(of_chunk) for of_chunk in weights]
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next. ValueError for a context stored in levels, or one that the weights are not of."""
+        shape = {len(of_chunk) for of_chunk in self._weights}
+        if len(self._weights) != len(request.chunks) or shape != {request.steps}:
+            wanted = f"{len(request.chunks)} chunks and {request.steps} steps"
+            raise ValueError(f"expected weights of {wanted}, got {len(self._weights)} and {sorted(shape)}")
+        return super().plan(request, progress)
+
+    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+        gain, step, position = super()._rank(chunk, fetch)
+        return (self._weights[fetch.chunk][fetch.step] * gain, step, position)
 
 
 class AnchorFirst(_BaseFirst):
