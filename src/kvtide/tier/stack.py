@@ -21,7 +21,6 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
-    Batched,
     Buffer,
     Checked,
     Noting,
@@ -124,7 +123,6 @@ class TierStack:
                 self._open.append(tier)
             except TierUnavailable as error:
                 self._note_fault(tier, "open", error)
-
         self.demoter.open()
         evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
         if self._demote_to and isinstance(evicting, Evicting):
@@ -160,19 +158,13 @@ class TierStack:
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
-        for tier in self._open:
-            if (stop is None or self._tiers.index(tier) < stop) and self._ask(
-                tier, "contains", partial(tier.contains, object_id), False
-            ):
+        for tier in self._open[: None if stop is None else self._open.index(self._tiers[stop])]:
+            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
-        return run_places(object_ids, self.places, self._count_leading)
-
-    def _count_leading(self, number: int, ids: Sequence[ObjectId]) -> int:
-        tier = self._tiers[number]
-        return self._ask(tier, "contains", partial(tier.count_leading, ids), 0) if isinstance(tier, Batched) else 0
+        return run_places(object_ids, self.places, self._tiers, self._ask)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
