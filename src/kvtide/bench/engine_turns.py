@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.bench.engine_peers import Contender, settle, side_server
 from kvtide.bench.engine_process import EngineProcess
 
@@ -64,13 +65,21 @@ class Turn(msgspec.Struct, frozen=True):
 class Seat:
     """A contender, its engine while it runs, and its turns by workload."""
 
-    def __init__(self, contender: Contender, model: Path, size: EngineBenchSize, log: Path, dtype: str) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        model: Path,
+        size: EngineBenchSize,
+        log: Path,
+        dtype: str,
+        nursery: EngineNursery | None = None,
+    ) -> None:
         self.contender = contender
         self.turns: dict[str, list[Turn]] = {}
         self._log = log
         options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
         self._engine_of = partial(
-            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix
+            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix, nursery
         )
         self._answer_tokens = size.answer_tokens
         self._running = ExitStack()
