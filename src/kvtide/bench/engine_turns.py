@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from kvtide.bench.engine_nursery import EngineNursery
-from kvtide.bench.engine_peers import Contender, settle, side_server
+from kvtide.bench.engine_peers import Contender, drop_page_cache, settle, side_server
 from kvtide.bench.engine_process import EngineProcess
 
 __all__ = ["Contest", "EngineBenchSize", "Seat", "Turn", "chat", "miss", "question"]
@@ -110,7 +110,8 @@ class Seat:
         self.turns.setdefault(workload, []).append(turn)
         if self.contender.is_kvtide:
             self.engine.do("settle")
-        settle(self.contender.folder)
+        else:
+            settle(self.contender.folder)
 
 
 class Contest:
@@ -180,6 +181,9 @@ class Contest:
             seat.engine.do("reset")
         else:
             seat.close()
+            if seat.contender.folder is not None:
+                # kvtide reads past the page cache; others' files would come from memory.
+                drop_page_cache(seat.contender.folder)
             self._open(seat)
 
     def _from_memory(self, seat: Seat, context: Prompts) -> None:
