@@ -14,7 +14,7 @@ from kvtide.stream.plan.base import (
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered, TwoEnded
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered, NewestFiner, TwoEnded
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide.stream.plan.prefill import PrefillSpeed
 
@@ -29,6 +29,7 @@ __all__ = [
     "FixedLevel",
     "ImportanceFirst",
     "Layered",
+    "NewestFiner",
     "Plan",
     "Policy",
     "PrefillSpeed",
