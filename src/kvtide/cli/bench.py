@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
@@ -44,7 +43,7 @@ def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -
     layout = fingerprint.model_layout(model, transformers.BLOCK_TOKENS)
     ids = tokenizer(texts.evaluation_texts()[0].content).input_ids
     rows = tide_speed.run(model, ids, layout, profiles.shipped_profiles(), quick)
-    emit(msgspec.structs.replace(result, tide=rows), codec_speed.render, as_json)
+    emit(codec_speed.with_tide(result, rows), codec_speed.render, as_json)
 
 
 @app.command("disk")
