@@ -17,6 +17,7 @@ from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
+from kvtide.engines.importance_curve import all_tokens, selective
 from kvtide.engines.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
 from kvtide.engines.selective import Importance, Rest
 from kvtide.importance import AllHeads, CapturedMass, FirstHeads, GroupHeads, Guard, HeadsAgree, Known, Random, Recency
@@ -62,7 +63,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class GuardRow(msgspec.Struct, frozen=True):
-    """A guard on a kind of prompt, what is not selected being dropped: the layers that it had loaded whole."""
+    """A guard on a kind of prompt, what is not selected being dropped: the share that fell back."""
 
     prompt: str
     guard: str
@@ -166,7 +167,7 @@ def run(
         rows,
         guards,
         _ablation(rows),
-        _curve(rows),
+        _curve(judge, prefixes, profiles, rows),
         *_headlines(rows),
     )
 
@@ -236,7 +237,7 @@ def _guards(
     prompts = {
         "text": plain,
         "shuffled text": judge.add(shuffled(task.ids, rng), uses, plain.questions[:2]),
-        "needle in noise": judge.add(noisy(task.ids, vocabulary, needle, rng), uses, [question]),
+        "needle in noise": judge.add(noisy(task.ids, vocabulary, needle, rng), uses, [question, plain.questions[0]]),
     }
     guards: list[tuple[Guard, Selector, bool]] = [
         (HeadsAgree(), FirstHeads(), True),
@@ -248,8 +249,7 @@ def _guards(
             settings = Importance(HEADLINE_RATIO, selector, guard, Rest.DROP, by_chunks=False)
             numbers = range(len(prefix.questions))
             judged = [judge.selected(prefix, number, settings, False, not probes, probes) for number in numbers]
-            told = [each.selected for each in judged if each.selected]
-            share = sum(each.fallbacks for each in told) / sum(each.layers for each in told)
+            share = fmean(each.selected is not None and each.selected.is_fallback for each in judged)
             kl, read = fmean(each.kl for each in judged), fmean(each.read_bytes / each.whole_bytes for each in judged)
             rows.append(GuardRow(name, guard.name, share, kl, read))
     return rows
@@ -274,8 +274,16 @@ def _ablation(rows: Sequence[Row]) -> list[AblationRow]:
     ]
 
 
-def _curve(rows: Sequence[Row]) -> list[CurveRow]:
+def _curve(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profiles: Sequence[Profile], rows: Sequence[Row]
+) -> list[CurveRow]:
+    profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
+    line = all_tokens(judge, prefixes, profile)
+    finer = selective(judge, prefixes, profile)
     return [
+        *(CurveRow("tide, all tokens", point.bytes_share, point.kl) for point in line),
+        *(CurveRow("tide, important tokens finer", point.bytes_share, point.kl) for point in finer),
+    ] + [
         CurveRow(f"{row.selector}, rest {row.rest}, {row.order}", row.bytes_read_share, row.kl)
         for row in rows
         if row.selector in {"base-keys", "past-uses", "first-3", "all-heads"}

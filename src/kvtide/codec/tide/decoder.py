@@ -17,7 +17,7 @@ from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_
 from kvtide.codec.tide.values import Floats, Turns, put_apart, store_values
 from kvtide.errors import CorruptPayload
 
-__all__ = ["decode_range"]
+__all__ = ["Decoding", "decode_range", "refine"]
 
 
 def decode_range(
@@ -37,17 +37,17 @@ def decode_range(
     missing = steps.refinements + 1 - len(run)
     rows = place_groups(model.groups_of(layer_start, len(out)), steps.final_units + THIRD * missing)
     items = np.zeros((len(rows.scales), meta.layout.tokens), dtype=np.int16)
-    work = _Decoding(rows, base.loudness, items)
-    _refine(model, path, work, steps, 0, section.lists)
+    work = Decoding(rows, base.loudness, items)
+    refine(model, path, work, steps, 0, section.lists)
     for refinement, data in enumerate(run[1:], 1):
         found = split_refinement(data)
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
-        _refine(model, path, work, steps, refinement, found.lists)
+        refine(model, path, work, steps, refinement, found.lists)
     _restore(model, path, work, (steps.final_units, missing), base.apart, (meta, layer_start, turns, out))
 
 
-class _Decoding(NamedTuple):
+class Decoding(NamedTuple):
     """A range's rows at the finest step that is here: (components, tokens), tokens by loudness."""
 
     rows: RangeRows
@@ -55,7 +55,7 @@ class _Decoding(NamedTuple):
     items: Items
 
 
-def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
+def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
     """Add what a section says."""
     rows, (_, gains), items = work
     counts = np.zeros(TABLES, dtype=np.int64)
@@ -73,7 +73,7 @@ def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refineme
 def _restore(
     model: TideModel,
     path: str,
-    work: _Decoding,
+    work: Decoding,
     step: tuple[int, int],
     apart: Apart,
     target: tuple[BlockMeta, int, Turns, BlockBits],
