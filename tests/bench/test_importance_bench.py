@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.bench.importance import AblationRow, CurveRow, GuardRow, ImportanceBench, Row, render
 from kvtide.bench.importance_set import make_task, noisy, shuffled
+from kvtide.engines.importance_curve import CurvePoint, over_line
 
 TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
 OTHERS = ["\n".join(f"Another text altogether, its line {n} says so." for n in range(50))]
@@ -50,10 +51,29 @@ def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
     assert len(noise) == 100 and any(noise[i : i + 3] == [1, 2, 3] for i in range(98))
 
 
+def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
+    line = [CurvePoint("", 0.1, 1e-1), CurvePoint("", 0.2, 1e-3)]
+    assert over_line(CurvePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
+    assert over_line(CurvePoint("", 0.21, 1e-3), line) is None
+
+
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 0.2)
     guard, ablation = GuardRow("text", "jaccard", 0.0, 0.1, 0.5), AblationRow("whole load", 1.0, 0.0, 0.5)
     result = ImportanceBench(
-        "m", "float16", 2e8, 1, 512, ["open"], [row], [guard], [ablation], [CurveRow("s", 0.1, 0.1)], 2.0, 50.0, 0.0
+        "m",
+        "float16",
+        2e8,
+        1,
+        512,
+        ["open"],
+        [row],
+        [guard],
+        [ablation],
+        [CurveRow("s", "l", 0.1, 0.1, None)],
+        2.0,
+        50.0,
+        0.0,
+        0.9,
     )
     assert render(result).row_count == 3

@@ -17,7 +17,7 @@ from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
-from kvtide.engines.importance_curve import all_tokens, selective
+from kvtide.engines.importance_curve import CurvePoint, all_tokens, over_line, selective
 from kvtide.engines.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
 from kvtide.engines.selective import Importance, Rest
 from kvtide.importance import AllHeads, CapturedMass, FirstHeads, GroupHeads, Guard, HeadsAgree, Known, Random, Recency
@@ -73,11 +73,13 @@ class GuardRow(msgspec.Struct, frozen=True):
 
 
 class CurveRow(msgspec.Struct, frozen=True):
-    """Quality against bytes, for the plot."""
+    """Quality against bytes, for the plot. kl_over_line: over that of tide with all tokens alike at the same bytes."""
 
     series: str
+    label: str
     bytes_read_share: float
     kl: float
+    kl_over_line: float | None
 
 
 class AblationRow(msgspec.Struct, frozen=True):
@@ -105,6 +107,7 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     ttft_speedup: float
     kl_drop_over_base: float
     top1_below_all_heads: float
+    selective_kl_over_line: float
 
 
 class _Case(NamedTuple):
@@ -156,6 +159,7 @@ def run(
         progress("prefill", number, len(tasks))
         prefixes.append(judge.add(task.ids, *_tokenized(task, tokenize, size.questions)))
     rows = _rows(judge, prefixes, size, progress)
+    curve = _curve(judge, prefixes, profiles, rows)
     guards = _guards(judge, prefixes[0], tasks[0], tokenize, model.config.vocab_size)
     return ImportanceBench(
         model_name,
@@ -167,8 +171,9 @@ def run(
         rows,
         guards,
         _ablation(rows),
-        _curve(judge, prefixes, profiles, rows),
+        curve,
         *_headlines(rows),
+        max(row.kl_over_line or 0.0 for row in curve if row.series == "tide, important tokens finer"),
     )
 
 
@@ -280,14 +285,14 @@ def _curve(
     profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
     line = all_tokens(judge, prefixes, profile)
     finer = selective(judge, prefixes, profile)
-    return [
-        *(CurveRow("tide, all tokens", point.bytes_share, point.kl) for point in line),
-        *(CurveRow("tide, important tokens finer", point.bytes_share, point.kl) for point in finer),
-    ] + [
-        CurveRow(f"{row.selector}, rest {row.rest}, {row.order}", row.bytes_read_share, row.kl)
+    chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
+    exact = [
+        (f"{row.selector}, rest {row.rest}, {row.order}", CurvePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
         for row in rows
-        if row.selector in {"base-keys", "past-uses", "first-3", "all-heads"}
+        if row.selector in chosen
     ]
+    series = [("tide, all tokens", each) for each in line] + [("tide, important tokens finer", each) for each in finer]
+    return [CurveRow(name, *point, over_line(point, line)) for name, point in [*series, *exact]]
 
 
 def _headlines(rows: Sequence[Row]) -> tuple[float, float, float]:

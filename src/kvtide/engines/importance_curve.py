@@ -15,15 +15,13 @@ from kvtide.codec.tide.chunked import ChunkedRange
 from kvtide.engines.importance_judge import ImportanceJudge, JudgedPrefix
 from kvtide.wire import pack_object
 
-__all__ = ["CurvePoint", "all_tokens", "selective"]
+__all__ = ["CurvePoint", "all_tokens", "over_line", "selective"]
 
 # The finest step's KL, and refinements down to it.
 QUALITY, REFINEMENTS = 9e-4, 2
-# Shares of the tokens that have at least one refinement, and both.
-SHARES = (
-    *((0.125, 0.0), (0.25, 0.0), (0.25, 0.125), (0.5, 0.0), (0.5, 0.25)),
-    *((0.75, 0.0), (0.75, 0.25), (1.0, 0.0), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0)),
-)
+# Shares of the tokens that have at least one refinement, and both. All tokens once before some have both, or half of
+# them once, is worse for the same bytes.
+SHARES = ((0.125, 0.0), (0.25, 0.0), (0.25, 0.125), (0.5, 0.25), (0.75, 0.25), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0))
 # The line's steps are so far apart, in units; the last is the base's.
 LINE_UNITS = 6
 ENTRY_BYTES = 48
@@ -56,6 +54,15 @@ def all_tokens(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile
             kls += [judge.decoded(prefix, number, blocks).kl for number in range(len(prefix.questions))]
         points.append(CurvePoint(f"all tokens, step {step}", float(np.mean(sizes)), float(np.mean(kls))))
     return points
+
+
+def over_line(point: CurvePoint, line: Sequence[CurvePoint]) -> float | None:
+    """Return a point's KL over that of the line at the same bytes, log KL between points; None beyond its ends."""
+    known = sorted((each.bytes_share, each.kl) for each in line)
+    sizes = [size for size, _ in known]
+    if not sizes[0] <= point.bytes_share <= sizes[-1]:
+        return None
+    return float(point.kl / np.exp(np.interp(point.bytes_share, sizes, np.log([kl for _, kl in known]))))
 
 
 def selective(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile) -> list[CurvePoint]:
