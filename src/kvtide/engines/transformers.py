@@ -202,14 +202,25 @@ class CachedModel:
         load_s = self._clock.monotonic_s() - started_s
         selection = Selection(load, importance)
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
-        with closing(load), selection.active(self.model):
-            output = self.model.generate(input_ids, past_key_values=past, **arguments)
+        with closing(load):
+            self._probe(input_ids[:, load.blocks * self.layout.tokens : -1], past, selection)
+            with selection.active(self.model):
+                output = self.model.generate(input_ids, past_key_values=past, **arguments)
         metas = self._metas(prompt[:-1])[: load.blocks]
         self.cache.guarded("learn", partial(learner.note, self.cache, metas, selection.importance), False)
         tokens = load.blocks * self.layout.tokens
         report = GenerateReport(len(prompt), tokens, load_s, load.read_bytes, 0, None)
         self.last = report._replace(selected=selection.report())
         return output
+
+    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
+        """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
+        if suffix.shape[1] == 0:
+            return
+        with torch.inference_mode(), selection.active(self.model):
+            self.model(suffix, past_key_values=past, use_cache=True, logits_to_keep=1)
+        if selection.is_refused:
+            selection.fall_back(past)
 
     def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
         prompt: np.ndarray[Any, Any] = input_ids[0].cpu().numpy()
