@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock
-from kvtide.codec import CodecRegistry
+from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock, cache_for
+from kvtide.codec import CodecRegistry, TideCodec
 from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
@@ -21,6 +21,7 @@ from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier import DiskTier, MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import object_bytes_max
+from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.stores import stored_records
 
 OpenCache = Callable[..., Cache]
@@ -187,6 +188,27 @@ def test_damaged_object_is_a_counted_miss_and_removed(
     assert reader.stats().misses == {"corrupt": 1}
     assert [record.header.id for record in stored_records(tmp_path)] == [metas[1].id]
     assert reader.match(ids(metas)) == 0
+
+
+@pytest.mark.parametrize(("quality", "flipped", "blocks"), [(2e-2, -9, 1), (1e-4, -9, 0), (2e-2, 700, 0)])
+def test_flipped_bit_loses_a_refinement_where_the_quality_allows_it(
+    quality: float, flipped: int, blocks: int, tmp_path: Path
+) -> None:
+    profile, layout = fitted(LAYOUT), LAYOUT
+    metas, sink = metas_of(layout, 1), Collector()
+    with cache_for(str(tmp_path), TideCodec(profile, 1e-4, 3), [profile]) as writer:
+        fill(writer, metas)
+    (record,) = stored_records(tmp_path)
+    data = bytearray(record.body())
+    data[flipped] ^= 4  # in the last range's last refinement, or in a base
+    record.write_body(bytes(data))
+    with cache_for(str(tmp_path), TideCodec(profile, quality, 3), [profile]) as reader:
+        assert reader.load(metas, sink).blocks == blocks
+        assert (reader.stats().blocks_damaged, reader.stats().misses.get("corrupt", 0)) == (blocks, 1 - blocks)
+    if blocks:
+        exact, found = smooth_bits(layout, 0).view(np.float32), sink.blocks[0].view(np.float32)
+        errors = np.sqrt(np.mean((found - exact)[:, :, 4:] ** 2, axis=(1, 2, 3, 4)))
+        assert errors[-1] > 2 * errors[0]
 
 
 def test_object_of_a_codec_that_is_not_here_is_a_miss(

@@ -20,15 +20,16 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
+from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
 from kvtide.config import Limits, step_back
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.types import ObjectId
-from kvtide.wire import object_bytes_max, pack_object, parse_object
+from kvtide.tier.ranking import Ranking
+from kvtide.types import ObjectId, Section
+from kvtide.wire import StoredObject, object_bytes_max, pack_object, parse_object
 
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
 STORE_NICE = 10
 _Result = TypeVar("_Result")
+# Curves are float32.
+_QUALITY_SLACK = 1e-3
 
 # A storing thread without work tells the tiers so often what was decided.
 TELL_S = 5.0
@@ -74,9 +77,13 @@ class PendingBlock(NamedTuple):
 
 
 class CacheStats(NamedTuple):
-    """Counters since the cache was opened; decisions as `decisions_text` writes them."""
+    """Counters since the cache was opened; decisions as `decisions_text` writes them.
+
+    Damaged blocks were loaded from the sections of theirs that were good.
+    """
 
     blocks_loaded: int
+    blocks_damaged: int
     blocks_stored: int
     blocks_dropped: int
     blocks_unencodable: int
@@ -243,7 +250,7 @@ class Cache:
             codec = self._registry.get(stored.codec_id, stored.profile)
             if codec is None:
                 return MissReason.UNKNOWN_CODEC
-            codec.decode(meta, stored.sections(), scratch.bits)
+            codec.decode(meta, self._sections(stored, codec), scratch.bits)
             sink(position, scratch.bits)
             return size
         except CorruptPayload as error:
@@ -251,6 +258,20 @@ class Cache:
             return MissReason.CORRUPT
         finally:
             self._scratch.append(scratch)
+
+    def _sections(self, stored: StoredObject, codec: Codec) -> list[Section]:
+        """Return the sections, without bad ones if what is left is as good as the own codec would have made it."""
+        good = stored.good_sections()
+        if len(good) == len(stored.entries):
+            return good
+        if not (isinstance(codec, EmbeddedCodec) and isinstance(self._codec, EmbeddedCodec)):
+            raise CorruptPayload(f"{stored.meta.id}: {len(stored.entries) - len(good)} sections are not those stored")
+        left = codec.quality_of(good)
+        if left > self._codec.quality * (1 + _QUALITY_SLACK):
+            raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
+        with self._changed:
+            self._counts["damaged"] += 1
+        return good
 
     def _drop_corrupt(self, object_id: ObjectId, error: CorruptPayload) -> None:
         self.index.remove(object_id.key)
@@ -374,6 +395,7 @@ class Cache:
             misses = {reason.value: count for reason, count in self._misses.items()}
         return CacheStats(
             blocks_loaded=counts["loaded"],
+            blocks_damaged=counts["damaged"],
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
             blocks_unencodable=counts["unencodable"],
@@ -386,14 +408,20 @@ class Cache:
 
 
 def cache_for(
-    store: str, codec: Codec, profiles: Sequence[Profile] = (), limits: Limits | None = None, clock: Clock | None = None
+    store: str,
+    codec: Codec,
+    profiles: Sequence[Profile] = (),
+    limits: Limits | None = None,
+    clock: Clock | None = None,
+    ranking: Ranking | None = None,
 ) -> Cache:
     """Return a cache, not yet opened, of memory in front of the store that the URL names.
 
-    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. ValueError for a
-    bad URL.
+    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` says
+    what memory keeps, as in `stack_of`. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
     index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
-    return Cache(stack_of(store, limits, clock, index.is_pinned), index, codec, CodecRegistry(profiles), clock, limits)
+    tiers = stack_of(store, limits, clock, index.is_pinned, ranking)
+    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits)

@@ -90,7 +90,7 @@ class _Seat:
     def take(self, workload: str, prompts: list[list[int]]) -> None:
         seconds = {"plain": 8.0, "kvtide": 0.5}.get(self.contender.name, 1.0)
         answers = [{"ids": [7, 7], "ttft_s": seconds, "cached_tokens": 128, "finish": "length"} for _ in prompts]
-        self.turns.setdefault(workload, []).append(Turn(answers, seconds, sum(map(len, prompts))))
+        self.turns.setdefault(workload, []).append(Turn(answers, seconds, seconds / 2, sum(map(len, prompts))))
         self.diary.append((workload, self.contender.name))
 
 
@@ -133,6 +133,7 @@ def test_ratios_are_medians_over_pairs_and_rows_compare_answers_with_plain() -> 
     turns["lmcache"]["restart"][0].answers[0]["ids"] = [1]
     result = engine.result_of(turns, {"native": "no\nport"}, 1000.0, "model", "float32")
     assert (result.ttft_speedup_vs_plain, result.miss_throughput_vs_plain) == (16.0, 16.0)
+    assert result.miss_engine_cpu_vs_plain == 16.0
     assert (result.restart_vs_lmcache, result.restart_vs_native, result.link_tide_vs_raw) == (2.0, None, 1.0)
     assert (result.is_identical, result.tokens_restored, result.failed_requests) == (True, 128, 0)
     wrong = [(row.engine, row.workload) for row in result.rows if not row.is_identical]
@@ -142,7 +143,7 @@ def test_ratios_are_medians_over_pairs_and_rows_compare_answers_with_plain() -> 
 
 def test_chat_grows_by_the_answers() -> None:
     first = engine_turns.chat(range(20_000), SMALL, [])
-    second = engine_turns.chat(range(20_000), SMALL, [Turn([{"ids": [7, 7]}, {"ids": [8, 8]}], 1.0, 0)])
+    second = engine_turns.chat(range(20_000), SMALL, [Turn([{"ids": [7, 7]}, {"ids": [8, 8]}], 1.0, 1.0, 0)])
     assert second[0][: len(first[0]) + 2] == [*first[0], 7, 7]
     assert second[1][: len(first[1]) + 2] == [*first[1], 8, 8]
     assert [len(each) for each in second] == [len(each) + 152 for each in first]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -95,7 +96,7 @@ def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) ->
         "kvtide_unsent_bytes 614500.0",
     ):
         assert line in body
-    stats[0] = stats[0]._replace(hits=8)
+    stats[0] = msgspec.structs.replace(stats[0], hits=8)
     assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in metrics_body(registry).decode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +22,21 @@ def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[
     def places(object_id: ObjectId, stop: int | None) -> Iterator[int]:
         return (tier for tier in sorted(held[IDS.index(object_id)]) if stop is None or tier < stop)
 
-    def contains_many(tier: int, ids: Sequence[ObjectId]) -> list[bool]:
-        return [tier in held[IDS.index(object_id)] for object_id in ids] if tier in batched else []
+    def count_leading(tier: int, ids: Sequence[ObjectId]) -> int:
+        return sum(1 for _ in takewhile(lambda each: tier in held[IDS.index(each)], ids)) if tier in batched else 0
 
     expected = []
     for tiers in held:
         if not tiers:
             break
         expected.append(min(tiers))
-    assert run_places(IDS, places, contains_many) == expected
+    assert run_places(IDS, places, count_leading) == expected
 
 
 class Remote(Counting):
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        self.before("contains_many", 0)
-        return [self.tier.contains(each) for each in object_ids]
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        self.before("count_leading", 0)
+        return sum(1 for _ in takewhile(self.tier.contains, object_ids))
 
 
 def test_long_run_behind_memory_takes_few_questions() -> None:

@@ -55,6 +55,9 @@ class Ratio(msgspec.Struct, frozen=True):
 class EngineBenchResult(msgspec.Struct, frozen=True):
     """All rows and what they say of kvtide: ratios of TTFT (restart, memory, link) and of throughput (misses).
 
+    `miss_engine_cpu_vs_plain` compares the processor time of the engines' own threads on misses: what is left of the
+    overhead where storing has a core to itself, whatever else the machine does.
+
     Above 1 means that kvtide, or `tide`, is faster; None where the other did not run, and `failures` says why if it
     could not. `ratios` has the spreads.
     """
@@ -63,6 +66,7 @@ class EngineBenchResult(msgspec.Struct, frozen=True):
     tokens_restored: int
     is_identical: bool
     miss_throughput_vs_plain: float
+    miss_engine_cpu_vs_plain: float
     restart_vs_native: float | None
     memory_vs_native: float | None
     restart_vs_lmcache: float | None
@@ -114,15 +118,18 @@ def result_of(
 ) -> EngineBenchResult:
     """Return what turns say, by engine and workload."""
     rows = [_row(name, workload, turns) for name in turns for workload in _WORKLOADS if workload in turns[name]]
-    ratios = [
-        _ratio("ttft_speedup_vs_plain", turns["plain"], turns["kvtide"], "restart"),
-        _ratio("miss_throughput_vs_plain", turns["plain"], turns["kvtide"], "misses"),
-        _ratio("restart_vs_native", turns.get("native"), turns["kvtide"], "restart"),
-        _ratio("memory_vs_native", turns.get("native"), turns["kvtide"], "memory"),
-        _ratio("restart_vs_lmcache", turns.get("lmcache"), turns["kvtide"], "restart"),
-        _ratio("link_tide_vs_raw", turns.get(link_name("raw")), turns.get(link_name("tide")), "restart"),
+    plain, kvtide, native, lmcache = (turns.get(name) for name in ("plain", "kvtide", "native", "lmcache"))
+    found = [
+        _ratio("ttft_speedup_vs_plain", plain, kvtide, "restart", _ttft_s),
+        _ratio("miss_throughput_vs_plain", plain, kvtide, "misses", _seconds),
+        _ratio("miss_engine_cpu_vs_plain", plain, kvtide, "misses", _cpu_s),
+        _ratio("restart_vs_native", native, kvtide, "restart", _ttft_s),
+        _ratio("memory_vs_native", native, kvtide, "memory", _ttft_s),
+        _ratio("restart_vs_lmcache", lmcache, kvtide, "restart", _ttft_s),
+        _ratio("link_tide_vs_raw", turns.get(link_name("raw")), turns.get(link_name("tide")), "restart", _ttft_s),
     ]
-    medians = {ratio.of: ratio.median for ratio in ratios if ratio is not None}
+    ratios = [ratio for ratio in found if ratio is not None]
+    medians = {ratio.of: ratio.median for ratio in ratios}
     restart = next(row for row in rows if (row.engine, row.workload) == ("kvtide", "restart"))
     answers = [answer for asked in turns["kvtide"].values() for turn in asked for answer in turn.answers]
     return EngineBenchResult(
@@ -130,6 +137,7 @@ def result_of(
         tokens_restored=restart.tokens_restored // restart.requests,
         is_identical=all(row.is_identical for row in rows if row.engine == "kvtide"),
         miss_throughput_vs_plain=medians["miss_throughput_vs_plain"],
+        miss_engine_cpu_vs_plain=medians["miss_engine_cpu_vs_plain"],
         restart_vs_native=medians.get("restart_vs_native"),
         memory_vs_native=medians.get("memory_vs_native"),
         restart_vs_lmcache=medians.get("restart_vs_lmcache"),
@@ -139,7 +147,7 @@ def result_of(
         failures=failures,
         model=model,
         dtype=dtype,
-        ratios=[ratio for ratio in ratios if ratio is not None],
+        ratios=ratios,
         rows=rows,
     )
 
@@ -168,18 +176,30 @@ def _ids(turn: Turn) -> list[list[int]]:
 
 
 def _ratio(
-    of: str, slow: dict[str, list[Turn]] | None, fast: dict[str, list[Turn]] | None, workload: str
+    of: str,
+    slow: dict[str, list[Turn]] | None,
+    fast: dict[str, list[Turn]] | None,
+    workload: str,
+    measure: Callable[[Turn], float],
 ) -> Ratio | None:
     if slow is None or fast is None:
         return None
     pairs = zip(slow[workload], fast[workload], strict=True)
-    ratios = [_seconds(theirs, workload) / _seconds(ours, workload) for theirs, ours in pairs]
+    ratios = [measure(theirs) / measure(ours) for theirs, ours in pairs]
     quarter, three_quarters = (float(np.percentile(ratios, share)) for share in (25, 75))
     return Ratio(of, len(ratios), statistics.median(ratios), quarter, three_quarters)
 
 
-def _seconds(turn: Turn, workload: str) -> float:
-    return turn.seconds if workload == "misses" else float(turn.answers[0]["ttft_s"])
+def _ttft_s(turn: Turn) -> float:
+    return float(turn.answers[0]["ttft_s"])
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.seconds
+
+
+def _cpu_s(turn: Turn) -> float:
+    return turn.cpu_s
 
 
 def table(result: EngineBenchResult) -> Table:

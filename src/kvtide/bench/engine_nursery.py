@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Self
 
 from kvtide.config import engine_environment
-from kvtide.engines.vllm.session import import_engine, serve
 
 __all__ = ["EngineNursery"]
 
@@ -66,6 +65,9 @@ class EngineNursery:
 
 def main(address: str) -> None:
     """Fork a session for each connection to `address` until standard input ends."""
+    # Only where vLLM is.
+    from kvtide.engines.vllm.session import import_engine, serve
+
     import_engine()
     with os.fdopen(os.dup(1), "wb") as parent:
         # What engines print must not be taken for a reply.

@@ -53,10 +53,11 @@ class EngineBenchSize(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What a contender answered to prompts that arrived together."""
+    """What a contender answered to prompts that arrived together. `cpu_s` is of the engine's own thread."""
 
     answers: list[dict[str, Any]]
     seconds: float
+    cpu_s: float
     prompt_tokens: int
 
 
@@ -96,7 +97,7 @@ class Seat:
     def take(self, workload: str, prompts: Prompts) -> None:
         """Answer prompts that arrive together, note how, and wait until all is stored."""
         result = self.engine.generate([{"ids": ids, "answer_tokens": self._answer_tokens} for ids in prompts])
-        turn = Turn(result["answers"], result["seconds"], sum(map(len, prompts)))
+        turn = Turn(result["answers"], result["seconds"], result["cpu_s"], sum(map(len, prompts)))
         self.turns.setdefault(workload, []).append(turn)
         if self.contender.is_kvtide:
             self.engine.do("settle")

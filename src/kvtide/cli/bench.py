@@ -10,6 +10,7 @@ import typer
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
+from kvtide.cli.bench_importance import bench_importance
 from kvtide.cli.bench_stream import bench_stream
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
@@ -28,6 +29,7 @@ TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of 
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
 app.command("stream")(bench_stream)
+app.command("importance")(bench_importance)
 
 
 @app.command("codec-speed")

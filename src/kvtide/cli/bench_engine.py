@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvtide.bench import engine
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.bench.engine_process import EngineProcess
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
@@ -77,15 +78,17 @@ def bench_offload(
     """Both tables of the offloading study: swap seconds by model, requests a second by answer length."""
     from kvtide.bench import offload
 
-    models = offload.MODELS[:4:3] if quick else offload.MODELS
+    size = offload.QUICK if quick else offload.FULL
     if swaps_only:
-        emit(offload.run(device, models, _show), offload.tables, as_json)
+        emit(offload.run(device, offload.MODELS, _show, size=size), offload.tables, as_json)
         return
     folder, tokens = _model_and_text()
-    size = offload.QUICK if quick else offload.FULL
+    engines = python or Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
-        start = partial(EngineProcess, python or Path(sys.executable), folder, Path(work) / "log")
-        result = offload.run(device, models, _show, start, tokens, size, folder.name)
+        log = Path(work) / "log"
+        with EngineNursery(engines, log) as nursery:
+            start = partial(EngineProcess, engines, folder, log, nursery=nursery)
+            result = offload.run(device, offload.MODELS, _show, start, tokens, size, folder.name)
     emit(result, offload.tables, as_json)
 
 

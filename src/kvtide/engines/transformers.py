@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -25,12 +25,16 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, Why
 from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
+from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
+from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
+from kvtide.fetch.selective import SelectiveLoad
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
+from kvtide.tier.ranking import ScoreRanking
 from kvtide.tier.source import Source
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -57,7 +61,8 @@ _NEUTRAL_ARGUMENTS = {
 class GenerateReport(NamedTuple):
     """What the cache did for the last call. `bypass` names the reason if it was left out.
 
-    streamed: the decision and what came of it, where blocks are streamed.
+    streamed: the decision and what came of it, where blocks are streamed. selected: what was loaded of the restored
+    tokens, where only a part was.
     """
 
     prompt_tokens: int
@@ -67,6 +72,7 @@ class GenerateReport(NamedTuple):
     blocks_queued: int
     bypass: str | None
     streamed: ContextReport | None = None
+    selected: SelectedLayers | None = None
 
 
 class Streaming(NamedTuple):
@@ -123,6 +129,7 @@ class CachedModel:
         self.namespace = settings.namespace(model, self.layout)
         self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
+        self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
         # Completes loaded blocks, where blocks are streamed and kept.
         self.keeper: Keeper | None = None
         self._bypass_logged: set[str] = set()
@@ -138,6 +145,10 @@ class CachedModel:
             self.keeper.close()
             self.keeper = None
 
+    def select(self, importance: Importance, learner: Learner, registry: CodecRegistry) -> None:
+        """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
+        self._importance = (importance, learner, registry)
+
     def __enter__(self) -> Self:
         self.cache.open()
         return self
@@ -145,6 +156,8 @@ class CachedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._importance is not None:
+            self._importance[1].close()
         self._close_keeper()
         self.cache.close()
 
@@ -166,6 +179,9 @@ class CachedModel:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
         prompt = self._prompt(input_ids)
+        selected = self._select(prompt)
+        if selected is not None:
+            return self._generate_selected(input_ids, prompt, *selected, arguments)
         past, report = self._restore(prompt)
         first_token = _FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
@@ -176,6 +192,48 @@ class CachedModel:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
+        return output
+
+    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, float] | None:
+        """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be loaded."""
+        if self._importance is None:
+            return None
+        started_s = self._clock.monotonic_s()
+        hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
+        metas = self._metas(prompt[:-1])[:hits]
+        importance, _, registry = self._importance
+        ahead = importance.tokens_ahead(self.layout.tokens)
+        found = self.cache.guarded("select", partial(load.open, metas, registry, ahead), 0)
+        if not found:
+            load.close()
+        return (load, started_s) if found else None
+
+    def _generate_selected(
+        self,
+        input_ids: torch.Tensor,
+        prompt: np.ndarray[Any, Any],
+        load: SelectiveLoad,
+        started_s: float,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Answer on rough blocks of which each layer loads what matters. New blocks are not stored: none is exact."""
+        assert self._importance is not None
+        importance, learner, _ = self._importance
+        pages = Pages(self.layout, load.blocks)
+        for position, bits in enumerate(load.rough):
+            pages.write(position, bits)
+        past = DynamicCache(config=self.model.config)
+        pages.fill(past, load.blocks, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        selection = Selection(load, importance)
+        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
+        with closing(load), selection.active(self.model):
+            output = self.model.generate(input_ids, past_key_values=past, **arguments)
+        metas = self._metas(prompt[:-1])[: load.blocks]
+        self.cache.guarded("learn", partial(learner.note, self.cache, metas, selection.importance), False)
+        tokens = load.blocks * self.layout.tokens
+        report = GenerateReport(len(prompt), tokens, load_s, load.read_bytes, 0, None)
+        self.last = report._replace(selected=selection.report())
         return output
 
     def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -325,18 +383,23 @@ def attach(
     model: Any,
     store: str,
     *,
-    codec: str = "lossless",
+    codec: str | None = None,
     profiles: Sequence[Profile] = (),
     block_tokens: int = BLOCK_TOKENS,
     tenant_salt: bytes = b"",
     limits: Limits | None = None,
     fingerprint: bytes | None = None,
+    importance: float | Importance | None = None,
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. codec: `lossless`, `tide[:quality[:refinements]]`, `tide-light`,
+    store: `disk:///path`, a path, or `memory://`. codec: `lossless`
+    (the default), `tide[:quality[:refinements]]`, `tide-light`,
     `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
     needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in payloads without.
+    importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
+    attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
+    profile as tide does. None, the default: all of it exactly.
     The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
     whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
@@ -345,6 +408,16 @@ def attach(
             output = cached.generate(input_ids, max_new_tokens=64)
     """
     clock = SystemClock()
-    made = CodecRegistry(profiles).make(codec, model_layout(model, block_tokens))
-    cache = cache_for(store, made, profiles, limits, clock)
-    return CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless))
+    registry, layout = CodecRegistry(profiles), model_layout(model, block_tokens)
+    settings = importance if importance is None or isinstance(importance, Importance) else Importance(importance)
+    made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
+    learner = Learner(registry, clock)
+    ranking = None if settings is None else ScoreRanking(learner.important_tokens)
+    cache = cache_for(store, made, profiles, limits, clock, ranking)
+    cached = CachedModel(
+        model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless)
+    )
+    if settings is not None:
+        check_ratio(settings.ratio)
+        cached.select(settings, learner, registry)
+    return cached

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.decisions import Decided
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, TierStats
 
 __all__ = [
     "Batched",
@@ -21,6 +21,7 @@ __all__ = [
     "Observer",
     "OnRemoved",
     "Recorded",
+    "Replacing",
     "Reporting",
     "SelectiveTier",
     "Tier",
@@ -40,19 +41,6 @@ class ObjectInfo(NamedTuple):
     id: ObjectId
     size: int
     last_use_s: float
-
-
-class TierStats(NamedTuple):
-    """What a tier holds now, and what it has done since it was opened."""
-
-    name: str
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
 
 
 class Tier(Protocol):
@@ -101,8 +89,8 @@ class Tier(Protocol):
 class Batched(Protocol):
     """A tier for which many look-ups take hardly longer than one."""
 
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Tell of each object whether it is here now, as `contains` does."""
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
 
 
 @runtime_checkable
@@ -127,6 +115,17 @@ class Checked(Protocol):
 
     def check(self) -> None:
         """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier in which another form of an object, of the same meaning, can take its place."""
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+
+        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        """
 
 
 @runtime_checkable

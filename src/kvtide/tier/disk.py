@@ -147,6 +147,10 @@ class DiskTier:
         self._guarded("write", lambda: self._log.append(object_id, buffer))
         return True
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self._guarded("write", lambda: self._log.replace(object_id, buffer))
+
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:
         self._count(evictions=len(object_ids))
         self._note_removals(object_ids, "evicted")

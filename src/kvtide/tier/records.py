@@ -85,16 +85,16 @@ def _record(name: RecordName, answer: Answer) -> Record:
     return Record("", name.kind, name.name, answer.body.decode(errors="replace").strip(), int(version))
 
 
-def records_clients(url: str, clock: Clock, settings: PeerSettings | None = None) -> list[RecordsClient]:
+def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> list[RecordsClient]:
     """Return a client, not yet opened, of each server that an http:// or pool:// URL names.
 
     ValueError as in `servers_of`; TierUnavailable if a pool's servers can't be found out.
     """
-    bounds, clients = settings or PeerSettings(), []
+    clients: list[RecordsClient] = []
     for each in server_urls(url) if urlsplit(url).scheme in POOL_SCHEMES else [url]:
         servers = servers_of(each)
-        peers = (Peer(place, servers.headers, bounds, clock, time.sleep) for place in servers.endpoints)
-        clients += [RecordsClient(peer, clock) for peer in peers]
+        peers = (Peer(place, servers.headers, PeerSettings(), clock, time.sleep) for place in servers.endpoints)
+        clients += [RecordsClient(peer, clock, operation_s_max) for peer in peers]
     return clients
 
 

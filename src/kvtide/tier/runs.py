@@ -15,12 +15,12 @@ LOOK_UPS_MAX = 256
 def run_places(
     object_ids: Sequence[ObjectId],
     places: Callable[[ObjectId, int | None], Iterator[int]],
-    contains_many: Callable[[int, Sequence[ObjectId]], Sequence[bool]],
+    count_leading: Callable[[int, Sequence[ObjectId]], int],
 ) -> list[int]:
     """Return the fastest tier of each object of the longest leading run that is in some tier.
 
-    `places` yields an object's tiers, the fastest first, of those before a number; `contains_many` asks one tier for
-    many, and returns nothing if that tier can't be asked so.
+    `places` yields an object's tiers, the fastest first, of those before a number; `count_leading` asks one tier for
+    many, 0 if that tier can't be asked so.
     """
     found: list[int] = []
     while len(found) < len(object_ids):
@@ -29,8 +29,6 @@ def run_places(
             break
         found.append(number)
         following = object_ids[len(found) : len(found) + LOOK_UPS_MAX]
-        for object_id, is_here in zip(following, contains_many(number, following), strict=False):
-            if not is_here:
-                break
+        for object_id in following[: count_leading(number, following)]:
             found.append(next(places(object_id, number), number))
     return found

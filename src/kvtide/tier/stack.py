@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
@@ -26,6 +28,7 @@ from kvtide.tier.base import (
     ObjectInfo,
     Observer,
     Recorded,
+    Replacing,
     Reporting,
     SelectiveTier,
     Tier,
@@ -174,11 +177,11 @@ class TierStack:
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
-        return run_places(object_ids, self.places, self._contains_many)
+        return run_places(object_ids, self.places, self._count_leading)
 
-    def _contains_many(self, number: int, ids: Sequence[ObjectId]) -> list[bool]:
+    def _count_leading(self, number: int, ids: Sequence[ObjectId]) -> int:
         tier = self._tiers[number]
-        return self._ask(tier, "contains", partial(tier.contains_many, ids), []) if isinstance(tier, Batched) else []
+        return self._ask(tier, "contains", partial(tier.count_leading, ids), 0) if isinstance(tier, Batched) else 0
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
@@ -343,6 +346,12 @@ class TierStack:
         deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
         return any(deleted)
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
+        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
+        return any(done)
+
     def note_decisions(self, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
         for tier in (each for each in self._open if isinstance(each, Noting)):
@@ -370,7 +379,7 @@ class TierStack:
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
-        return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+        return [msgspec.structs.replace(tier.stats(), faults=self._faults[tier.name]) for tier in self._open]
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
@@ -380,8 +389,7 @@ class TierStack:
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
-        sums = (sum(column) for column in zip(*(stats[1:] for stats in self.tier_stats()), strict=True))
-        return TierStats(self.name, *sums) if self._open else TierStats(self.name, *[0] * 7)
+        return TierStats.sum_of(self.name, self.tier_stats())
 
     def _ask(self, tier: Tier, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         try:

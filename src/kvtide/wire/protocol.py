@@ -11,7 +11,7 @@ import msgspec
 
 from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
 
 __all__ = [
@@ -35,18 +35,18 @@ __all__ = [
     "ExistsRoute",
     "ListRoute",
     "ListedObject",
+    "LookUps",
     "ObjectList",
     "ObjectRoute",
     "PageRoute",
     "Route",
     "TenantView",
-    "TierView",
     "deadline_ms",
     "decisions",
     "etag",
     "generation",
     "is_tag_matched",
-    "parse_keys",
+    "parse_look_ups",
     "parse_range",
     "parse_target",
     "staleness_s",
@@ -233,9 +233,10 @@ def urgency(headers: Mapping[str, str]) -> int:
 
 
 class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys to look up."""
+    """Keys to look up; of a run only the leading ones that are present may be of interest."""
 
     keys: list[str]
+    leading_only: bool = False
 
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
@@ -259,27 +260,22 @@ class ObjectList(msgspec.Struct, frozen=True):
     objects: list[ListedObject]
 
 
-class TierView(msgspec.Struct, frozen=True):
-    """A store's counters, as `TierStats` has them."""
-
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
-
-
 class TenantView(msgspec.Struct, frozen=True):
     """The namespaces in which a tenant has objects; the store's counters only for who may see them."""
 
     namespaces: list[str]
-    tier: TierView | None
+    tier: TierStats | None
 
 
-def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
-    """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
+class LookUps(NamedTuple):
+    """The keys of a batched look-up, and whether it ends at the first absent one."""
+
+    keys: list[BlockKey]
+    leading_only: bool
+
+
+def parse_look_ups(body: bytes | bytearray) -> LookUps:
+    """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
     except msgspec.DecodeError as error:
@@ -289,4 +285,4 @@ def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
     for key in question.keys:
         if not _KEY.fullmatch(key):
             raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-    return [BlockKey(bytes.fromhex(key)) for key in question.keys]
+    return LookUps([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)
