@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -19,13 +18,14 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.cache_records import BlockSink, BlockSource, CacheStats, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
 from kvtide.config import Limits, step_back
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
-from kvtide.tier import TierStack, TierStats, stack_of
+from kvtide.tier import TierStack, stack_of
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId, Section
@@ -42,56 +42,6 @@ _QUALITY_SLACK = 1e-3
 
 # A storing thread without work tells the tiers so often what was decided.
 TELL_S = 5.0
-
-# Called with the block's position in the load and its bits, which are valid during the call only. May be called from
-# several threads at once, for different blocks, in any order.
-BlockSink = Callable[[int, BlockBits], None]
-# Returns the block's bits; called later, from the storing thread.
-BlockSource = Callable[[], BlockBits]
-
-
-class MissReason(Enum):
-    """Why a block was not loaded."""
-
-    ABSENT = "absent"
-    CORRUPT = "corrupt"
-    UNKNOWN_CODEC = "unknown codec or profile"
-    DEADLINE = "deadline"
-    FAULT = "fault"
-
-
-class LoadReport(NamedTuple):
-    """The leading blocks that a load delivered, and why it ended there (None: all came)."""
-
-    blocks: int
-    stored_bytes: int
-    reason: MissReason | None
-
-
-class PendingBlock(NamedTuple):
-    """A block to be stored in the background; `cost` as for `Index.insert`."""
-
-    meta: BlockMeta
-    source: BlockSource
-    cost: float | None = None
-
-
-class CacheStats(NamedTuple):
-    """Counters since the cache was opened; decisions as `decisions_text` writes them.
-
-    Damaged blocks were loaded from the sections of theirs that were good.
-    """
-
-    blocks_loaded: int
-    blocks_damaged: int
-    blocks_stored: int
-    blocks_dropped: int
-    blocks_unencodable: int
-    raw_bytes_stored: int
-    bytes_stored: int
-    misses: dict[str, int]
-    decisions: str
-    tiers: list[TierStats]
 
 
 class _Placement:
