@@ -51,8 +51,9 @@ struct ContextLanes {
 };
 
 ContextLanes context_lanes(__m128i value) {
-  const __m128i magnitude = _mm_abs_epi16(value), one = _mm_set1_epi16(1);
-  return {_mm_cmpeq_epi16(magnitude, _mm_setzero_si128()), _mm_cmpeq_epi16(magnitude, one), _mm_cmpgt_epi16(magnitude, one)};
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i is_zero = _mm_cmpeq_epi16(value, zero), is_one = _mm_cmpeq_epi16(_mm_abs_epi16(value), _mm_set1_epi16(1));
+  return {is_zero, is_one, _mm_cmpeq_epi16(_mm_or_si128(is_zero, is_one), zero)};  // -32768 has no magnitude of 16 bits
 }
 
 // Takes the next words of a list into the lanes of a comparison's result.

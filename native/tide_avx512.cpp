@@ -24,9 +24,9 @@ std::array<__mmask32, tide_contexts> context_lanes(Vector value) {
   return {is_zero, is_one, ~(is_zero | is_one)};
 }
 
-// Three times each value and its digit, negated where the value is below zero.
+// Digits, negated where the value is below zero.
 Vector negated_below(Vector digits, Vector values) {
-  return _mm512_mask_sub_epi16(digits, _mm512_movepi16_mask(values), _mm512_setzero_si512(), digits);
+  return _mm512_mask_sub_epi16(digits, _mm512_cmpgt_epi16_mask(_mm512_setzero_si512(), values), _mm512_setzero_si512(), digits);
 }
 
 Vector thrice(Vector values) { return _mm512_add_epi16(_mm512_add_epi16(values, values), values); }
@@ -39,7 +39,7 @@ struct Avx512 {
     for (; i + 32 <= count; i += 32) {
       const Vector value = load64(values + i);
       const auto lanes = context_lanes(value);
-      Vector digits = _mm512_maskz_expand_epi16(lanes[0], load64(lists[0]));
+      Vector digits = _mm512_mask_expand_epi16(_mm512_setzero_si512(), lanes[0], load64(lists[0]));
       digits = _mm512_mask_expand_epi16(digits, lanes[1], load64(lists[1]));
       digits = _mm512_mask_expand_epi16(digits, lanes[2], load64(lists[2]));
       for (std::size_t each = 0; each < tide_contexts; ++each) lists[each] += count_ones(lanes[each]);

@@ -153,7 +153,9 @@ inline bool round_steps(std::span<const std::int32_t> sums, int halvings, std::i
   const std::int32_t half = std::int32_t{1} << (bits - 1);
   std::int32_t largest = 0;
   for (std::size_t k = 0; k < sums.size(); ++k) {
-    const std::int32_t steps = (sums[k] + half) >> bits;
+    // Wraps where a matrix is not what it should be: then a sum means nothing.
+    const auto sum = static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[k]) + static_cast<std::uint32_t>(half));
+    const std::int32_t steps = sum >> bits;
     largest = std::max(largest, std::max(steps, -steps));
     out[k] = static_cast<std::int16_t>(steps);
   }

@@ -1,7 +1,7 @@
 // A tile of a transposition in SSE2, which every x86-64 has: for the files of the wider instruction sets.
 #pragma once
 
-#include <immintrin.h>
+#include <emmintrin.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock, cache_for
+from kvtide.cache import Cache, MissReason, PendingBlock, cache_for
 from kvtide.codec import CodecRegistry, TideCodec
 from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
+from kvtide.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier import DiskTier, MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -331,7 +332,8 @@ def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_c
 
 def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
-    cache._queued_bytes += 1
+    assert cache._storer is not None
+    cache._storer._queued_bytes += 1
     with pytest.raises(AssertionError, match="1 bytes"):
         cache.check()
 
@@ -341,8 +343,8 @@ def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLay
     cache = open_cache(tmp_path)
     fill(cache, metas_of(layout, 1))
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert cache._storer is not None and cache._storer.native_id is not None
-    assert os.getpriority(os.PRIO_PROCESS, cache._storer.native_id) == min(19, own + STORE_NICE)
+    assert cache._storer is not None and cache._storer.thread.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, cache._storer.thread.native_id) == min(19, own + STORE_NICE)
 
 
 def test_block_that_the_codec_cannot_keep_is_stored_losslessly(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,10 +21,11 @@ import numpy as np
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
-from kvtide.config import Limits, step_back
+from kvtide.config import Limits
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
+from kvtide.storing import BlockSource, PendingBlock, Storer
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.ranking import Ranking
@@ -34,20 +35,13 @@ from kvtide.wire import StoredObject, object_bytes_max, pack_object, parse_objec
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
-# Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
-STORE_NICE = 10
 _Result = TypeVar("_Result")
 # Curves are float32.
 _QUALITY_SLACK = 1e-3
 
-# A storing thread without work tells the tiers so often what was decided.
-TELL_S = 5.0
-
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]
-# Returns the block's bits; called later, from the storing thread.
-BlockSource = Callable[[], BlockBits]
 
 
 class MissReason(Enum):
@@ -66,14 +60,6 @@ class LoadReport(NamedTuple):
     blocks: int
     stored_bytes: int
     reason: MissReason | None
-
-
-class PendingBlock(NamedTuple):
-    """A block to be stored in the background; `cost` as for `Index.insert`."""
-
-    meta: BlockMeta
-    source: BlockSource
-    cost: float | None = None
 
 
 class CacheStats(NamedTuple):
@@ -130,11 +116,8 @@ class Cache:
         self._clock = clock
         self._limits = limits
         self._loaders: ThreadPoolExecutor | None = None
-        self._storer: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._queue: deque[PendingBlock] = deque()
-        self._queued_bytes = 0
-        self._is_closing = False
+        self._storer: Storer | None = None
+        self._lock = threading.Lock()
         self._scratch: list[_Scratch] = []
         self._counts: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
@@ -150,8 +133,8 @@ class Cache:
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
-        self._storer = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
-        self._storer.start()
+        self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
+        self._storer.open()
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
@@ -161,14 +144,8 @@ class Cache:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
         if self._storer is None or self._loaders is None:
             return
-        self.flush(self._limits.close_s_max)
-        with self._changed:
-            self._is_closing = True
-            self._queue.clear()
-            self._queued_bytes = 0
-            self._changed.notify_all()
-        self._storer.join(self._limits.close_s_max)
-        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
+        self._storer.close(self._limits.close_s_max)
+        self._tell_decisions()
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._storer = self._loaders = None
         self.tiers.close()
@@ -210,7 +187,7 @@ class Cache:
             report = self._leading(pending, give_up_s)
         finally:
             self.index.unpin(keys)
-        with self._changed:
+        with self._lock:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
@@ -269,14 +246,14 @@ class Cache:
         left = codec.quality_of(good)
         if left > self._codec.quality * (1 + _QUALITY_SLACK):
             raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
-        with self._changed:
+        with self._lock:
             self._counts["damaged"] += 1
         return good
 
     def _drop_corrupt(self, object_id: ObjectId, error: CorruptPayload) -> None:
         self.index.remove(object_id.key)
         self.tiers.delete(object_id, "corrupt")
-        with self._changed:
+        with self._lock:
             self._counts["corrupt"] += 1
             is_first = self._counts["corrupt"] == 1
         if is_first:
@@ -293,53 +270,33 @@ class Cache:
         return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
-        """Queue blocks to be encoded and stored in the background; return how many the queue's bound let in.
-
-        The first that does not fit ends it: blocks behind a gap could not be matched.
-        """
-        with self._changed:
-            for count, block in enumerate(blocks):
-                raw_bytes = block.meta.layout.raw_bytes
-                if self._is_closing or self._queued_bytes + raw_bytes > self._limits.store_queue_bytes_max:
-                    self._counts["dropped"] += len(blocks) - count
-                    return count
-                self._queue.append(block)
-                self._queued_bytes += raw_bytes
-                self._changed.notify_all()
-        return len(blocks)
+        """Queue blocks to be encoded and stored in the background; return how many leading ones had room."""
+        count = self._storer.put(blocks) if self._storer is not None else 0
+        with self._lock:
+            self._counts["dropped"] += len(blocks) - count
+        return count
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._queued_bytes == 0, timeout_s)
+        return self._storer is None or self._storer.flush(timeout_s)
 
     def check(self) -> None:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
-        with self._changed:
-            assert self._queued_bytes == 0, f"{self._queued_bytes} bytes are still taken for queued"
+        if self._storer is not None:
+            self._storer.check()
         assert len(self._scratch) <= self._limits.load_threads, f"{len(self._scratch)} buffers"
         self.index.check()
         self.tiers.check()
 
-    def _store_until_closed(self) -> None:
-        step_back(STORE_NICE)
-        while True:
-            with self._changed:
-                has_work = self._changed.wait_for(lambda: self._queue or self._is_closing, TELL_S)
-                if self._is_closing:
-                    return
-                block = self._queue.popleft() if has_work else None
-            if block is None:
-                self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
-                continue
-            self.guarded("store", partial(self._store_block, block), None)
-            with self._changed:
-                # Close may have dropped the queue meanwhile.
-                self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
-                self._changed.notify_all()
+    def _tell_decisions(self) -> None:
+        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
 
     def _store_block(self, block: PendingBlock) -> None:
-        self._place(block.meta, lambda: self._encoded(block.meta, block.source()), block.cost)
+        pack = partial(self._packed, block)
+        self.guarded("store", partial(self._place, block.meta, pack, block.cost), False)
+
+    def _packed(self, block: PendingBlock) -> bytearray | None:
+        return self._encoded(block.meta, block.source())
 
     def keep(self, meta: BlockMeta, packed: bytes) -> bool:
         """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
@@ -349,7 +306,7 @@ class Cache:
         if not self.tiers.contains(meta.id):
             packed = pack()
             is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
-            with self._changed:
+            with self._lock:
                 self._counts["stored" if is_stored else "dropped"] += 1
                 self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
                 self._counts["bytes"] += len(packed) if is_stored and packed else 0
@@ -370,7 +327,7 @@ class Cache:
             try:
                 return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
             except UnencodableBlock as error:
-                with self._changed:
+                with self._lock:
                     self._counts["unencodable"] += 1
                 _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
         return None
@@ -380,7 +337,7 @@ class Cache:
         try:
             return action()
         except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
-            with self._changed:
+            with self._lock:
                 self._counts[f"fault {verb}"] += 1
                 is_first = self._counts[f"fault {verb}"] == 1
             if is_first:
@@ -390,7 +347,7 @@ class Cache:
 
     def stats(self) -> CacheStats:
         """Return the counters."""
-        with self._changed:
+        with self._lock:
             counts = self._counts.copy()
             misses = {reason.value: count for reason, count in self._misses.items()}
         return CacheStats(

@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.bench import engine, engine_turns
 from kvtide.bench.engine_nursery import EngineNursery
-from kvtide.bench.engine_peers import Contender, contenders, link_contenders, settle
+from kvtide.bench.engine_peers import Contender, contenders, drop_page_cache, link_contenders, settle
 from kvtide.bench.engine_process import EngineProcess
 from kvtide.bench.engine_turns import Contest, EngineBenchSize, Turn
 
@@ -22,7 +22,7 @@ def test_contenders_have_stores_of_their_own(tmp_path: Path) -> None:
     assert [each.name for each in found] == ["plain", "kvtide", "kvtide raw=http://host:1", "native", "lmcache"]
     assert [each.is_kvtide for each in found] == [False, True, True, False, False]
     folders = [each.folder for each in found if each.folder]
-    assert len(set(folders)) == 2
+    assert len(set(folders)) == 3
 
 
 def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> None:
@@ -59,6 +59,14 @@ def test_nursery_that_dies_is_reported(tmp_path: Path) -> None:
 def test_settling_waits_for_nothing_where_there_is_nothing(tmp_path: Path) -> None:
     settle(None)
     settle(tmp_path / "absent")
+
+
+def test_dropping_the_page_cache_keeps_the_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_bytes(b"abc")
+    drop_page_cache(tmp_path)
+    drop_page_cache(tmp_path / "absent")
+    assert (tmp_path / "sub" / "file").read_bytes() == b"abc"
 
 
 class _Engine:

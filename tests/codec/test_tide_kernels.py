@@ -61,6 +61,16 @@ def test_lists_are_the_twins_and_taking_undoes_putting(path: str, seed: int, row
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_lowest_value_takes_digits_as_others_do(path: str) -> None:
+    parents = np.full((1, 40), -32768, dtype=np.int16)
+    which, tables = np.zeros(1, dtype=np.uint32), np.zeros((1, 4), dtype=np.uint16)
+    cursors, stops = np.zeros(3, dtype=np.int64), np.array([0, 0, 40], dtype=np.int64)
+    items = np.ones(40 + _native.TIDE_SLACK, dtype=np.int16)
+    assert _native.tide_take(path, parents, which, tables, 2, items, cursors, stops)
+    assert set(parents[0].tolist()) == {32767}  # three times it and one less, in 16 bits
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_lists_that_are_too_short_are_refused(path: str, mode: int) -> None:
     values, tables = np.zeros((2, 40), dtype=np.int16), np.zeros((2, 4), dtype=np.uint16)

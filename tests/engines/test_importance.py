@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted
 
-from kvtide.engines.transformers import CachedModel, attach, model_layout
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers import CachedModel, attach
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 

@@ -12,10 +12,10 @@ from transformers import DynamicCache
 
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.engines.pages import Pages
 from kvtide.engines.selective import Importance, Rest, Selection, kept_tokens
-from kvtide.engines.transformers import model_layout
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import AllHeads, Known, Recency
 from kvtide.tier import MemoryTier

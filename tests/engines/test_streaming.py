@@ -15,9 +15,10 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
 from kvtide.decisions import Choice, Decided, Why, parse_decisions
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import capture_blocks
 from kvtide.engines.streaming import StreamedPrefill
-from kvtide.engines.transformers import CachedModel, Streaming, attach, model_layout
+from kvtide.engines.transformers import CachedModel, Streaming, attach
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate

@@ -11,6 +11,7 @@ from kvtide.stream.plan import (
     ImportanceFirst,
     ImportanceWeighted,
     Layered,
+    NewestFiner,
     Policy,
     PrefillSpeed,
     Progress,
@@ -78,6 +79,11 @@ class TestImportanceFirst(PlanSuite):
 class TestImportanceWeighted(PlanSuite):
     def policy_for(self, request: Request) -> Policy:
         return ImportanceWeighted([[1.0] * request.steps] * len(request.chunks))
+
+
+class TestNewestFiner(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return NewestFiner(1500)
 
 
 class TestTwoEnded(PlanSuite):
@@ -151,6 +157,13 @@ def test_weights_that_can_not_be_are_refused(weights: list[list[float]]) -> None
         ImportanceWeighted([[1, 1]]).plan(request, Progress.start(request))
 
 
+def test_newest_tokens_are_one_refinement_ahead() -> None:
+    request = context(3, (9, 3, 3), (0.9, 0.2, 0.1), 1.0)
+    expected = [(2, 1), (2, 2), (1, 1), (0, 1), (1, 2), (0, 2)]
+    assert asked(request, NewestFiner(1000), 3)[3:] == expected
+    assert asked(request, NewestFiner(1001), 3)[3:] == [(2, 1), (1, 1), (2, 2), (1, 2), (0, 1), (0, 2)]
+
+
 def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
     # 2.2 s at 95 % of 1,000 tokens/s: two chunks are the engine's, and are loaded last of all.
     request = context(5, (100, 100), (0.5, 0.1), 2.2)
@@ -220,7 +233,7 @@ def test_level_policies_refuse_layered_contexts(policy: Policy) -> None:
         policy.plan(request, Progress.start(request))
 
 
-@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), TwoEnded()])
+@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), NewestFiner(1), TwoEnded()])
 def test_layered_policies_refuse_levels(policy: Policy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):
@@ -235,5 +248,7 @@ def test_parameters_that_can_not_be_are_refused() -> None:
         FixedLevel(3).plan(context(2, (1,), (0.0,), 1.0, is_layered=False), Progress.start(request))
     with pytest.raises(ValueError, match="names each of 2 chunks once"):
         ImportanceFirst([1, 1])
+    with pytest.raises(ValueError, match="newest"):
+        NewestFiner(0)
     with pytest.raises(ValueError, match="order of 3 chunks for a context of 2"):
         ImportanceFirst([0, 1, 2]).plan(request, Progress.start(request))

@@ -140,5 +140,12 @@ def test_urgency_is_that_of_the_rfc(value: str, expected: int) -> None:
 def test_deadline_is_read_or_refused() -> None:
     assert deadline_ms({}) is None
     assert deadline_ms({"kvtide-deadline-ms": "250"}) == 250
+    # More digits than Python turns into a number; and a number that begins like a good one.
+    for text in ("0", "9" * 5000, "0" * 17 + "1" + "9"):
+        with pytest.raises(RequestRefused):
+            deadline_ms({"kvtide-deadline-ms": text})
+
+
+def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        deadline_ms({"kvtide-deadline-ms": "0"})
+        parse_keys(b'{"keys": ["\xfc"]}')

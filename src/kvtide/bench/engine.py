@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from kvtide.bench.engine_peers import contenders, link_contenders, link_name
+from kvtide.bench.engine_nursery import EngineNursery
+from kvtide.bench.engine_peers import Contender, contenders, link_contenders, link_name
 from kvtide.bench.engine_turns import Contest, EngineBenchSize, Seat, Turn
 
 __all__ = ["FULL", "QUICK", "EngineBenchResult", "EngineBenchRow", "Ratio", "plot", "run", "table"]
@@ -102,15 +103,24 @@ def run(
     here = contenders(python, lmcache_python, peers, stores, work)
     turns: dict[str, dict[str, list[Turn]]] = {}
     failures: dict[str, str] = {}
-    with link_contenders(python, link_mbit_s, work) as linked:
+    with link_contenders(python, link_mbit_s, work) as linked, EngineNursery(python, work / "engines.log") as nursery:
         # Engines take 2 GB each, so that those behind the link come when the others have gone.
         for chosen in filter(None, (here, linked)):
-            seats = [Seat(each, model, size, work / f"{each.name.partition('/')[0]}.log", dtype) for each in chosen]
+            seats = [_seat(each, model, size, work, dtype, nursery) for each in chosen]
             with Contest(seats, tokens, size, show) as contest:
                 contest.play()
             turns.update({seat.contender.name: seat.turns for seat in contest.seats})
             failures.update(contest.failures)
     return result_of(turns, failures, link_mbit_s, model.name, dtype)
+
+
+def _seat(
+    contender: Contender, model: Path, size: EngineBenchSize, work: Path, dtype: str, nursery: EngineNursery
+) -> Seat:
+    """Return a seat whose engine is forked where its environment is ours."""
+    is_elsewhere = contender.prefix or contender.name == "lmcache"
+    log = work / f"{contender.name.partition('/')[0]}.log"
+    return Seat(contender, model, size, log, dtype, None if is_elsewhere else nursery)
 
 
 def result_of(

@@ -31,7 +31,7 @@ class EngineNursery:
 
     def __init__(self, python: Path, log: Path) -> None:
         self._command = [str(python), "-m", "kvtide.bench.engine_nursery"]
-        self._log = log
+        self.log = log
         self._running = ExitStack()
         self._address = ""
 
@@ -40,14 +40,14 @@ class EngineNursery:
         folder = self._running.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-"))
         self._address = f"{folder}/engines"
         command = [*self._command, self._address]
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, env=engine_environment({}))
         # Its end closes the process's input, which ends that, and waits.
         self._running.enter_context(process)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
             self._running.close()
-            tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+            tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             raise RuntimeError("no engines can be started:\n" + "\n".join(tail))
         return self
 

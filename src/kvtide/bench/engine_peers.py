@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,7 +19,17 @@ from kvtide.bench.engine_process import kvtide_transfer
 from kvtide.bench.link import open_link
 from kvtide.config import engine_environment
 
-__all__ = ["LINK_CODECS", "PEERS", "Contender", "contenders", "link_contenders", "link_name", "settle", "side_server"]
+__all__ = [
+    "LINK_CODECS",
+    "PEERS",
+    "Contender",
+    "contenders",
+    "drop_page_cache",
+    "link_contenders",
+    "link_name",
+    "settle",
+    "side_server",
+]
 
 PEERS = ("native", "lmcache")
 LINK_CODECS = ("raw", "tide")
@@ -65,7 +76,7 @@ def contenders(
     if unknown:
         raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
     disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
-    found = [Contender("plain", python, None), Contender("kvtide", python, disk)]
+    found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide")]
     for store in stores:
         codec, separator, url = store.partition("=")
         if not separator or "/" in codec:
@@ -186,3 +197,15 @@ def settle(folder: Path | None) -> None:
         quiet_s = quiet_s + 0.1 if now == before else 0.0
         before = now
         time.sleep(0.1)
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Make the next reading of the folder's files come from the disk, as after a restart of the machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

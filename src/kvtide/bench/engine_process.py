@@ -41,7 +41,7 @@ class EngineProcess:
     """A running engine. Use it with `with`; RuntimeError with the end of its log if it dies.
 
     `python` is the interpreter of an environment with vLLM and kvtide. The log goes to `log`; `prefix` are words to put
-    before the command. A `nursery` of the same interpreter and log makes the start shorter.
+    before the command. A `nursery` of the same interpreter makes the start shorter and has the log.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineProcess:
         nursery: EngineNursery | None = None,
     ) -> None:
         self._command = [*prefix, str(python), "-m", _SESSION]
-        self._log = log
+        self._log = nursery.log if nursery else log
         self._nursery = nursery
         self._start = {
             "model": str(model),

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 import msgspec
 
-from kvtide.bench.engine_peers import Contender, settle, side_server
+from kvtide.bench.engine_nursery import EngineNursery
+from kvtide.bench.engine_peers import Contender, drop_page_cache, settle, side_server
 from kvtide.bench.engine_process import EngineProcess
 
 __all__ = ["Contest", "EngineBenchSize", "Seat", "Turn", "chat", "miss", "question"]
@@ -64,13 +65,21 @@ class Turn(msgspec.Struct, frozen=True):
 class Seat:
     """A contender, its engine while it runs, and its turns by workload."""
 
-    def __init__(self, contender: Contender, model: Path, size: EngineBenchSize, log: Path, dtype: str) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        model: Path,
+        size: EngineBenchSize,
+        log: Path,
+        dtype: str,
+        nursery: EngineNursery | None = None,
+    ) -> None:
         self.contender = contender
         self.turns: dict[str, list[Turn]] = {}
         self._log = log
         options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
         self._engine_of = partial(
-            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix
+            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix, nursery
         )
         self._answer_tokens = size.answer_tokens
         self._running = ExitStack()
@@ -101,7 +110,8 @@ class Seat:
         self.turns.setdefault(workload, []).append(turn)
         if self.contender.is_kvtide:
             self.engine.do("settle")
-        settle(self.contender.folder)
+        else:
+            settle(self.contender.folder)
 
 
 class Contest:
@@ -171,6 +181,9 @@ class Contest:
             seat.engine.do("reset")
         else:
             seat.close()
+            if seat.contender.folder is not None:
+                # kvtide reads past the page cache; others' files would come from memory.
+                drop_page_cache(seat.contender.folder)
             self._open(seat)
 
     def _from_memory(self, seat: Seat, context: Prompts) -> None:

@@ -17,10 +17,10 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry, PackedCodec, RawCodec
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.engines.pages import Pages
 from kvtide.engines.selective import Importance, SelectedLayers, Selection
-from kvtide.engines.transformers import model_layout
 from kvtide.fetch.repack import Repacker, UseStore
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance.probe import Floats

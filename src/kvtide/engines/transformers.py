@@ -18,13 +18,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from kvtide.block import BlockLayout, BlockMeta
+from kvtide.block import BlockMeta
 from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, Why
-from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
+from kvtide.engines.fingerprint import NamespaceSettings, model_layout, weights_version
 from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
@@ -32,11 +32,11 @@ from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.fetch.selective import SelectiveLoad
-from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.keys import block_keys
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier.ranking import ScoreRanking
 from kvtide.tier.source import Source
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, ObjectId
 
 __all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
 
@@ -88,31 +88,6 @@ class Streaming(NamedTuple):
     deadline_s: float = 0.0
     kl_goal: float = 0.0
     is_kept: bool = True
-
-
-class NamespaceSettings(NamedTuple):
-    """What besides the model decides which blocks it may use."""
-
-    block_tokens: int
-    tenant_salt: bytes
-    fingerprint: bytes | None
-    is_exact: bool
-
-    def namespace(self, model: Any, layout: BlockLayout) -> Namespace:
-        """Return the namespace of the model's blocks; reads all weights unless a fingerprint was given.
-
-        Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
-        """
-        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-        text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
-        fingerprint = self.fingerprint or model_fingerprint(model)
-        return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
-
-
-def model_layout(model: Any, block_tokens: int) -> BlockLayout:
-    """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
-    shape = model_shape(model)
-    return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
 
 
 class CachedModel:

@@ -296,7 +296,7 @@ def _refusal(method: str, answer: Answer) -> TierUnavailable:
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 

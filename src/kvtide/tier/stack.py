@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ import msgspec
 from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
+from kvtide.tier.background import Background
 from kvtide.tier.base import (
     Buffer,
     Checked,
@@ -89,14 +89,11 @@ class TierStack:
         self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._logged: set[tuple[str, str]] = set()
         self._flight = SingleFlight()
-        self._prefetcher: ThreadPoolExecutor | None = None
-        self._writer: ThreadPoolExecutor | None = None
+        self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self._writer = Background(1, "kvtide-write-back")
         # Queued to be fetched ahead; whoever reads one takes it out.
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
-        # Work of the background threads that has not ended.
-        self._written: set[Future[None]] = set()
-        self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
 
     @property
@@ -118,8 +115,8 @@ class TierStack:
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
-        self._prefetcher = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kvtide-prefetch")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvtide-write-back")
+        self._prefetcher.open()
+        self._writer.open()
         for tier in self._tiers:
             try:
                 tier.open()
@@ -139,17 +136,13 @@ class TierStack:
     def close(self) -> None:
         """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
 
-        Reading ahead that a tier does not come back from is left behind after as long again.
+        Work that a tier does not come back from is left behind after as long again for each kind.
         """
         self.flush(CLOSE_S_MAX)
         self.demoter.close(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):
-            if workers is not None:
-                workers.shutdown(wait=False, cancel_futures=True)
-        self._prefetcher = self._writer = None
-        with self._lock:
-            under_way = self._written | self._fetched
-        wait(under_way, CLOSE_S_MAX)
+            workers.close()
+            workers.wait(CLOSE_S_MAX)
         for tier in self._tiers:
             tier.close()
         self._open = []
@@ -157,9 +150,7 @@ class TierStack:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
-        with self._lock:
-            pending = set(self._written)
-        return not wait(pending, timeout_s).not_done
+        return self._writer.wait(timeout_s)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
@@ -244,22 +235,15 @@ class TierStack:
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
         with self._lock:
-            has_room = self._writer is not None and self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
+            has_room = self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
             self._unwritten_bytes += len(buffer) if has_room else 0
-        if not has_room or self._writer is None:
+        if not has_room:
             return self._put_all([tier], object_id, buffer)
-        future = self._writer.submit(self._write_later, tier, object_id, bytes(buffer))
-        self._follow(future, self._written)
+        if not self._writer.submit(partial(self._write_later, tier, object_id, bytes(buffer))):
+            with self._lock:
+                self._unwritten_bytes -= len(buffer)
+            return self._put_all([tier], object_id, buffer)
         return False
-
-    def _follow(self, future: Future[None], unfinished: set[Future[None]]) -> None:
-        with self._lock:
-            unfinished.add(future)
-        future.add_done_callback(partial(self._end, unfinished))
-
-    def _end(self, unfinished: set[Future[None]], future: Future[None]) -> None:
-        with self._lock:
-            unfinished.discard(future)
 
     def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
         try:
@@ -277,13 +261,14 @@ class TierStack:
         queued = 0
         for object_id in object_ids if len(self._open) > 1 else ():
             with self._lock:
-                if self._prefetcher is None or len(self._prefetching) >= PREFETCH_MAX:
+                if len(self._prefetching) >= PREFETCH_MAX:
                     return queued
                 if object_id in self._prefetching:
                     continue
                 self._prefetching.add(object_id)
-                future = self._prefetcher.submit(self._prefetch, object_id, size_max)
-            self._follow(future, self._fetched)
+                if not self._prefetcher.submit(partial(self._prefetch, object_id, size_max)):
+                    self._prefetching.discard(object_id)
+                    return queued
             queued += 1
         return queued
 

@@ -190,7 +190,7 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     text = headers.get(DEADLINE_HEADER)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= DEADLINE_MS_MAX:
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
 
@@ -278,7 +278,7 @@ def parse_look_ups(body: bytes | bytearray) -> LookUps:
     """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
     if len(question.keys) > EXISTS_KEYS_MAX:
         raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")

@@ -352,7 +352,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
     engine = engines()
     gate = threading.Event()
-    engine.scheduler.cache.tiers.places = lambda object_id: iter([0] * gate.wait(5))  # type: ignore[method-assign]
+    engine.scheduler.cache.tiers.run_places = lambda object_ids: [0] * gate.wait(5)  # type: ignore[method-assign]
     answers = [engine.scheduler.match("a", b"", PROMPT, 0)]
     while answers[-1] is None:
         answers.append(engine.scheduler.match("a", b"", PROMPT, 0))

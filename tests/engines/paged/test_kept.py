@@ -19,10 +19,10 @@ def test_what_was_used_last_goes_last() -> None:
     kept, block = KeptBlocks(250, 100), _captured()
     kept.put(A, block)
     kept.put(B, _captured())
-    assert kept.get(A) is block
+    assert kept.leading([A, C]) == [block]
     kept.put(C, _captured())
     kept.check()
-    assert [kept.get(each) is not None for each in (A, B, C)] == [True, False, True]
+    assert [len(kept.leading([each])) for each in (A, B, C)] == [1, 0, 1]
 
 
 def test_second_load_earns_a_place() -> None:
@@ -35,5 +35,5 @@ def test_without_room_for_a_block_nothing_is_kept() -> None:
     kept = KeptBlocks(99, 100)
     kept.put(A, _captured())
     kept.check()
-    assert kept.get(A) is None
+    assert kept.leading([A]) == []
     assert [kept.is_loaded_again(A) for _ in range(2)] == [False, False]

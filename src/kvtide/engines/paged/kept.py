@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvtide.engines.paged.pages import Captured
 from kvtide.types import ObjectId
@@ -26,12 +27,16 @@ class KeptBlocks:
         self._blocks: OrderedDict[ObjectId, Captured] = OrderedDict()
         self._loaded: OrderedDict[ObjectId, None] = OrderedDict()
 
-    def get(self, object_id: ObjectId) -> Captured | None:
-        """Return a block, which stays valid, or None."""
+    def leading(self, object_ids: Sequence[ObjectId]) -> list[Captured]:
+        """Return the longest leading run of blocks that are here; they stay valid."""
+        found = []
         with self._lock:
-            if object_id in self._blocks:
+            for object_id in object_ids:
+                if object_id not in self._blocks:
+                    break
                 self._blocks.move_to_end(object_id)
-            return self._blocks.get(object_id)
+                found.append(self._blocks[object_id])
+        return found
 
     def put(self, object_id: ObjectId, block: Captured) -> None:
         """Keep a block in place of those that were not used for longest."""

@@ -116,6 +116,8 @@ class SchedulerHalf:
         now_s = self._clock.monotonic_s()
         lookup = self._lookups.get(request)
         if lookup is None:
+            if self._known(blocks) == len(blocks):
+                return len(blocks)
             lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks))
             self._lookups[request] = lookup
         try:
@@ -125,6 +127,11 @@ class SchedulerHalf:
             return None if now_s - lookup.asked_s < self._match_s_max else 0
         del self._lookups[request]
         return hits
+
+    def _known(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks the index has of every shard, without asking any tier."""
+        shards = range(len(blocks[0].ids))
+        return min(len(self.cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
 
     def _found(self, blocks: Sequence[BlockRef]) -> int:
         """Return how many leading blocks no worker has missed lately."""

@@ -26,6 +26,8 @@ __all__ = ["LoadOutcome", "WorkerHalf"]
 LOADS_AT_ONCE = 4
 # A step without work waits so long for a load to end, instead of spinning through the engine's loop.
 IDLE_WAIT_S = 0.005
+# As much is copied in 10 ms or so, for which the engine may stand still.
+COPY_BYTES_MAX = 128 << 20
 
 
 class LoadOutcome(NamedTuple):
@@ -46,24 +48,27 @@ class _Load:
         self._ids = ids
         self._pool = pool
         self._kept = kept
+        self._captured = kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # Of each layer, the blocks that are still to come.
         self._missing = [len(order.blocks)] * pool.layout.layers
 
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether nothing has to come from a tier."""
+        return len(self._captured) == len(self._ids)
+
     def restore_kept(self) -> int:
         """Copy the leading blocks that this process has kept; return how many."""
-        for position, object_id in enumerate(self._ids):
-            block = self._kept.get(object_id)
-            if block is None:
-                return position
+        for position, block in enumerate(self._captured):
             pages, skip_pages = self._room(position)
             with self._gate.enter() as is_in:
                 if is_in:
                     block.restore(pages, skip_pages)
                     for layer in range(self._pool.layout.layers):
                         self._note_layer(layer)
-        return len(self._ids)
+        return len(self._captured)
 
     def sink(self, position: int, bits: BlockBits) -> None:
         pages, skip_pages = self._room(position)
@@ -138,11 +143,15 @@ class WorkerHalf:
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
                 self._loads[order.request] = load
-            self._loaders.submit(self._run, load)
+            # A copy is over sooner than a thread has woken up.
+            if load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
+                self._run(load)
+            else:
+                self._loaders.submit(self._run, load)
 
     def _run(self, load: _Load) -> None:
         kept = load.restore_kept()
-        report = self._load_rest(load, kept) if kept < len(load.order.blocks) else LoadReport(kept, 0, None)
+        report = LoadReport(kept, 0, None) if load.is_kept else self._load_rest(load, kept)
         load.close()
         seconds = self._clock.monotonic_s() - load.started_s
         with self._changed:

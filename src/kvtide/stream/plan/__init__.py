@@ -16,7 +16,7 @@ from kvtide.stream.plan.base import (
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, TwoEnded
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner, TwoEnded
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide.stream.plan.prefill import PrefillMeter, PrefillSpeed
 
@@ -33,6 +33,7 @@ __all__ = [
     "ImportanceFirst",
     "ImportanceWeighted",
     "Layered",
+    "NewestFiner",
     "Plan",
     "Policy",
     "PrefillMeter",

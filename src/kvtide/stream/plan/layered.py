@@ -24,7 +24,7 @@ from kvtide.stream.plan.base import (
     leading_pass,
 )
 
-__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "TwoEnded"]
+__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "NewestFiner", "TwoEnded"]
 
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
@@ -44,7 +44,7 @@ class _BaseFirst(ABC):
         return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
 
     @abstractmethod
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         """Return a key: what is to be asked for first has the smallest."""
 
     def _refinements(self, request: Request, progress: Progress, chunks: Iterable[int]) -> Plan:
@@ -54,7 +54,7 @@ class _BaseFirst(ABC):
             step = progress.asked[index]
             if 0 < step < steps and index not in progress.computed:
                 fetch = Fetch(index, step)
-                waiting.append((self._rank(request.chunks[index], fetch), fetch))
+                waiting.append((self._rank(request, fetch), fetch))
         heapq.heapify(waiting)
         fetches: list[Fetch] = []
         while waiting and len(fetches) < PLAN_FETCHES_MAX:
@@ -62,7 +62,7 @@ class _BaseFirst(ABC):
             fetches.append(fetch)
             following = Fetch(fetch.chunk, fetch.step + 1)
             if following.step < steps:
-                heapq.heapreplace(waiting, (self._rank(request.chunks[fetch.chunk], following), following))
+                heapq.heapreplace(waiting, (self._rank(request, following), following))
             else:
                 heapq.heappop(waiting)
         return Plan(tuple(fetches), (), Reason.REFINE if fetches else Reason.COMPLETE)
@@ -71,7 +71,8 @@ class _BaseFirst(ABC):
 class Layered(_BaseFirst):
     """Refinements by quality gained for a byte; of equals the earlier step, then the chunk nearest the end."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        chunk = request.chunks[fetch.chunk]
         gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
         return (-gain, fetch.step, -fetch.chunk)
 
@@ -104,7 +105,7 @@ class ImportanceWeighted(Layered):
 class AnchorFirst(_BaseFirst):
     """The order of the CacheGen experiment log: anchors of all chunks, then single deltas, chunk after chunk."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.chunk, fetch.step)
 
 
@@ -125,8 +126,24 @@ class ImportanceFirst(_BaseFirst):
             raise ValueError(f"an order of {len(self._rank_of)} chunks for a context of {len(request.chunks)}")
         return super().plan(request, progress)
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.step, self._rank_of[fetch.chunk])
+
+
+class NewestFiner(_BaseFirst):
+    """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
+
+    newest_tokens: the tokens at the context's end that are to be finer; a chunk counts that has any. ValueError below 1.
+    """
+
+    def __init__(self, newest_tokens: int) -> None:
+        if newest_tokens < 1:
+            raise ValueError(f"expected a number of newest tokens from 1 on, got {newest_tokens}")
+        self._newest_tokens = newest_tokens
+
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        is_newest = request.chunks[fetch.chunk].stop > request.tokens - self._newest_tokens
+        return (fetch.step - is_newest, not is_newest, -fetch.chunk)
 
 
 class TwoEnded(Layered):
