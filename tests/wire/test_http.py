@@ -148,4 +148,4 @@ def test_deadline_is_read_or_refused() -> None:
 
 def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        parse_keys(b'{"keys": ["\xfc"]}')
+        parse_look_ups(b'{"keys": ["\xfc"]}')
