@@ -76,3 +76,11 @@ def test_importance_out_of_range_is_refused(tiny_model: Any, tmp_path: Path, imp
 def test_importance_needs_a_profile(tiny_model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="profile"):
         attach(tiny_model, str(tmp_path), importance=0.25)
+
+
+def test_a_refused_selection_gives_the_exact_answer(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+    """A model of random weights attends to everything alike, which the guard refuses."""
+    with attached(tiny_model, store) as cached:
+        output = cached.generate(prompt, **GREEDY)
+    assert cached.last.selected.is_fallback
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))

@@ -39,12 +39,16 @@ class Prefix:
         for meta, bits in zip(self.metas, self.blocks, strict=True):
             self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
 
-    def said(self, blocks: list[Any], selection: Selection | None = None) -> torch.Tensor:
+    def past(self, blocks: list[Any]) -> DynamicCache:
         pages = Pages(model_layout(self.model, 16), len(blocks))
         for position, bits in enumerate(blocks):
             pages.write(position, bits)
         past = DynamicCache(config=self.model.config)
         pages.fill(past, len(blocks), self.model.device)
+        return past
+
+    def said(self, blocks: list[Any], selection: Selection | None = None) -> torch.Tensor:
+        past = self.past(blocks)
         suffix = torch.tensor([self.ids[PREFIX:]])
         with torch.inference_mode():
             if selection is None:
@@ -66,7 +70,7 @@ def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
 @pytest.mark.parametrize("rest", list(Rest))
 def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
     load = prefix.load()
-    selection = Selection(load, Importance(1.0, rest=rest))
+    selection = Selection(load, Importance(1.0, guard=None, rest=rest))
     assert torch.equal(prefix.said(load.rough, selection), prefix.said(prefix.blocks))
     assert selection.report().tokens_share == 1.0
 
@@ -78,7 +82,7 @@ def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None
     exact, rough = prefix.said(prefix.blocks), prefix.said(load.rough)
     assert (got - exact).abs().mean() < (rough - exact).abs().mean()
     report = selection.report()
-    assert 0.25 <= report.tokens_share < 0.35 and report.fallbacks == 0
+    assert 0.25 <= report.tokens_share < 0.35 and not report.is_fallback
 
 
 def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
@@ -96,17 +100,28 @@ def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
     assert torch.allclose(got, masked, atol=1e-4)
 
 
-def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix) -> None:
-    class Never:
-        name = "never"
+class Never:
+    name = "never"
 
-        def passes(self, finding: Any) -> bool:
-            return False
+    def score(self, finding: Any) -> float:
+        return 0.0
 
+    def limit(self, ratio: float) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("by_chunks", [True, False])
+def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool) -> None:
     load = prefix.load()
-    selection = Selection(load, Importance(0.1, guard=Never(), rest=Rest.DROP))
-    assert torch.equal(prefix.said(load.rough, selection), prefix.said(prefix.blocks))
-    assert selection.report().fallbacks == selection.report().layers > 0
+    selection = Selection(load, Importance(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
+    past, suffix = prefix.past(load.rough), torch.tensor([prefix.ids[PREFIX:]])
+    with torch.inference_mode(), selection.active(prefix.model):
+        prefix.model(suffix, past_key_values=past)
+        assert selection.is_refused
+        selection.fall_back(past)
+        got = prefix.model(suffix, past_key_values=past).logits
+    assert torch.equal(got, prefix.said(prefix.blocks))
+    assert selection.report().is_fallback and selection.report().tokens_share == 1.0
 
 
 def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:

@@ -50,8 +50,8 @@ class PathSpeed(msgspec.Struct, frozen=True):
 class TideSpeed(msgspec.Struct, frozen=True):
     """One profile, all refinements decoded; 10^9 elements in a second of CPU, median, 10th and 90th percentile.
 
-    `decode_over_prefill` is decoding on one core over prefill on all, `encode_over_decode` the time of encoding over that
-    of decoding.
+    `decode_over_prefill` is decoding on one core over prefill on all, `encode_over_decode` the time of encoding over
+    that of decoding.
     """
 
     profile: str

@@ -17,6 +17,7 @@ from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
+from kvtide.engines.importance_curve import CurvePoint, all_tokens, over_line, selective
 from kvtide.engines.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
 from kvtide.engines.selective import Importance, Rest
 from kvtide.importance import AllHeads, CapturedMass, FirstHeads, GroupHeads, Guard, HeadsAgree, Known, Random, Recency
@@ -62,7 +63,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class GuardRow(msgspec.Struct, frozen=True):
-    """A guard on a kind of prompt, what is not selected being dropped: the layers that it had loaded whole."""
+    """A guard on a kind of prompt, what is not selected being dropped: the share that fell back."""
 
     prompt: str
     guard: str
@@ -72,11 +73,13 @@ class GuardRow(msgspec.Struct, frozen=True):
 
 
 class CurveRow(msgspec.Struct, frozen=True):
-    """Quality against bytes, for the plot."""
+    """Quality against bytes, for the plot. kl_over_line: over that of tide with all tokens alike at the same bytes."""
 
     series: str
+    label: str
     bytes_read_share: float
     kl: float
+    kl_over_line: float | None
 
 
 class AblationRow(msgspec.Struct, frozen=True):
@@ -104,6 +107,7 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     ttft_speedup: float
     kl_drop_over_base: float
     top1_below_all_heads: float
+    selective_kl_over_line: float
 
 
 class _Case(NamedTuple):
@@ -155,6 +159,7 @@ def run(
         progress("prefill", number, len(tasks))
         prefixes.append(judge.add(task.ids, *_tokenized(task, tokenize, size.questions)))
     rows = _rows(judge, prefixes, size, progress)
+    curve = _curve(judge, prefixes, profiles, rows)
     guards = _guards(judge, prefixes[0], tasks[0], tokenize, model.config.vocab_size)
     return ImportanceBench(
         model_name,
@@ -166,8 +171,9 @@ def run(
         rows,
         guards,
         _ablation(rows),
-        _curve(rows),
+        curve,
         *_headlines(rows),
+        max(row.kl_over_line or 0.0 for row in curve if row.series == "tide, important tokens finer"),
     )
 
 
@@ -236,7 +242,7 @@ def _guards(
     prompts = {
         "text": plain,
         "shuffled text": judge.add(shuffled(task.ids, rng), uses, plain.questions[:2]),
-        "needle in noise": judge.add(noisy(task.ids, vocabulary, needle, rng), uses, [question]),
+        "needle in noise": judge.add(noisy(task.ids, vocabulary, needle, rng), uses, [question, plain.questions[0]]),
     }
     guards: list[tuple[Guard, Selector, bool]] = [
         (HeadsAgree(), FirstHeads(), True),
@@ -248,8 +254,7 @@ def _guards(
             settings = Importance(HEADLINE_RATIO, selector, guard, Rest.DROP, by_chunks=False)
             numbers = range(len(prefix.questions))
             judged = [judge.selected(prefix, number, settings, False, not probes, probes) for number in numbers]
-            told = [each.selected for each in judged if each.selected]
-            share = sum(each.fallbacks for each in told) / sum(each.layers for each in told)
+            share = fmean(each.selected is not None and each.selected.is_fallback for each in judged)
             kl, read = fmean(each.kl for each in judged), fmean(each.read_bytes / each.whole_bytes for each in judged)
             rows.append(GuardRow(name, guard.name, share, kl, read))
     return rows
@@ -274,12 +279,20 @@ def _ablation(rows: Sequence[Row]) -> list[AblationRow]:
     ]
 
 
-def _curve(rows: Sequence[Row]) -> list[CurveRow]:
-    return [
-        CurveRow(f"{row.selector}, rest {row.rest}, {row.order}", row.bytes_read_share, row.kl)
+def _curve(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profiles: Sequence[Profile], rows: Sequence[Row]
+) -> list[CurveRow]:
+    profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
+    line = all_tokens(judge, prefixes, profile)
+    finer = selective(judge, prefixes, profile)
+    chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
+    exact = [
+        (f"{row.selector}, rest {row.rest}, {row.order}", CurvePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
         for row in rows
-        if row.selector in {"base-keys", "past-uses", "first-3", "all-heads"}
+        if row.selector in chosen
     ]
+    series = [("tide, all tokens", each) for each in line] + [("tide, important tokens finer", each) for each in finer]
+    return [CurveRow(name, *point, over_line(point, line)) for name, point in [*series, *exact]]
 
 
 def _headlines(rows: Sequence[Row]) -> tuple[float, float, float]:

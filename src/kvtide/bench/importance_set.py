@@ -44,6 +44,8 @@ def make_task(text: str, others: Sequence[str], tokens: int, tokenize: Tokenize,
     codes = [rng.randrange(10_000, 99_999) for _ in towns]
     lines = text[: 8 * tokens].splitlines()
     true = [line.strip() for line in lines[: len(lines) // 3] if 30 <= len(line.strip()) <= 60]
+    if len(lines) < 8:
+        raise ValueError(f"a text of {tokens} tokens with short lines is needed, this one has {len(lines)} lines")
     for town, code in zip(towns, codes, strict=True):
         lines.insert(rng.randrange(len(lines) // 4), f"The pass code of {town} is {code}.")
     ids = tokenize("\n".join(lines))[:tokens]

@@ -223,6 +223,9 @@ class ImportanceJudge:
         selection = Selection(load, importance, keys)
         past = self.past(load.rough)
         first = self._pass(past, prefix.questions[number].ids, selection)
+        if selection.is_refused:
+            selection.fall_back(past)
+            first = self._pass(past, prefix.questions[number].ids, selection)
         ttft_s = self._clock.monotonic_s() - started_s
         read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
         judged = self._judged(prefix, number, past, first, selection, (read_bytes, ttft_s), selection.report())

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -55,7 +57,7 @@ class Importance(NamedTuple):
     """How much of a prefix is loaded exactly, and how that is chosen.
 
     by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
-    that they lie in. A layer that the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
+    that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
     in blocks that were packed by them: they are loaded while bases are decoded and layers computed.
     """
 
@@ -72,10 +74,9 @@ class Importance(NamedTuple):
 
 
 class SelectedLayers(NamedTuple):
-    """What a selection did: layers that were loaded whole, layers in all, share of the tokens loaded, bytes read."""
+    """What a selection did: whether it fell back to the whole, share of the tokens loaded exactly, bytes read."""
 
-    fallbacks: int
-    layers: int
+    is_fallback: bool
     tokens_share: float
     read_bytes: int
     whole_bytes: int
@@ -103,8 +104,10 @@ class Selection:
         self._settings = settings
         self._keys = keys
         self._attended: dict[int, torch.Tensor | None] = {}
+        self._loaded: dict[int, NDArray[np.int64]] = {}
         self._loaded_tokens = 0
-        self._fallbacks = 0
+        self._guard_scores: list[float] = []
+        self._is_fallback = False
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
         self._tokens = sum(bits.shape[2] for bits in load.rough)
@@ -128,7 +131,26 @@ class Selection:
         """Return what has been done so far."""
         layers = len(self._attended)
         share = self._loaded_tokens / (layers * self._tokens) if layers else 0.0
-        return SelectedLayers(self._fallbacks, layers, share, self._load.read_bytes, self._load.whole_bytes)
+        return SelectedLayers(self._is_fallback, share, self._load.read_bytes, self._load.whole_bytes)
+
+    @property
+    def is_refused(self) -> bool:
+        """Tell whether the guard, if there is one, does not trust what the layers selected so far."""
+        guard = self._settings.guard
+        if guard is None or not self._guard_scores:
+            return False
+        return median(self._guard_scores) < guard.limit(self._settings.ratio)
+
+    def fall_back(self, past: DynamicCache) -> None:
+        """Load what is missing: `past` is then the whole prefix, exact, and all of it is attended to from now on."""
+        self._is_fallback = True
+        chunks = np.arange(self._load.blocks * self._load.chunks_per_block)
+        for number, layer in enumerate(past.layers):
+            layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
+            loaded = self._load.fetch(number, np.setdiff1d(chunks, self._loaded[number]))
+            self._loaded_tokens += len(loaded.tokens)
+            _put(loaded, self._load.layout.dtype, layer.keys, layer.values)
+            self._attended[number] = None
 
     def _attend(
         self,
@@ -161,9 +183,9 @@ class Selection:
         importance = self.importance[layer] = by_head.mean(axis=0)
         count = max(1, round(settings.ratio * tokens))
         chunks, selected = self._selected(layer, importance, count)
-        if settings.guard is not None and not settings.guard.passes(Finding(by_head, selected, self._kept)):
-            self._fallbacks += 1
-            chunks, selected = np.arange(self._load.blocks * self._load.chunks_per_block), np.arange(tokens)
+        if settings.guard is not None:
+            self._guard_scores.append(settings.guard.score(Finding(by_head, selected, self._kept)))
+        self._loaded[layer] = chunks
         loaded = self._load.fetch(layer, chunks)
         self._loaded_tokens += len(loaded.tokens)
         _put(loaded, self._load.layout.dtype, key, value)
@@ -200,6 +222,7 @@ def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tens
         return
     signed = torch.from_numpy(np.ascontiguousarray(loaded.bits).view(f"<i{loaded.bits.itemsize}"))
     places = torch.from_numpy(loaded.tokens).to(key.device)
-    for target, found in zip((key, value), signed.view(TORCH_DTYPES[dtype]), strict=True):
-        # The engine's cache keeps these very tensors.
-        target[0].index_copy_(1, places, found.transpose(0, 1).to(key))
+    with torch.inference_mode():
+        for target, found in zip((key, value), signed.view(TORCH_DTYPES[dtype]), strict=True):
+            # The engine's cache keeps these very tensors.
+            target[0].index_copy_(1, places, found.transpose(0, 1).to(key))

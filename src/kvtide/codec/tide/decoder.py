@@ -16,7 +16,7 @@ from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_
 from kvtide.codec.tide.values import Stored
 from kvtide.errors import CorruptPayload
 
-__all__ = ["decode_range"]
+__all__ = ["Decoding", "decode_range", "refine", "restore"]
 
 
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: Stored) -> None:
@@ -29,17 +29,17 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
     rows = place_groups(model, target.layer_start, steps.final_units + THIRD * missing)
     # Every row gets a top value before anything reads it.
     items = np.empty((len(rows.scales), tokens), dtype=np.int16)
-    work = _Decoding(rows, base.loudness, items)
-    _refine(model, path, work, steps, 0, section.lists)
+    work = Decoding(rows, base.loudness, items)
+    refine(model, path, work, steps, 0, section.lists)
     for refinement, data in enumerate(run[1:], 1):
         found = split_refinement(data)
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
-        _refine(model, path, work, steps, refinement, found.lists)
-    _restore(model, path, work, (steps.final_units, missing), base.apart, target)
+        refine(model, path, work, steps, refinement, found.lists)
+    restore(model, path, work, (steps.final_units, missing), base.apart, target)
 
 
-class _Decoding(NamedTuple):
+class Decoding(NamedTuple):
     """A range's rows at the finest step that is here: (components, tokens), tokens by loudness."""
 
     rows: RangeRows
@@ -47,7 +47,7 @@ class _Decoding(NamedTuple):
     items: Items
 
 
-def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
+def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
     """Add what a section says."""
     rows, (_, gains), items = work
     counts = np.zeros(TABLES, dtype=np.int64)
@@ -62,7 +62,7 @@ def _refine(model: TideModel, path: str, work: _Decoding, steps: Steps, refineme
         lists.take(job)
 
 
-def _restore(model: TideModel, path: str, work: _Decoding, step: tuple[int, int], apart: Apart, target: Stored) -> None:
+def restore(model: TideModel, path: str, work: Decoding, step: tuple[int, int], apart: Apart, target: Stored) -> None:
     """Write the layers of all groups. step: the final one in units, and how many thirds coarser it is."""
     units, thirds = step
     rows, loudness, items = work

@@ -78,6 +78,11 @@ class Apart(NamedTuple):
         """Return what is kept of some layers."""
         return Apart(self.positions, self.scales[layers], self.values[layers])
 
+    def at(self, tokens: NDArray[np.int64]) -> Apart:
+        """Return what is kept of some tokens, which count from 0 then."""
+        _, kept, places = np.intersect1d(self.positions, tokens, assume_unique=True, return_indices=True)
+        return Apart(places.astype(np.uint16), self.scales[:, :, kept], self.values[:, :, kept])
+
 
 class Base(NamedTuple):
     """What a base section has besides."""

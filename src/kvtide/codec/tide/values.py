@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,12 @@ class Turns:
         """Return what the native kernels take for some layers."""
         return (*self._tables, self._kinds[layers], *self._dims)
 
+    def at(self, tokens: NDArray[np.int64]) -> Turns:
+        """Return how keys of some tokens turn."""
+        found = copy(self)
+        found._tables = RotaryTables(*(np.ascontiguousarray(table[:, tokens]) for table in self._tables))
+        return found
+
     def keys_of(self, layer: int) -> tuple[int, bool, NDArray[np.float32], NDArray[np.float32]]:
         """Return what `rope_load` takes for the keys of one layer."""
         cos, sin = (table[self._kinds[layer]] for table in self._tables)
@@ -70,6 +77,12 @@ class Stored(NamedTuple):
         """Return some of these layers, by their numbers in the model."""
         here = self.bits[layers.start - self.layer_start : layers.stop - self.layer_start]
         return self._replace(bits=here, layer_start=layers.start)
+
+    def at(self, tokens: NDArray[np.int64]) -> Stored:
+        """Return a place, not yet written, for some tokens of these layers."""
+        layers, two, _, *heads = self.bits.shape
+        bits = np.empty((layers, two, len(tokens), *heads), dtype=self.bits.dtype)
+        return self._replace(bits=bits, turns=self.turns.at(tokens))
 
     @property
     def as_bytes(self) -> NDArray[np.uint8]:

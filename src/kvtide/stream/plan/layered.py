@@ -15,7 +15,6 @@ from itertools import takewhile
 
 from kvtide.stream.plan.base import (
     PLAN_FETCHES_MAX,
-    Chunk,
     Fetch,
     Plan,
     Progress,
@@ -97,8 +96,8 @@ class ImportanceWeighted(Layered):
             raise ValueError(f"expected weights of {wanted}, got {len(self._weights)} and {sorted(shape)}")
         return super().plan(request, progress)
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
-        gain, step, position = super()._rank(chunk, fetch)
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        gain, step, position = super()._rank(request, fetch)
         return (self._weights[fetch.chunk][fetch.step] * gain, step, position)
 
 
@@ -133,7 +132,8 @@ class ImportanceFirst(_BaseFirst):
 class NewestFiner(_BaseFirst):
     """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
 
-    newest_tokens: the tokens at the context's end that are to be finer; a chunk counts that has any. ValueError below 1.
+    newest_tokens: the tokens at the context's end that are to be finer; a chunk counts that has any. ValueError
+    below 1.
     """
 
     def __init__(self, newest_tokens: int) -> None:
