@@ -36,6 +36,7 @@ GRANTS = (
 )
 OBJECT = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
 SPACE = f"/v1/{object_id(1).namespace.hex()}"
+ALIAS = "/v1/records/alias/chat"
 KEYS = b'{"keys": ["%s"]}' % object_id(1).key.hex().encode()
 # What each caller gets: nobody, an unknown token, an expired one, reader, writer, admin, another tenant.
 CALLERS = ("", "unknown", "expired", "reader", "writer", "admin", "other")
@@ -47,6 +48,9 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("POST", f"{SPACE}/exists", KEYS, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", SPACE, None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/v1", None, (401, 401, 401, 200, 200, 403, 200)),
+    ("PUT", ALIAS, SPACE[4:].encode(), (401, 401, 401, 403, 200, 403, 200)),
+    ("GET", ALIAS, None, (401, 401, 401, 404, 404, 403, 404)),
+    ("GET", "/v1/records", None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
@@ -176,24 +180,6 @@ def test_tenant_namespaces_differ_for_each_pair() -> None:
 # --- TLS
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a server's certificate for localhost and a client's, by openssl."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def run(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    run("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for name in ("server", "client"):
-        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
-        run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) -> None:
     tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
@@ -252,10 +238,10 @@ def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
 def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> None:
     files = {"cert_file": certificates / "server.pem", "key_file": certificates / "server.key"}
     settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
-    from kvtide.server.service import Service, store_for
+    from kvtide.server.service import Service, backing_for
 
     with pytest.raises(ValueError, match="TLS"):
-        Service(settings, store_for(settings, SystemClock()), SystemClock())
+        Service(settings, backing_for(settings, SystemClock()), SystemClock())
 
 
 # --- Timing

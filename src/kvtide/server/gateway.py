@@ -17,6 +17,7 @@ from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
 from kvtide.wire.http import RequestHead, parse_request_head
@@ -26,10 +27,12 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
-    parse_keys,
+    decisions,
+    parse_look_ups,
     parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
+from kvtide.wire.records import RecordName, RecordsRoute
 
 __all__ = ["Gateway"]
 
@@ -42,9 +45,17 @@ _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
+    RecordName: ("GET", "HEAD", "PUT"),
+    RecordsRoute: ("GET", "HEAD"),
     PageRoute: ("GET", "HEAD"),
 }
-_KINDS = {ObjectRoute: Route.OBJECT, ExistsRoute: Route.EXISTS, ListRoute: Route.LIST}
+_KINDS = {
+    ObjectRoute: Route.OBJECT,
+    ExistsRoute: Route.EXISTS,
+    ListRoute: Route.LIST,
+    RecordName: Route.RECORDS,
+    RecordsRoute: Route.RECORDS,
+}
 
 
 class Gateway:
@@ -54,6 +65,7 @@ class Gateway:
         self,
         gate: Gate,
         objects: ObjectRequests,
+        records: RecordRequests,
         listing: Listing,
         pages: Pages,
         rates: Rates,
@@ -64,6 +76,7 @@ class Gateway:
     ) -> None:
         self._gate = gate
         self._objects = objects
+        self._records = records
         self._listing = listing
         self._pages = pages
         self._metrics = metrics
@@ -136,6 +149,7 @@ class Gateway:
             if exchange.route != PageRoute("/healthz"):
                 exchange.caller = self._gate.caller(exchange.head.headers, common_name)
                 self._rates.take(exchange.caller.tenant, exchange.arrived_s)
+                self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
@@ -157,6 +171,9 @@ class Gateway:
         if isinstance(route, ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return
+        if isinstance(route, RecordName | RecordsRoute):
+            await self._records.answer(exchange, route)
+            return
         if isinstance(route, PageRoute):
             await self._page(exchange, route.path)
             return
@@ -171,8 +188,7 @@ class Gateway:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
-        keys = parse_keys(body)
-        found = partial(self._listing.exists, caller.tenant, route.namespace, keys)
+        found = partial(self._listing.exists, caller.tenant, route.namespace, parse_look_ups(body))
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:

@@ -209,6 +209,10 @@ class MemoryTier:
             assert self._used_bytes <= self._bytes_max
         return True
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
+
     def _make_room(self, arena: Arena, size: int) -> list[Run]:
         excess = arena.frames_of(size) - arena.free_frames
         victims: list[ObjectId] = []

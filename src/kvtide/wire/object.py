@@ -41,8 +41,10 @@ ENTRY_BYTES = 48
 SECTIONS_MAX = 8192
 HEADER_AND_TABLE_BYTES_MAX = HEADER_BYTES + SECTIONS_MAX * ENTRY_BYTES
 OBJECT_BYTES_MAX = 8 << 30
-# Room that any codec may take beyond the raw bytes: headers of sections that did not compress.
+# Room that any codec may take beyond the raw bytes: headers of sections that did not compress, and a rough base beside
+# exact values.
 OVERHEAD_BYTES_PER_SECTION = 4096
+OVERHEAD_PART = 8
 
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
@@ -87,6 +89,14 @@ class SectionEntry(NamedTuple):
             raise CorruptPayload(f"section {section_id} has no layers")
         return cls(section_id, offset, size, checksum)
 
+    def section(self, data: memoryview, object_id: ObjectId) -> Section:
+        """Return the section that these bytes are. CorruptPayload if they are too few or not those that were stored."""
+        if len(data) != self.size:
+            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(data)} are here")
+        if xxhash.xxh3_128_digest(data) != self.checksum:
+            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
+        return Section(self.id, data)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -123,19 +133,23 @@ class StoredObject:
         return [self._verified(entry) for entry in self.entries]
 
     def _verified(self, entry: SectionEntry) -> Section:
-        section_id, offset, size, checksum = entry
-        data = self._data[offset : offset + size]
-        if len(data) != size:
-            raise CorruptPayload(f"{self.meta.id}: section {section_id} has {size} bytes, {len(data)} are here")
-        if xxhash.xxh3_128_digest(data) != checksum:
-            raise CorruptPayload(f"{self.meta.id}: checksum of section {section_id} does not match")
-        return Section(section_id, data)
+        return entry.section(self._data[entry.offset : entry.offset + entry.size], self.meta.id)
+
+    def good_sections(self) -> list[Section]:
+        """Return the sections whose bytes are all there and those that were stored."""
+        found = []
+        for position in range(len(self.entries)):
+            try:
+                found.append(self.section(position))
+            except CorruptPayload:
+                continue
+        return found
 
 
 def object_bytes_max(layout: BlockLayout) -> int:
-    """Return a bound on the stored bytes of a block: no codec may make it larger than raw plus table."""
-    overhead = ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION
-    return min(HEADER_BYTES + layout.raw_bytes + layout.layers * overhead, OBJECT_BYTES_MAX)
+    """Return a bound on the stored bytes of a block: no codec may exceed raw, an eighth for a base, and the table."""
+    overhead = layout.raw_bytes // OVERHEAD_PART + layout.layers * (ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION)
+    return min(HEADER_BYTES + layout.raw_bytes + overhead, OBJECT_BYTES_MAX)
 
 
 def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None) -> bytearray:

@@ -1,0 +1,4 @@
+// All kernels, one program.
+#include "rans.cuh"
+#include "tide_lists.cuh"
+#include "tide_restore.cuh"
