@@ -292,7 +292,7 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        assert len(self._scratch) <= self._limits.load_threads, f"{len(self._scratch)} buffers"
+        assert len(self._scratch) <= 2 * self._limits.load_threads, f"{len(self._scratch)} buffers"
         self.index.check()
         self.tiers.check()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "engine_environment", "step_back", "wait_passively"]
+__all__ = ["Limits", "cache_home", "engine_environment", "leave_a_core", "step_back", "wait_passively"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +42,14 @@ def wait_passively() -> None:
     beside one busy process. Works only before torch is imported, so that the command line calls it first.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def leave_a_core() -> None:
+    """Have the engine compute on all cores but one, unless the user said otherwise: what is measured runs there too.
+
+    Works only before torch is imported. One core stays where there is no other.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
 
 
 def step_back(niceness: int) -> None:

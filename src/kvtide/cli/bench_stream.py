@@ -11,6 +11,7 @@ import typer
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
+from kvtide.config import leave_a_core
 from kvtide.sim.links import Link, link_named, read_link
 
 __all__ = ["bench_stream"]
@@ -29,6 +30,8 @@ def bench_stream(
     as_json: JsonOption = False,
 ) -> None:
     """Misses, quality and TTFT of every policy for real, beside what the simulator says."""
+    # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
+    leave_a_core()
     from kvtide.bench import stream, texts
     from kvtide.engines import fingerprint, profiles, smollm2
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtide.decisions import Decided
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
@@ -35,6 +35,7 @@ from kvtide.tier.base import (
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
+from kvtide.tier.faults import TierFaults
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
@@ -86,8 +87,8 @@ class TierStack:
         self._open: list[Tier] = []
         self._lock = threading.Lock()
         self._observer: Observer | None = None
-        self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
-        self._logged: set[tuple[str, str]] = set()
+        self._faults = TierFaults(tier.name for tier in tiers)
+        self._ask = self._faults.ask
         self._flight = SingleFlight()
         self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
         self._writer = Background(1, "kvtide-write-back")
@@ -122,7 +123,7 @@ class TierStack:
                 tier.open()
                 self._open.append(tier)
             except TierUnavailable as error:
-                self._note_fault(tier, "open", error)
+                self._faults.note(tier, "open", error)
         self.demoter.open()
         evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
         if self._demote_to and isinstance(evicting, Evicting):
@@ -162,14 +163,14 @@ class TierStack:
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
+    def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
+        """Return the fastest tier of each object of the longest leading run that is here now."""
+        return run_places(object_ids, self.places, self._tiers, self._ask)
+
     def is_near(self, object_id: ObjectId) -> bool:
         """Tell whether the fastest of several tiers has the object now: reading it waits for none of the others."""
         tiers = self._open[:1] if len(self._open) > 1 else []
         return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in tiers)
-
-    def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
-        """Return the fastest tier of each object of the longest leading run that is here now."""
-        return run_places(object_ids, self.places, self._tiers, self._ask)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
@@ -361,7 +362,7 @@ class TierStack:
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
-        return [msgspec.structs.replace(tier.stats(), faults=self._faults[tier.name]) for tier in self._open]
+        return [msgspec.structs.replace(tier.stats(), faults=self._faults.count(tier.name)) for tier in self._open]
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
@@ -372,19 +373,3 @@ class TierStack:
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
         return TierStats.sum_of(self.name, self.tier_stats())
-
-    def _ask(self, tier: Tier, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        try:
-            return action()
-        except TierUnavailable as error:
-            self._note_fault(tier, verb, error)
-            return fallback
-
-    def _note_fault(self, tier: Tier, verb: str, error: TierUnavailable) -> None:
-        kind = (tier.name, "full" if isinstance(error, TierFull) else verb)
-        with self._lock:
-            self._faults[tier.name] += 1
-            is_first = kind not in self._logged
-            self._logged.add(kind)
-        if is_first:
-            _log.warning("%s tier: %s; served as misses, further faults of this kind are only counted", kind[0], error)

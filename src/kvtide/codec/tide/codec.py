@@ -84,7 +84,7 @@ class TideCodec:
         return self._model.profile.digest if self._model else None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return a bound on the memory that encoding takes: a range of layers as float32, coefficients and lists."""
+        """Return a bound on the memory that encoding takes: coefficients and lists of a range of layers."""
         values = layout.raw_bytes // layout.dtype.item_bytes
         layers = self._model.section_layers if self._model else layout.layers
         return 4 * values + 24 * values * min(layers, layout.layers) // layout.layers

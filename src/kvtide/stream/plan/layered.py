@@ -132,8 +132,7 @@ class ImportanceFirst(_BaseFirst):
 class NewestFiner(_BaseFirst):
     """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
 
-    newest_tokens: the tokens at the context's end that are to be finer; a chunk counts that has any. ValueError
-    below 1.
+    newest_tokens: so many at the context's end are to be finer; a chunk counts that has any. ValueError below 1.
     """
 
     def __init__(self, newest_tokens: int) -> None:
