@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import GenerationMode
+from transformers import DynamicCache, StoppingCriteriaList
 
 from kvtide.block import BlockMeta
 from kvtide.cache import Cache, PendingBlock, cache_for
@@ -25,6 +24,7 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, Why
 from kvtide.engines.fingerprint import NamespaceSettings, model_layout, weights_version
+from kvtide.engines.generation import FirstToken, bypass_reason
 from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
@@ -47,15 +47,6 @@ BLOCK_TOKENS = 256
 PREFILL_SAMPLE_TOKENS_MIN = 128
 # Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
 PREFILL_GUESS = 1000.0
-# What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
-_NEUTRAL_ARGUMENTS = {
-    "attention_mask",
-    "generation_config",
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
-    "streamer",
-}
 
 
 class GenerateReport(NamedTuple):
@@ -149,7 +140,7 @@ class CachedModel:
         """
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
-        bypass = _bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
+        bypass = bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
@@ -158,7 +149,7 @@ class CachedModel:
         if selected is not None:
             return self._generate_selected(input_ids, prompt, *selected, arguments)
         past, report = self._restore(prompt)
-        first_token = _FirstToken(self._clock)
+        first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
         started_s = self._clock.monotonic_s()
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
@@ -326,43 +317,6 @@ class CachedModel:
         return self.cache.store(
             [PendingBlock(meta, partial(block_bits, past, meta), self._cost(meta)) for meta in fresh]
         )
-
-
-class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
-    """Notes when the first token is there; never stops anything."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.seen_s = math.nan
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **arguments: Any) -> torch.Tensor:
-        if math.isnan(self.seen_s):
-            self.seen_s = self._clock.monotonic_s()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:
-    """Return why the cache can't help with this call, or None if it can."""
-    if input_ids.shape[0] != 1:
-        return f"{input_ids.shape[0]} sequences in one call; kvtide restores one"
-    if model.training:
-        return "the model is in training mode"
-    settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
-    given = {name: value for name, value in arguments.items() if value is not None}
-    foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
-    if foreign:
-        return f"the answer may depend on {', '.join(foreign)}"
-    mode = settings.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or settings.cache_implementation is not None:
-        return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
-    if (settings.num_return_sequences or 1) != 1:
-        return f"num_return_sequences={settings.num_return_sequences}"
-    mask = arguments.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        return "the attention mask hides tokens"
-    return None
 
 
 def attach(
