@@ -67,5 +67,8 @@ class TwinKernels:
     def queue(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def follow(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass

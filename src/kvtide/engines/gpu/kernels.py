@@ -55,6 +55,9 @@ class Kernels(Protocol):
     def queue(self) -> AbstractContextManager[Any]:
         """Return a context in which torch queues on the kernels' stream too."""
 
+    def follow(self) -> None:
+        """Put what is queued from now on behind what torch's current stream has queued so far: the engine's work."""
+
     def finish(self) -> None:
         """Wait for all that is queued."""
 
@@ -173,6 +176,11 @@ class CudaKernels:
         """Return a context in which torch queues on the kernels' stream too."""
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return context
+
+    def follow(self) -> None:
+        """Go behind torch's current stream; see Kernels."""
+        assert self._stream is not None, "follow before open"
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
         """Wait for all that is queued."""

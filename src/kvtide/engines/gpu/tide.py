@@ -135,7 +135,8 @@ class DeviceTide:
     def write(self, blocks: Sequence[DeviceBlock]) -> None:
         """Queue writing blocks to their pages, each range of layers at the step that has come so far.
 
-        Blocks without all bases are left out; a later call writes finer values over these.
+        It is done behind what torch's current stream has queued, which may still use the pages. Blocks without all bases
+        are left out; a later call writes finer values over these.
         """
         jobs = GroupJobs(self._model, self._target)
         for block in filter(self._has_bases, blocks):
@@ -143,6 +144,7 @@ class DeviceTide:
                 jobs.add(known, block.meta, block.token_starts, address(block.status))
         if not len(jobs):
             return
+        self._kernels.follow()
         jobs_at, _kept = jobs.send()
         args = (jobs_at, len(jobs), jobs.tiles_max)
         tiles = len(jobs) * jobs.tiles_max

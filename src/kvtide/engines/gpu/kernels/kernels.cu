@@ -2,3 +2,4 @@
 #include "rans.cuh"
 #include "tide_lists.cuh"
 #include "tide_restore.cuh"
+#include "pages.cuh"
