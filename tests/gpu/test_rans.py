@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, runs_for
 from tests.gpu.twin import needs_compiler
@@ -15,7 +15,9 @@ from kvtide.engines.gpu.rans import DeviceRans
 from kvtide.errors import CorruptPayload
 
 pytestmark = needs_compiler
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 IDENTITY = np.arange(32, dtype=np.uint8)
 
 

@@ -25,7 +25,7 @@ from kvtide.codec.tide.section import (
 )
 from kvtide.codec.tide.values import Floats, Turns, keep_apart, load_values
 
-__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section"]
+__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section", "loud_rows"]
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
@@ -101,12 +101,17 @@ def _project(
     _native.tide_project(path, streams, mean, scale, *matrix, apart, items[start:stop])
 
 
+def loud_rows(scales: Units, final_units: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the rows that loudness is measured on, and what a step of each is beside what is usual of it."""
+    over = final_units - scales
+    used = np.flatnonzero(over <= np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
+    return used, np.exp2(over[used] / UNITS).astype(np.float32)
+
+
 def _measured_loudness(scales: Units, items: Items, final_units: int) -> Loudness:
     """Sort tokens by how large their components are beside what is usual, and cut them into parts."""
     tokens = items.shape[1]
-    over = final_units - scales
-    used = np.flatnonzero(over <= np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
-    usual = np.exp2(over[used] / UNITS).astype(np.float32)
+    used, usual = loud_rows(scales, final_units)
     loud = usual @ np.abs(items[used]).astype(np.float32) / np.float32(max(len(used), 1) * _USUAL_MAGNITUDE)
     order, bounds = np.argsort(loud, kind="stable"), part_bounds(tokens)
     parts = np.empty(tokens, dtype=np.uint8)

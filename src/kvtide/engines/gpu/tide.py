@@ -135,8 +135,8 @@ class DeviceTide:
     def write(self, blocks: Sequence[DeviceBlock]) -> None:
         """Queue writing blocks to their pages, each range of layers at the step that has come so far.
 
-        It is done behind what torch's current stream has queued, which may still use the pages. Blocks without all bases
-        are left out; a later call writes finer values over these.
+        It is done behind what torch's current stream has queued, which may still use the pages. Blocks without all
+        bases are left out; a later call writes finer values over these.
         """
         jobs = GroupJobs(self._model, self._target)
         for block in filter(self._has_bases, blocks):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, planes
+from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, Units, planes
 from kvtide.codec.tide.rows import Place, RangeRows
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
@@ -17,7 +17,7 @@ from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_model import DEPTH, TILE, DeviceModel
 from kvtide.errors import CorruptPayload
 
-__all__ = ["GROUP", "SECTION", "DeviceRange", "GroupJobs", "SectionJobs"]
+__all__ = ["GROUP", "SECTION", "DeviceRange", "Extent", "GroupJobs", "SectionJobs", "extent_of"]
 
 # A base of more planes is of no sound profile.
 PLANES_MAX = 32
@@ -82,23 +82,24 @@ class DeviceRange:
         return self.steps.final_units + THIRD * self.steps.refinements
 
 
-class _Extent(NamedTuple):
-    """What decoding a section takes besides: items of all lists, planes, and bytes of cursors, items and run starts."""
+class Extent(NamedTuple):
+    """What a section takes besides its bytes: items of all lists, planes, bytes of cursors, items and run starts."""
 
     items: int
     planes: int
     sizes: tuple[int, int, int]
 
 
-def _extent(known: DeviceRange, refinement: int) -> _Extent:
-    found = planes(known.rows.scales, known.base_units, refinement)
+def extent_of(scales: Units, tokens: int, base_units: int, refinement: int) -> Extent:
+    """Return what a section of rows of these scales takes. CorruptPayload for a base of absurdly many planes."""
+    found = planes(scales, base_units, refinement)
     if len(found) > PLANES_MAX:
         raise CorruptPayload(f"tide: a base of {len(found)} planes")
     rows = sum(len(plane.digits) + len(plane.tops) for plane in found)
     # Each list is filled up to a run, the last one by one more.
-    items = rows * known.tokens + 32 * (TABLES + 1)
-    slots = len(found) * len(known.rows.scales) * PARTS * (3 if refinement else 1)
-    return _Extent(items, len(found), (_aligned(4 * slots), _aligned(2 * items), _aligned(4 * (TABLES + 1))))
+    items = rows * tokens + 32 * (TABLES + 1)
+    slots = len(found) * len(scales) * PARTS * (3 if refinement else 1)
+    return Extent(items, len(found), (_aligned(4 * slots), _aligned(2 * items), _aligned(4 * (TABLES + 1))))
 
 
 class SectionJobs:
@@ -108,7 +109,7 @@ class SectionJobs:
         self._kernels = kernels
         self._staging = Staging(kernels)
         self._rows: list[NDArray[np.void]] = []
-        self._extents: list[_Extent] = []
+        self._extents: list[Extent] = []
         self.rows_max = 0
 
     def __len__(self) -> int:
@@ -116,7 +117,8 @@ class SectionJobs:
 
     def add(self, known: DeviceRange, refinement: int, found: SectionBytes, status: int) -> None:
         """Add a section of a range. status: an address. CorruptPayload if it can't be decoded here."""
-        extent, staging, coded = _extent(known, refinement), self._staging, found.lists
+        staging, coded = self._staging, found.lists
+        extent = extent_of(known.rows.scales, known.tokens, known.base_units, refinement)
         job = np.zeros((), dtype=SECTION)
         data, addresses = memoryview(coded.streams.data), []
         for size in coded.streams.sizes:
@@ -201,7 +203,7 @@ class GroupJobs:
         job["scale"] = device.scale(known.steps.final_units, thirds)
         layers = range(group.layer_start, group.layer_stop)
         job["bases"] = staging.add(self._target.bases[group.layer_start : group.layer_stop])
-        turns = [[self._model.turns(layer, meta.start, known.tokens), 0] for layer in layers]
+        turns = [[self._model.turns(meta, layer), 0] for layer in layers]
         job["turns"] = staging.add(np.array(turns, dtype=np.uint64))
         job["rows"], job["columns"], job["matrix_stride"] = used, device.column_count, device.stride
         job["depth"] = -(-used // DEPTH) * DEPTH
