@@ -33,8 +33,6 @@ from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E40
 from kvtide.engines.gpu.program import compile_kernels  # noqa: E402
 
 PROFILES = ("tide-light", "tide-layer", "tide-deep")
-# Resident at a time on an H200: 132 multiprocessors, four blocks of 256 threads each.
-BLOCKS = 132 * 4
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_S_MAX = 120
 
@@ -150,7 +148,8 @@ def main() -> int:
     result["tests"] = timed("tests", lambda: run_tests(is_sanitized=False))
     if has_device:
         result["sanitizer"] = timed("sanitizer", sanitize)
-        with CudaKernels(torch.device("cuda"), Budget(BLOCKS)) as kernels:
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        with CudaKernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
             result["cases"] = cases(kernels)
     else:
         with tempfile.TemporaryDirectory() as folder:

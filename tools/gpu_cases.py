@@ -18,6 +18,7 @@ from kvtide.engines.gpu.rans import DeviceRans
 from kvtide.engines.gpu.swap import KernelSwapper
 from kvtide.engines.gpu.targets import page_target
 from kvtide.engines.gpu.tide import DeviceTide
+from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.profiles import shipped_profiles
 from kvtide.testing.strategies import block_meta
@@ -172,7 +173,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     with kernels.queue():
         layers = [torch.zeros(shape, dtype=torch.int16, device=kernels.device) for _ in range(layout.layers)]
     target = page_target(layers, layout)
-    tide = DeviceTide(DeviceModel(kernels, model), target)
+    tide = DeviceTide(device := DeviceModel(kernels, model), target)
     starts = [target.token_starts(range(i * per_block, (i + 1) * per_block)) for i in range(size.blocks)]
 
     def decode() -> None:
@@ -183,6 +184,10 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
 
     took = seconds(kernels, decode)
     _check_pages(layers, layout, codec, coded, per_block)
+    encoder = DeviceTideEncoder(device, target, codec.steps)
+    encode_s = seconds(
+        kernels, lambda: encoder.encode([PagedBlock(coded[i % 2][0], start) for i, start in enumerate(starts)])
+    )
     elements = size.blocks * layout.raw_bytes // 2
     stored = sum(len(section.data) for section in coded[0][1])
     return {
@@ -190,6 +195,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
         "blocks": size.blocks,
         "bits": 8 * stored / (layout.raw_bytes // 2),
         "decode_gelem_s": rate(elements, took, 1e9),
+        "encode_gelem_s": rate(elements, encode_s, 1e9),
         "raw_gb_s": rate(2 * elements, took, 1e9),
     }
 
