@@ -8,6 +8,7 @@ Without a GPU, or with --dry-run, it does all but the timing, on the kernels' tw
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -56,12 +57,10 @@ def build() -> dict[str, Any]:
     return found
 
 
-def run_tests(is_sanitized: bool) -> dict[str, Any]:
+def run_tests(which: str = "", environment: dict[str, str] | None = None) -> dict[str, Any]:
     """Run tests/gpu: the twin's, and the device's where there is one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    if is_sanitized:
-        command += ["-k", "cuda and not processor"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", which]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     return {"status": done.returncode, "summary": done.stdout.strip().splitlines()[-1:], "log": done.stdout[-2000:]}
 
 
@@ -91,6 +90,23 @@ def sanitize() -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             found[tool] = {"status": None, "log": f"not done after {SANITIZER_S_MAX} s"}
     return found
+
+
+def sanitize_twin() -> dict[str, Any]:
+    """Run the twin's tests under the compiler's sanitizers: arrays are the allocator's, so it knows where they end."""
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    options = "detect_leaks=0:detect_stack_use_after_return=0"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": ":".join(libraries),
+        "ASAN_OPTIONS": options,
+        "KVTIDE_TWIN_SANITIZED": "1",
+    }
+    # The compiler that the tests start would be preloaded too, and leaks.
+    return run_tests("not program and not cuda", environment)
 
 
 def timed(name: str, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -141,17 +157,18 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.sanitized:
-        return int(run_tests(is_sanitized=True)["status"])
+        return int(run_tests("cuda and not processor")["status"])
     has_device = torch.cuda.is_available() and not options.dry_run
     result: dict[str, Any] = {**envelope(), "is_measured": has_device, "device": device_name() if has_device else None}
     result["build"] = timed("build", build)
-    result["tests"] = timed("tests", lambda: run_tests(is_sanitized=False))
+    result["tests"] = timed("tests", run_tests)
     if has_device:
         result["sanitizer"] = timed("sanitizer", sanitize)
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         with CudaKernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
             result["cases"] = cases(kernels)
     else:
+        result["sanitizer"] = timed("sanitizer", sanitize_twin)
         with tempfile.TemporaryDirectory() as folder:
             result["cases"] = cases(TwinKernels(compile_twin(Path(folder))))
     text = json.dumps(result, indent=1)
