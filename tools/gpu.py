@@ -35,7 +35,7 @@ from kvtide.engines.gpu.program import compile_kernels  # noqa: E402
 
 PROFILES = ("tide-light", "tide-layer", "tide-deep")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_S_MAX = 120
+SANITIZER_S_MAX = 50
 
 
 def build() -> dict[str, Any]:

@@ -280,8 +280,11 @@ def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
     dtype = torch.bfloat16 if is_real(kernels) else torch.float32
     a, b = (torch.randn(size.matrix, size.matrix, device=kernels.device).to(dtype) for _ in range(2))
     layers = [torch.zeros((count, page_bytes), dtype=torch.int8, device=kernels.device) for _ in range(layer_count)]
-    repeats = 60 if is_real(kernels) else 1
+    # About as long as the swap takes: a longer loop would hide it.
+    repeats = 15 if is_real(kernels) else 1
     stream = torch.cuda.Stream(priority=-1) if is_real(kernels) else None
+    if stream is not None:
+        torch.cuda.synchronize()
 
     def products(swapper: KernelSwapper | None) -> float:
         start = time.perf_counter()

@@ -128,7 +128,8 @@ class DeviceTideEncoder:
             return _Batch(self, blocks, ranges).sections()
         finally:
             self._kernels.finish()
-            self._kept = []
+            self._kept.clear()
+            self._model.trim()
 
 
 class _Batch:
@@ -218,12 +219,11 @@ class _Batch:
         for job, (i, place) in zip(jobs, places, strict=True):
             block, group = self._ranges[i].block, model.group(place.group)
             meta, layers = self._blocks[block].meta, range(place.group.layer_start, place.group.layer_stop)
-            turns = [[model.turns(meta, layer, is_back=True), 0] for layer in layers]
             depth = group.values_depth
             job["pairs"], job["mean"] = group.pairs_at(self._source), group.mean
             job["scale"], job["token_starts"] = group.inverse_scale(self._steps.final_units), address(starts[block])
             job["bases"] = address(self._sent(self._source.bases[layers.start : layers.stop]))
-            job["turns"] = address(self._sent(np.array(turns, dtype=np.uint64)))
+            job["turns"] = model.turns(meta, is_back=True) + 16 * layers.start
             job["matrix_high"], job["matrix_low"], job["order"] = group.components()
             job["scaled"], job["halvings"] = address(self._empty(4 * tokens * depth)), address(self._empty(4 * tokens))
             job["high"], job["low"] = address(self._empty(padded * depth)), address(self._empty(padded * depth))

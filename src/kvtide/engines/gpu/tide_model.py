@@ -193,7 +193,7 @@ class DeviceModel:
         staging.add(model.pulls)
         self._pulls = staging.send()
         self._groups: dict[int, DeviceGroup] = {}
-        self._turns: OrderedDict[tuple[object, int, int, bool], torch.Tensor] = OrderedDict()
+        self._turns: OrderedDict[tuple[int, int, bool], torch.Tensor] = OrderedDict()
 
     @property
     def pulls(self) -> int:
@@ -211,18 +211,32 @@ class DeviceModel:
             self._groups[group.layer_start] = DeviceGroup(self.kernels, self.model, group)
         return self._groups[group.layer_start]
 
-    def turns(self, meta: BlockMeta, layer: int, is_back: bool = False) -> int:
-        """Return the address of the cosines, then the sines, of a block's tokens in a layer; 0 if keys don't turn."""
-        rotary = self.model.rotary
-        if rotary is None:
-            return 0
-        key = (rotary.frequencies(layer), meta.start, meta.layout.tokens, is_back)
+    def turns(self, meta: BlockMeta, is_back: bool = False) -> int:
+        """Return the address of a table (layers, 2): where the cosines, then the sines, of a block's tokens are.
+
+        0 stands for no turning: values, and keys of a model that does not rotate.
+        """
+        key = (meta.start, meta.layout.tokens, is_back)
         if key not in self._turns:
-            make = rotary.inverse_tables if is_back else rotary.tables
-            staging = Staging(self.kernels)
-            staging.add(np.stack(make(meta.start, meta.layout.tokens, layer)))
-            self._turns[key] = staging.send()
-            if len(self._turns) > TURNS_MAX:
-                self._turns.popitem(last=False)
+            self._turns[key] = self._made_turns(meta, is_back)
         self._turns.move_to_end(key)
         return address(self._turns[key])
+
+    def trim(self) -> None:
+        """Forget what was not used for longest, if there is much. Not before what uses it is queued."""
+        while len(self._turns) > TURNS_MAX:
+            self._turns.popitem(last=False)
+
+    def _made_turns(self, meta: BlockMeta, is_back: bool) -> torch.Tensor:
+        rotary, staging = self.model.rotary, Staging(self.kernels)
+        table = np.zeros((self.model.profile.layers, 2), dtype=np.uint64)
+        staging.add(table)
+        if rotary is not None:
+            make = rotary.inverse_tables if is_back else rotary.tables
+            kinds = [rotary.frequencies(layer) for layer in range(len(table))]
+            places = {
+                kind: staging.add(np.stack(make(meta.start, meta.layout.tokens, kinds.index(kind))))
+                for kind in dict.fromkeys(kinds)
+            }
+            table[:, 0] = [staging.base + places[kind] for kind in kinds]
+        return staging.send()
