@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtide.clock import SystemClock
 from kvtide.server.member import Member
-from kvtide.server.service import Service, store_and_region
+from kvtide.server.service import Service, backing_for
 from kvtide.server.settings import Address, ServerSettings
 
 START_S_MAX = 30.0
@@ -25,9 +25,11 @@ class RunningServer:
     """A server in this process. `service` and `store` can be looked into; `check` says whether anything leaked."""
 
     def __init__(self, settings: ServerSettings, member: Member | None = None) -> None:
+        self.settings = settings
         clock = SystemClock()
-        self.store, self.region = store_and_region(settings, clock)
-        self.service = Service(settings, self.store, clock, member, self.region)
+        self.backing = backing_for(settings, clock)
+        self.store, self.records, _, self.region = self.backing
+        self.service = Service(settings, self.backing, clock, member)
         self.address = Address("", 0)
         self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,9 +46,7 @@ class RunningServer:
         await self.service.run(self._stop, listening)
 
     def start(self) -> None:
-        self.store.open()
-        if self.region is not None:
-            self.region.open()
+        self.backing.open()
         self._thread.start()
         assert self._listening.wait(START_S_MAX)
 
@@ -65,9 +65,7 @@ class RunningServer:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_S_MAX)
             assert not self._thread.is_alive()
-        if self.region is not None:
-            self.region.close()
-        self.store.close()
+        self.backing.close()
 
 
 @contextmanager

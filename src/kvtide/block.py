@@ -110,9 +110,10 @@ class BlockMeta:
     model: str = ""
 
     def __post_init__(self) -> None:
-        for name, digest in (("namespace", self.id.namespace), ("key", self.id.key), ("parent", self.parent)):
-            if len(digest) != DIGEST_BYTES:
-                raise ValueError(f"{name} must be {DIGEST_BYTES} bytes, got {len(digest)}")
+        namespace, key = self.id
+        if not len(namespace) == len(key) == len(self.parent) == DIGEST_BYTES:
+            sizes = f"{len(namespace)}, {len(key)}, {len(self.parent)}"
+            raise ValueError(f"namespace, key and parent must be {DIGEST_BYTES} bytes, got {sizes}")
         if self.start < 0 or self.start % self.layout.tokens:
             raise ValueError(f"start must be a multiple of {self.layout.tokens} tokens, got {self.start}")
 

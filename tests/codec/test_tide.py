@@ -13,7 +13,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile, TideCodec
-from kvtide.codec.tide.curve import units_of_quality
+from kvtide.codec.tide.curve import quality_of_units, units_of_quality
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits
@@ -202,6 +202,8 @@ def test_quality_goes_through_the_curve() -> None:
     assert [units_of_quality(curve, quality) for quality in (1e-3, 1e-2, 1e-1)] == [-30, 0, 20]
     assert units_of_quality(curve, 3.17e-3) in (-15, -16)
     assert units_of_quality(curve, 1e-4) == -60
+    for units in (-60, -30, -7, 0, 20, 33):
+        assert units_of_quality(curve, quality_of_units(curve, units)) in (units, units - 1)
     for quality in (0.0, -1.0, 2.0, float("nan")):
         with pytest.raises(ValueError, match="KL"):
             units_of_quality(curve, quality)
@@ -244,3 +246,10 @@ def forged(**changes: Any) -> Profile:
 def test_forged_profile_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptPayload):
         TideCodec(forged(**changes))
+
+
+def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:
+    codec = TideCodec(fitted(LAYOUT), 1e-2, 2)
+    # 10 times the loss for 40 units below, and for 30 above.
+    assert codec.losses == pytest.approx((1e-2 * 10 ** (38 / 30), 1e-2 * 10 ** (19 / 30), 1e-2), rel=1e-3)
+    assert TideCodec().losses == ()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ from tests.fetch.sources import MadeSource
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
+from kvtide.decisions import Choice, Decided, Why, parse_decisions
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import capture_blocks
 from kvtide.engines.streaming import StreamedPrefill
-from kvtide.engines.transformers import CachedModel, Streaming, attach, model_layout
+from kvtide.engines.transformers import CachedModel, Streaming, attach
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate
@@ -220,6 +223,21 @@ def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path) -> No
     assert cached.last.hit_tokens == 96 or cached.last.streamed.fetch is None
 
 
+def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: Path) -> None:
+    source = stored_elsewhere(stored, tmp_path / "far")
+    with attached(stored, tmp_path / "near", source) as cached:
+        first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        assert cached.keeper is not None and cached.keeper.flush(10)
+        assert cached.cache.flush(10)
+        source.objects.clear()
+        second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        decided = parse_decisions(cached.cache.stats().decisions)
+    assert torch.equal(first, second)
+    assert cached.last is not None and cached.last.streamed is None
+    assert cached.last.hit_tokens == 96
+    assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 6
+
+
 def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, tmp_path: Path) -> None:
     with attached(stored, tmp_path, MadeSource({})) as cached:
         first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
@@ -241,14 +259,44 @@ def test_fault_of_streaming_never_fails_the_model(stored: Stored, tmp_path: Path
     assert torch.equal(answer, stored.plain_answer())
 
 
+class NotingPrefill(StreamedPrefill):
+    """Notes what it computed to the end, and what for nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.passes: list[tuple[int, int]] = []
+        self.stopped_tokens = 0
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        is_computed = super().compute(start, stop, is_wanted)
+        self.passes += [(start, stop)] if is_computed else []
+        self.stopped_tokens += 0 if is_computed else stop - start
+        return is_computed
+
+
 def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
+    over = threading.Event()
+
     class Silent(MadeSource):
         def read(self, object_id: ObjectId, start: int, stop: int, take: Any, deadline_s: float) -> bool:
-            time.sleep(2.0)
+            over.wait(20.0)
             return False
 
-    started_s = time.monotonic()
-    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0))
-    assert time.monotonic() - started_s < 1.9
-    assert report.computed_tokens == 96
+    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0), prefill=NotingPrefill)
+    over.set()
+    # Longer and longer, so that neither short passes nor one that is stopped cost much.
+    assert engine.passes == [(0, 16), (16, 32), (32, 64), (64, 96)]
+    assert (report.computed_tokens, engine.stopped_tokens) == (96, 0)
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored) -> None:
+    link = LinkState(HarmonicRate())
+    link.estimator.add(10, 0.0, 1.0)
+    engine, report, stats = stored.load(
+        [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(1e5), 0.0), link, NotingPrefill
+    )
+    assert (report.fetch, stats.received_bytes) == (None, 0)
+    # What was under way when the headers came is at most as long as what was done before; the rest is one pass.
+    assert engine.stopped_tokens <= max(16, report.computed_tokens)
     assert torch.equal(stored.answer(engine), stored.plain_answer())

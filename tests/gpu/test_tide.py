@@ -123,7 +123,7 @@ def pages(count: int, device: torch.device) -> tuple[list[torch.Tensor], PageTar
 
 
 def read_pages(layers: list[torch.Tensor], order: list[int]) -> BlockBits:
-    return DevicePages([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order)()
+    return DevicePages([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order).block()
 
 
 def test_many_blocks_go_to_their_pages_and_nowhere_else(kernels: Kernels) -> None:

@@ -13,13 +13,13 @@ from kvtide.testing.tier_suite import object_id
 def log_of(count: int, events_max: int = 100) -> EventLog:
     log = EventLog("e1", events_max)
     for number in range(count):
-        log.append(EventKind.STORED, object_id(number), "memory")
+        log.append(EventKind.STORED, object_id(number).namespace, object_id(number).key.hex(), "memory")
     return log
 
 
 def test_event_names_block_namespace_and_tier() -> None:
     log = EventLog("e1")
-    log.append(EventKind.REMOVED, object_id(7), "disk")
+    log.append(EventKind.REMOVED, object_id(7).namespace, object_id(7).key.hex(), "disk")
     (event,) = log.since(Position("e1", 0)).events
     assert (event.sequence, event.kind, event.tier) == (0, EventKind.REMOVED, "disk")
     assert (event.key, event.namespace) == (object_id(7).key.hex(), object_id(7).namespace.hex())
@@ -30,7 +30,7 @@ def test_reader_gets_each_event_once_in_order_or_a_gap(appended: list[int], even
     log, position, expected = EventLog("e1", events_max), Position("e1", 0), 0
     for count in appended:
         for _ in range(count):
-            log.append(EventKind.STORED, object_id(1), "memory")
+            log.append(EventKind.STORED, object_id(1).namespace, object_id(1).key.hex(), "memory")
         batch = log.since(position, batch_max)
         if batch.has_gap:
             assert batch.gap_start == expected < batch.gap_stop

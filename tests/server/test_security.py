@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import subprocess
 import time
@@ -10,14 +11,17 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
+from kvtide.bench.services import wait_until
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_access_log
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
-from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
+from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
 from kvtide.types import ObjectId
@@ -32,6 +36,7 @@ GRANTS = (
 )
 OBJECT = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
 SPACE = f"/v1/{object_id(1).namespace.hex()}"
+ALIAS = "/v1/records/alias/chat"
 KEYS = b'{"keys": ["%s"]}' % object_id(1).key.hex().encode()
 # What each caller gets: nobody, an unknown token, an expired one, reader, writer, admin, another tenant.
 CALLERS = ("", "unknown", "expired", "reader", "writer", "admin", "other")
@@ -43,6 +48,9 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("POST", f"{SPACE}/exists", KEYS, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", SPACE, None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/v1", None, (401, 401, 401, 200, 200, 403, 200)),
+    ("PUT", ALIAS, SPACE[4:].encode(), (401, 401, 401, 403, 200, 403, 200)),
+    ("GET", ALIAS, None, (401, 401, 401, 404, 404, 403, 404)),
+    ("GET", "/v1/records", None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
@@ -172,24 +180,6 @@ def test_tenant_namespaces_differ_for_each_pair() -> None:
 # --- TLS
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a server's certificate for localhost and a client's, by openssl."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def run(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    run("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for name in ("server", "client"):
-        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
-        run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) -> None:
     tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
@@ -248,10 +238,10 @@ def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
 def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> None:
     files = {"cert_file": certificates / "server.pem", "key_file": certificates / "server.key"}
     settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
-    from kvtide.server.service import Service, store_for
+    from kvtide.server.service import Service, backing_for
 
     with pytest.raises(ValueError, match="TLS"):
-        Service(settings, store_for(settings, SystemClock()), SystemClock())
+        Service(settings, backing_for(settings, SystemClock()), SystemClock())
 
 
 # --- Timing
@@ -298,3 +288,53 @@ def test_foreign_hit_takes_the_time_of_a_miss(kind: str, tmp_path: Path) -> None
     print({"p_foreign": foreign, "p_own": own})
     assert own < 1e-6
     assert foreign > 0.01
+
+
+def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
+    limits = ServerLimits(object_bytes_max=1 << 20, tenant_buffer_bytes_max=1 << 20)
+    with running_server(grants=GRANTS, limits=limits) as server, server.connect() as held:
+        size = 700_000
+        lines = (
+            f"PUT {OBJECT} HTTP/1.1",
+            "Host: x",
+            f"Authorization: Bearer {TOKENS['writer']}",
+            f"Content-Length: {size}",
+        )
+        held.sendall("\r\n".join([*lines, "", ""]).encode() + b"x")
+        wait_until(lambda: server.service.buffers.lent_bytes > 0, "the first upload to hold its buffer")
+        status, reason = ask(server, "PUT", OBJECT, "writer", object_bytes(1, size))
+        assert (status, b"for a tenant" in reason) == (429, True)
+        assert ask(server, "PUT", OBJECT, "other", object_bytes(1, size))[0] == 201
+        assert ask(server, "PUT", OBJECT, "writer", bytes((1 << 20) + 1))[0] == 413
+
+
+def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
+    path, logger = tmp_path / "access", logging.getLogger(ACCESS_LOGGER)
+    write_access_log(path)
+    try:
+        with running_server(grants=GRANTS) as server:
+            data = object_bytes(1)
+            for method, token in (("PUT", "writer"), ("GET", "reader"), ("GET", "other"), ("GET", "unknown")):
+                ask(server, method, OBJECT, token, data if method == "PUT" else None)
+            wait_until(lambda: path.read_text().count("\n") == 4, "every request's line")
+    finally:
+        for handler in logger.handlers[:]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+    text = path.read_text()
+    lines = [msgspec.json.decode(line, type=AccessLine) for line in text.splitlines()]
+    assert [(line.tenant, line.method, line.status) for line in lines] == [
+        ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)
+    ]  # fmt: skip
+    assert [line.route for line in lines] == ["object"] * 4
+    assert (lines[0].received_bytes, lines[1].sent_bytes) == (len(data), len(data))
+    assert not any(
+        secret in text for secret in (*TOKENS.values(), object_id(1).key.hex(), object_id(1).namespace.hex())
+    )
+
+
+def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="directory"):
+        write_access_log(tmp_path / "absent" / "access")

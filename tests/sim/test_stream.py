@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.sim.curves import CURVES
 from kvtide.sim.links import GBIT, LINK_MODELS, Link, link_named
-from kvtide.sim.stream import Outcome, play
+from kvtide.sim.stream import Costs, Outcome, play
 from kvtide.sim.stream_report import render_stream, stream_report
 from kvtide.sim.stream_sweep import ORACLE, STREAM_POLICIES, StreamRow, StreamSetup, build_request, oracle, sweep
 from kvtide.stream.bandwidth import LastRate
@@ -23,7 +23,7 @@ def context(sizes: tuple[int, ...], kl: tuple[float, ...], deadline_s: float, is
 
 
 def played(policy: Policy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> Outcome:
-    return play(policy, request, link, 0.0, LastRate(), latency_s)
+    return play(policy, request, link, 0.0, LastRate(), Costs(latency_s))
 
 
 def test_fixed_level_takes_what_its_bytes_take() -> None:
@@ -68,6 +68,24 @@ def test_cachegen_computes_text_behind_what_is_loaded() -> None:
     assert played(CachegenRule(), request) == (pytest.approx(4.0), 0.0, 4000, 0)
     late = context((100, 200, 300), (0.5, 0.2, 0.1), 3.9, is_layered=False)
     assert played(CachegenRule(), late).computed_tokens == 0
+
+
+def test_costs_of_a_machine_take_their_time() -> None:
+    request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    costs = Costs(0.5, decode_token_s=(0.0001, 0.0005))
+    assert play(FixedLevel(1), request, STEADY, 0.0, LastRate(), costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
+    # The first chunk by 0.5 s, decoded by 1 s, then the other three as text, in passes too long to cost more.
+    text = context((25, 50, 75), (0.5, 0.2, 0.1), 3.9, is_layered=False)
+    costs = Costs(0.0, decode_token_s=(0.0001, 0.0005, 0.001), short_pass_s=9.0)
+    assert play(CachegenRule(), text, STEADY, 0.0, LastRate(), costs).ready_s == pytest.approx(4.0)
+
+
+def test_short_passes_take_longer_than_their_share() -> None:
+    chunks = tuple(Chunk(64 * i, 64 * i + 64, (10**6,), (0.1,)) for i in range(5))
+    request = Request(chunks, True, SPEED, 0.0)
+    # Two and then one at a time: half of what is left, and the link is at the last one.
+    outcome = play(TwoEnded(), request, STEADY, 0.0, LastRate(), Costs(short_pass_s=1.0))
+    assert (outcome.computed_tokens, outcome.ready_s) == (320, pytest.approx(0.32 + 0.5 + 3 * 0.75))
 
 
 @pytest.mark.parametrize("name", LINK_MODELS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import urllib.request
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
 
@@ -86,15 +88,34 @@ def test_figures_of_the_bucket_are_counted_again_after_a_while(server: Service) 
     ours.close()
 
 
-def test_dead_store_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    url = "s3://bucket?endpoint=http://127.0.0.1:9&allow_http=true&access_key_id=me&secret_access_key=hush&region=x"
+# What names a store of each kind at an address of one's own.
+SERVICE_ACCOUNT = json.dumps(
+    {
+        "gcs_base_url": "http://127.0.0.1:9",
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "hush",
+        "private_key_id": "",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket?endpoint=http://127.0.0.1:9&allow_http=true&access_key_id=me&secret_access_key=hush&region=x",
+        "az://bucket?endpoint=http://127.0.0.1:9/me&allow_http=true&account_name=me&account_key=aHVzaA==",
+        f"gs://bucket?allow_http=true&service_account_key={quote(SERVICE_ACCOUNT)}",
+    ],
+)
+def test_dead_store_is_a_miss(caplog: pytest.LogCaptureFixture, url: str) -> None:
     tier = s3.S3Tier(url, SystemClock())
     stack = TierStack([tier])
     stack.open()
     assert read_all(stack, 1) is None
     assert not stack.put_from(object_id(1), object_bytes(1))
     assert stack.tier_stats()[0].faults == 2
-    assert caplog.records and "hush" not in caplog.text
+    assert caplog.records and "hush" not in caplog.text and "aHVz" not in caplog.text
     with pytest.raises(TierUnavailable):
         list(tier.objects())
     stack.close()

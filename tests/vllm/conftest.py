@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.bench.engine_process import EngineProcess
 
 PROMPT_TOKENS = 2068
@@ -44,14 +46,27 @@ def tokens(model: Path) -> list[int]:
 @pytest.fixture(scope="session")
 def engine(
     model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., AbstractContextManager[EngineProcess]]:
-    log = tmp_path_factory.mktemp("engine") / "log"
+) -> Iterator[Callable[..., AbstractContextManager[EngineProcess]]]:
+    """Start engines, each in a process of its own that is forked after the imports."""
+    python, log = Path(sys.executable), tmp_path_factory.mktemp("engine") / "log"
+    with EngineNursery(python, log) as nursery:
 
-    def start(transfer: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[EngineProcess]:
-        wide = {"max_num_batched_tokens": 4096, **options}
-        return EngineProcess(Path(sys.executable), model, log, transfer, wide)
+        def start(transfer: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[EngineProcess]:
+            wide = {"max_num_batched_tokens": 4096, **options}
+            return EngineProcess(python, model, log, transfer, wide, nursery=nursery)
 
-    return start
+        yield start
+
+
+@pytest.fixture(scope="session")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tmpfs of 256 MiB."""
+    mount = tmp_path_factory.mktemp("small")
+    command = ["mount", "-t", "tmpfs", "-o", "size=256m", "kvtide-test", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from rich.console import Group
 from rich.table import Table
 
+from kvtide.bench.quality_goals import BitsAtKl, bits_at_kl, embedded_penalty, ratio_to_tide
 from kvtide.bench.texts import Text
 from kvtide.block import BlockLayout
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec, TideCodec
@@ -67,7 +69,11 @@ class QualityRow(msgspec.Struct, frozen=True):
 
 
 class CodecQuality(msgspec.Struct, frozen=True):
-    """All rows, and what they were measured on."""
+    """All rows, what they were measured on, and what they say.
+
+    `cachegen_over_tide` (shared tables) and `chunkwise_over_tide` (tables in the payload) are bits over those of
+    tide-deep at a KL of 5e-3; `embedded_penalty` is the largest `over_single`.
+    """
 
     model: str
     kv_dtype: str
@@ -76,6 +82,10 @@ class CodecQuality(msgspec.Struct, frozen=True):
     continuation_tokens: int
     greedy_tokens: int
     kinds: list[str]
+    cachegen_over_tide: float | None
+    chunkwise_over_tide: float | None
+    embedded_penalty: float | None
+    at_kl: list[BitsAtKl]
     rows: list[QualityRow]
 
 
@@ -165,7 +175,10 @@ def run(
         else:
             rows.append(_row(judge, case, rows, verdicts))
     progress("codecs", len(every), len(every))
-    return CodecQuality(model_name, layout.dtype.value, len(kinds), *size[1:], kinds, rows)
+    at_kl = bits_at_kl(rows)
+    ratios = (ratio_to_tide(at_kl, "cachegen", "shared"), ratio_to_tide(at_kl, "chunkwise", "payload"))
+    judged = (model_name, layout.dtype.value, len(kinds), *size[1:], kinds)
+    return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, rows)
 
 
 def _row(judge: Judge, case: _Case, rows: Sequence[QualityRow], verdicts: _Verdicts) -> QualityRow:
@@ -230,8 +243,20 @@ def _said(
     )
 
 
-def render(result: CodecQuality) -> Table:
-    """Return the table that people read."""
+def render(result: CodecQuality) -> Group:
+    """Return the tables that people read."""
+    return Group(_render_rows(result), _render_goals(result))
+
+
+def _render_goals(result: CodecQuality) -> Table:
+    table = Table("codec", "coder", "tables", "KL", "bits", "best row", title="bits at a KL, between rows")
+    for each in result.at_kl:
+        bits = ("" if bits is None else f"{bits:.3f}" for bits in (each.bits_per_element, each.bits_of_row))
+        table.add_row(each.codec, each.coder, each.profile, f"{each.kl:g}", *bits)
+    return table
+
+
+def _render_rows(result: CodecQuality) -> Table:
     title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
     columns = (
         "codec",
@@ -239,7 +264,6 @@ def render(result: CodecQuality) -> Table:
         "refinements",
         "coder",
         "tables",
-        "refined",
         "bits",
         "KL",
         "±",
@@ -259,7 +283,6 @@ def render(result: CodecQuality) -> Table:
             str(row.refinements),
             row.coder,
             row.profile,
-            str(row.refinements),
             f"{row.bits_per_element:.3f}",
             f"{row.kl:.5f}",
             f"{row.kl_stderr:.5f}",

@@ -179,7 +179,7 @@ def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, n
 
 
 def _write(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
-    memory, write_s = aligned_buffer(size), 0.0
+    memory, write_s = _scratch(size), 0.0
     for object_id, packed in objects:
         # Filling the buffer is the encoder's work, not the disk's.
         copy_bytes(memory, packed)
@@ -189,12 +189,17 @@ def _write(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: 
     return _Pass(size * len(objects) / 1e9 / write_s, 0.0)
 
 
+def _scratch(size: int) -> memoryview:
+    """Return what a reader reads objects of this size into: as a cache does, memory for the largest one."""
+    return aligned_buffer(max(_SIZES))[:size]
+
+
 def _read(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
     order = [object_id for object_id, _ in objects]
     random.Random(_SEED).shuffle(order)
 
     def read_share(share: Sequence[ObjectId]) -> None:
-        buffer = aligned_buffer(size)
+        buffer = _scratch(size)
         for object_id in share:
             came = tier.get_into(object_id, buffer)
             assert came == size, f"{object_id} was stored and is not here"
@@ -206,11 +211,13 @@ def _read(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: i
 def _floor(store: Path, size: int, count: int, clock: Clock) -> _Pass:
     """Read pieces of the same size from the same files and hash them, by one system call and one hash for each."""
     files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sorted((store / "segments").iterdir())]
-    places = [(file, start) for file in files for start in range(0, os.fstat(file).st_size - size, size)]
+    # What is reserved and not yet written costs the disk nothing.
+    written = [os.lseek(file, 0, os.SEEK_HOLE) for file in files]
+    places = [(file, at) for file, stop in zip(files, written, strict=True) for at in range(0, stop - size, size)]
     order = random.Random(_SEED).choices(places, k=count)
 
     def read_share(share: Sequence[tuple[int, int]]) -> None:
-        buffer = aligned_buffer(size)
+        buffer = _scratch(size)
         for file, start in share:
             os.preadv(file, [buffer], start)
             xxhash.xxh3_128_digest(buffer)

@@ -1,44 +1,29 @@
 """Real vLLM with and without kvtide, and beside what a user would pick instead: same prompts, same machine, one run.
 
-Every contender runs alone in processes of its own. Seconds are its own; what is compared are ratios within the run.
+Every contender has processes of its own and answers alone, in turn with the others. Seconds are its own; what is
+compared are ratios of answers to the same request, one right after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from rich.table import Table
 
-from kvtide.bench.engine_peers import Contender, contenders, settle, side_server
-from kvtide.bench.engine_process import EngineProcess
+from kvtide.bench.engine_nursery import EngineNursery
+from kvtide.bench.engine_peers import Contender, contenders, link_contenders, link_name
+from kvtide.bench.engine_turns import Contest, EngineBenchSize, Seat, Turn
 
-__all__ = ["EngineBenchResult", "EngineBenchRow", "EngineBenchSize", "plot", "run", "table"]
+__all__ = ["FULL", "QUICK", "EngineBenchResult", "EngineBenchRow", "Ratio", "plot", "run", "table"]
 
 Progress = Callable[[str, int, int], None]
 _WORKLOADS = ("restart", "memory", "chat", "documents", "misses")
-
-
-class EngineBenchSize(msgspec.Struct, frozen=True):
-    """How much is asked. Tokens are those of the model."""
-
-    context_tokens: int = 2068
-    answer_tokens: int = 16
-    repeats: int = 3
-    users: int = 3
-    rounds: int = 3
-    documents: int = 3
-    questions: int = 3
-    document_tokens: int = 640
-    misses: int = 8
-    # Fewer pages than chats and documents need together: the engine's own prefix cache can't hold them all.
-    pages: int = 28
-
-
-QUICK = EngineBenchSize(repeats=1, users=2, rounds=2, documents=2, questions=2, misses=3)
+FULL = EngineBenchSize()
+QUICK = EngineBenchSize(rounds=1, memory=1, misses=3, chat_users=2, chat_rounds=2, documents=1, questions=2)
 
 
 class EngineBenchRow(msgspec.Struct, frozen=True):
@@ -58,32 +43,42 @@ class EngineBenchRow(msgspec.Struct, frozen=True):
     is_identical: bool
 
 
-class EngineBenchResult(msgspec.Struct, frozen=True):
-    """All rows and what they say of kvtide: ratios of TTFT (restart, memory) and of throughput (misses).
+class Ratio(msgspec.Struct, frozen=True):
+    """How much faster kvtide is than another on the same requests: median and quartiles over pairs of answers."""
 
-    Above 1 means that kvtide is faster; None where the peer did not run, and `peer_failures` says why if it could not.
+    of: str
+    pairs: int
+    median: float
+    quarter: float
+    three_quarters: float
+
+
+class EngineBenchResult(msgspec.Struct, frozen=True):
+    """All rows and what they say of kvtide: ratios of TTFT (restart, memory, link) and of throughput (misses).
+
+    `miss_engine_cpu_vs_plain` compares the processor time of the engines' own threads on misses: what is left of the
+    overhead where storing has a core to itself, whatever else the machine does.
+
+    Above 1 means that kvtide, or `tide`, is faster; None where the other did not run, and `failures` says why if it
+    could not. `ratios` has the spreads.
     """
 
     ttft_speedup_vs_plain: float
     tokens_restored: int
     is_identical: bool
     miss_throughput_vs_plain: float
+    miss_engine_cpu_vs_plain: float
     restart_vs_native: float | None
     memory_vs_native: float | None
     restart_vs_lmcache: float | None
+    link_tide_vs_raw: float | None
+    link_mbit_s: float
     failed_requests: int
-    peer_failures: dict[str, str]
+    failures: dict[str, str]
     model: str
     dtype: str
+    ratios: list[Ratio]
     rows: list[EngineBenchRow]
-
-
-class _Asked(msgspec.Struct):
-    """Answers of one contender, by workload."""
-
-    answers: dict[str, list[dict[str, Any]]]
-    seconds: dict[str, float]
-    prompt_tokens: dict[str, int]
 
 
 def run(
@@ -93,163 +88,128 @@ def run(
     lmcache_python: Path | None,
     peers: tuple[str, ...],
     stores: tuple[str, ...],
+    link_mbit_s: float,
     size: EngineBenchSize,
     work: Path,
     show: Progress,
     dtype: str = "float32",
 ) -> EngineBenchResult:
-    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide; `stores` as in
-    `contenders`. ValueError if the text is too short."""
-    needed = 2 * size.context_tokens + size.documents * size.document_tokens + 600 * (size.misses + size.users)
-    if len(tokens) < needed:
-        raise ValueError(f"the text must have {needed} tokens, got {len(tokens)}")
-    all_contenders = contenders(python, lmcache_python, peers, stores, work)
-    asked: dict[str, _Asked] = {}
+    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide; `stores` as in `contenders`.
+
+    ValueError if the text is too short, and for what `contenders` and `link_contenders` refuse.
+    """
+    if len(tokens) < size.text_tokens():
+        raise ValueError(f"the text must have {size.text_tokens()} tokens, got {len(tokens)}")
+    here = contenders(python, lmcache_python, peers, stores, work)
+    turns: dict[str, dict[str, list[Turn]]] = {}
     failures: dict[str, str] = {}
-    for number, contender in enumerate(all_contenders):
-        show(contender.name, number, len(all_contenders))
-        try:
-            asked[contender.name] = _measure(contender, model, tokens, size, work, dtype)
-        except RuntimeError as error:
-            # A peer that does not run says nothing of the others.
-            if contender.name not in peers:
-                raise
-            failures[contender.name] = str(error)
-    show("engines", len(all_contenders), len(all_contenders))
-    rows = [
-        _row(name, workload, found, asked["plain"])
-        for name, found in asked.items()
-        for workload in _WORKLOADS
-        if workload in found.answers
+    with link_contenders(python, link_mbit_s, work) as linked, EngineNursery(python, work / "engines.log") as nursery:
+        # Engines take 2 GB each, so that those behind the link come when the others have gone.
+        for chosen in filter(None, (here, linked)):
+            seats = [_seat(each, model, size, work, dtype, nursery) for each in chosen]
+            with Contest(seats, tokens, size, show) as contest:
+                contest.play()
+            turns.update({seat.contender.name: seat.turns for seat in contest.seats})
+            failures.update(contest.failures)
+    return result_of(turns, failures, link_mbit_s, model.name, dtype)
+
+
+def _seat(
+    contender: Contender, model: Path, size: EngineBenchSize, work: Path, dtype: str, nursery: EngineNursery
+) -> Seat:
+    """Return a seat whose engine is forked where its environment is ours."""
+    is_elsewhere = contender.prefix or contender.name == "lmcache"
+    log = work / f"{contender.name.partition('/')[0]}.log"
+    return Seat(contender, model, size, log, dtype, None if is_elsewhere else nursery)
+
+
+def result_of(
+    turns: dict[str, dict[str, list[Turn]]], failures: dict[str, str], link_mbit_s: float, model: str, dtype: str
+) -> EngineBenchResult:
+    """Return what turns say, by engine and workload."""
+    rows = [_row(name, workload, turns) for name in turns for workload in _WORKLOADS if workload in turns[name]]
+    plain, kvtide, native, lmcache = (turns.get(name) for name in ("plain", "kvtide", "native", "lmcache"))
+    found = [
+        _ratio("ttft_speedup_vs_plain", plain, kvtide, "restart", _ttft_s),
+        _ratio("miss_throughput_vs_plain", plain, kvtide, "misses", _seconds),
+        _ratio("miss_engine_cpu_vs_plain", plain, kvtide, "misses", _cpu_s),
+        _ratio("restart_vs_native", native, kvtide, "restart", _ttft_s),
+        _ratio("memory_vs_native", native, kvtide, "memory", _ttft_s),
+        _ratio("restart_vs_lmcache", lmcache, kvtide, "restart", _ttft_s),
+        _ratio("link_tide_vs_raw", turns.get(link_name("raw")), turns.get(link_name("tide")), "restart", _ttft_s),
     ]
-    return _result(rows, asked, failures, model.name, dtype)
+    ratios = [ratio for ratio in found if ratio is not None]
+    medians = {ratio.of: ratio.median for ratio in ratios}
+    restart = next(row for row in rows if (row.engine, row.workload) == ("kvtide", "restart"))
+    answers = [answer for asked in turns["kvtide"].values() for turn in asked for answer in turn.answers]
+    return EngineBenchResult(
+        ttft_speedup_vs_plain=medians["ttft_speedup_vs_plain"],
+        tokens_restored=restart.tokens_restored // restart.requests,
+        is_identical=all(row.is_identical for row in rows if row.engine == "kvtide"),
+        miss_throughput_vs_plain=medians["miss_throughput_vs_plain"],
+        miss_engine_cpu_vs_plain=medians["miss_engine_cpu_vs_plain"],
+        restart_vs_native=medians.get("restart_vs_native"),
+        memory_vs_native=medians.get("memory_vs_native"),
+        restart_vs_lmcache=medians.get("restart_vs_lmcache"),
+        link_tide_vs_raw=medians.get("link_tide_vs_raw"),
+        link_mbit_s=link_mbit_s,
+        failed_requests=sum(answer["finish"] != "length" for answer in answers),
+        failures=failures,
+        model=model,
+        dtype=dtype,
+        ratios=ratios,
+        rows=rows,
+    )
 
 
-def _measure(
-    contender: Contender, model: Path, tokens: Sequence[int], size: EngineBenchSize, work: Path, dtype: str
-) -> _Asked:
-    found = _Asked({}, {}, {})
-    log = work / f"{contender.name}.log"
-    options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
-    context = list(tokens[: size.context_tokens])
-    with (
-        side_server(contender, log),
-        EngineProcess(contender.python, model, log, contender.transfer, options, dtype) as engine,
-    ):
-        _warm_up(engine, tokens)
-        cold = engine.ask(context, size.answer_tokens)
-        if contender.transfer is None:
-            _note(found, "restart", [cold], cold["ttft_s"], [context])
-        for workload, prompts in (("chat", _chat), ("documents", _documents), ("misses", _misses)):
-            for batch in prompts(tokens, size, found):
-                result = engine.generate([{"ids": ids, "answer_tokens": size.answer_tokens} for ids in batch])
-                _note(found, workload, result["answers"], result["seconds"], batch)
-        if contender.name.startswith("kvtide"):
-            engine.do("settle")
-        settle(contender.folder)
-        for _ in range(size.repeats if contender.transfer else 0):
-            engine.ask(context, 1)
-            engine.do("reset")
-            answer = engine.ask(context, size.answer_tokens)
-            _note(found, "memory", [answer], answer["ttft_s"], [context])
-            engine.do("reset")
-    if contender.transfer is not None:
-        for _ in range(size.repeats):
-            with (
-                side_server(contender, log),
-                EngineProcess(contender.python, model, log, contender.transfer, options, dtype) as engine,
-            ):
-                _warm_up(engine, tokens)
-                answer = engine.ask(context, size.answer_tokens)
-                _note(found, "restart", [answer], answer["ttft_s"], [context])
-    return found
-
-
-def _warm_up(engine: EngineProcess, tokens: Sequence[int]) -> None:
-    engine.ask(tokens[-300:], 2)
-    engine.do("reset")
-
-
-def _note(found: _Asked, workload: str, answers: list[Any], seconds: float, prompts: Sequence[Sequence[int]]) -> None:
-    found.answers.setdefault(workload, []).extend(answers)
-    found.seconds[workload] = found.seconds.get(workload, 0.0) + seconds
-    found.prompt_tokens[workload] = found.prompt_tokens.get(workload, 0) + sum(map(len, prompts))
-
-
-def _chat(tokens: Sequence[int], size: EngineBenchSize, found: _Asked) -> Iterator[list[list[int]]]:
-    """Yield what all users say in each round: their history, the answers they got and something new."""
-    start = size.context_tokens
-    system = list(tokens[start : start + 256])
-    histories = [system + list(tokens[start + 300 * user : start + 300 * user + 200]) for user in range(size.users)]
-    for turn in range(size.rounds):
-        yield [list(history) for history in histories]
-        answers = found.answers["chat"][-size.users :]
-        for user, answer in enumerate(answers):
-            fresh = start + 4000 + 150 * (turn * size.users + user)
-            histories[user] += [*answer["ids"], *tokens[fresh : fresh + 150]]
-
-
-def _documents(tokens: Sequence[int], size: EngineBenchSize, found: _Asked) -> Iterator[list[list[int]]]:
-    """Yield one question at a time, about each document in turn."""
-    start = 2 * size.context_tokens
-    for question in range(size.questions):
-        for document in range(size.documents):
-            first = start + document * size.document_tokens
-            asked = 40 * (question * size.documents + document)
-            yield [[*tokens[first : first + size.document_tokens], *tokens[asked : asked + 40]]]
-
-
-def _misses(tokens: Sequence[int], size: EngineBenchSize, found: _Asked) -> Iterator[list[list[int]]]:
-    """Yield prompts that share nothing with any other."""
-    for number in range(size.misses):
-        first = len(tokens) - 600 * (number + 2)
-        yield [list(tokens[first : first + 500])]
-
-
-def _row(name: str, workload: str, found: _Asked, plain: _Asked) -> EngineBenchRow:
-    answers = found.answers[workload]
+def _row(name: str, workload: str, turns: dict[str, dict[str, list[Turn]]]) -> EngineBenchRow:
+    asked, plain = turns[name][workload], turns["plain"]
+    # Plain vLLM has nothing in memory; its answer to the same prompt stands for it.
+    expected = [plain["cold"][0]] * len(asked) if workload == "memory" else plain[workload]
+    answers = [answer for turn in asked for answer in turn.answers]
     ttfts = [answer["ttft_s"] for answer in answers]
-    # Plain vLLM answers the long context once; others restore it several times.
-    expected = plain.answers["restart" if workload == "memory" else workload]
-    ids = [answer["ids"] for answer in answers]
     return EngineBenchRow(
         engine=name,
         workload=workload,
         requests=len(answers),
         ttft_p50_s=float(np.percentile(ttfts, 50)),
         ttft_p99_s=float(np.percentile(ttfts, 99)),
-        requests_per_s=len(answers) / found.seconds[workload],
-        prompt_tokens=found.prompt_tokens[workload],
+        requests_per_s=len(answers) / sum(turn.seconds for turn in asked),
+        prompt_tokens=sum(turn.prompt_tokens for turn in asked),
         tokens_restored=sum(answer["cached_tokens"] for answer in answers),
-        is_identical=all(each == expected[i % len(expected)]["ids"] for i, each in enumerate(ids)),
+        is_identical=[_ids(turn) for turn in asked] == [_ids(turn) for turn in expected],
     )
 
 
-def _result(
-    rows: list[EngineBenchRow], asked: dict[str, _Asked], failures: dict[str, str], model: str, dtype: str
-) -> EngineBenchResult:
-    by_name = {(row.engine, row.workload): row for row in rows}
-    restart = by_name["kvtide", "restart"]
+def _ids(turn: Turn) -> list[list[int]]:
+    return [answer["ids"] for answer in turn.answers]
 
-    def speedup(engine: str, workload: str) -> float | None:
-        other = by_name.get((engine, workload))
-        return other.ttft_p50_s / by_name["kvtide", workload].ttft_p50_s if other else None
 
-    finishes = [answer["finish"] for answers in asked["kvtide"].answers.values() for answer in answers]
-    return EngineBenchResult(
-        ttft_speedup_vs_plain=by_name["plain", "restart"].ttft_p50_s / restart.ttft_p50_s,
-        tokens_restored=restart.tokens_restored // restart.requests,
-        is_identical=all(row.is_identical for row in rows if row.engine == "kvtide"),
-        miss_throughput_vs_plain=by_name["kvtide", "misses"].requests_per_s / by_name["plain", "misses"].requests_per_s,
-        restart_vs_native=speedup("native", "restart"),
-        memory_vs_native=speedup("native", "memory"),
-        restart_vs_lmcache=speedup("lmcache", "restart"),
-        failed_requests=sum(finish != "length" for finish in finishes),
-        peer_failures=failures,
-        model=model,
-        dtype=dtype,
-        rows=rows,
-    )
+def _ratio(
+    of: str,
+    slow: dict[str, list[Turn]] | None,
+    fast: dict[str, list[Turn]] | None,
+    workload: str,
+    measure: Callable[[Turn], float],
+) -> Ratio | None:
+    if slow is None or fast is None:
+        return None
+    pairs = zip(slow[workload], fast[workload], strict=True)
+    ratios = [measure(theirs) / measure(ours) for theirs, ours in pairs]
+    quarter, three_quarters = (float(np.percentile(ratios, share)) for share in (25, 75))
+    return Ratio(of, len(ratios), statistics.median(ratios), quarter, three_quarters)
+
+
+def _ttft_s(turn: Turn) -> float:
+    return float(turn.answers[0]["ttft_s"])
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.seconds
+
+
+def _cpu_s(turn: Turn) -> float:
+    return turn.cpu_s
 
 
 def table(result: EngineBenchResult) -> Table:
@@ -261,10 +221,12 @@ def table(result: EngineBenchResult) -> Table:
                 restored = f"{row.tokens_restored} of {row.prompt_tokens}"
                 times = (f"{row.ttft_p50_s:.3f} s", f"{row.ttft_p99_s:.3f} s", f"{row.requests_per_s:.3f}")
                 shown.add_row(workload, row.engine, *times, restored, "yes" if row.is_identical else "no")
-    for peer, failure in result.peer_failures.items():
-        shown.add_row("", peer, "did not run:", failure.splitlines()[-1])
-    speedup, misses = result.ttft_speedup_vs_plain, result.miss_throughput_vs_plain
-    shown.caption = f"after a restart {speedup:.1f} times faster than plain; all misses {misses:.3f} of its throughput"
+    for engine, failure in result.failures.items():
+        shown.add_row("", engine, "did not run:", failure.splitlines()[-1])
+    shown.caption = "\n".join(
+        f"{each.of} {each.median:.3f} ({each.quarter:.3f} to {each.three_quarters:.3f}, {each.pairs} pairs)"
+        for each in result.ratios
+    )
     return shown
 
 

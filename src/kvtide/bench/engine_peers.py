@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtide.bench.engine_process import kvtide_transfer
+from kvtide.bench.link import open_link
 from kvtide.config import engine_environment
 
-__all__ = ["PEERS", "Contender", "contenders", "settle", "side_server"]
+__all__ = [
+    "LINK_CODECS",
+    "PEERS",
+    "Contender",
+    "contenders",
+    "drop_page_cache",
+    "link_contenders",
+    "link_name",
+    "settle",
+    "side_server",
+]
 
 PEERS = ("native", "lmcache")
+LINK_CODECS = ("raw", "tide")
 MEMORY_BYTES = 512 << 20
 SETTLE_S_MAX = 60.0
 SERVER_S_MAX = 120.0
@@ -27,7 +41,8 @@ SERVER_S_MAX = 120.0
 class Contender(NamedTuple):
     """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
 
-    What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says.
+    What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says. `prefix`
+    are the words before the engine's command where its store is behind a link.
     """
 
     name: str
@@ -36,6 +51,17 @@ class Contender(NamedTuple):
     folder: Path | None = None
     server: tuple[str, ...] = ()
     health_url: str = ""
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """Tell whether it is what a user would pick instead."""
+        return self.name in PEERS
+
+    @property
+    def is_kvtide(self) -> bool:
+        """Tell whether kvtide's connector is in it."""
+        return self.transfer is not None and not self.is_peer
 
 
 def contenders(
@@ -55,8 +81,7 @@ def contenders(
         codec, separator, url = store.partition("=")
         if not separator or "/" in codec:
             raise ValueError(f"a further store is given as codec=URL, got {store!r}")
-        transfer = kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES)
-        found.append(Contender(f"kvtide {store}", python, transfer))
+        found.append(_further(f"kvtide {store}", python, codec, url))
     if "native" in peers:
         found.append(Contender("native", python, _native(work / "native"), work / "native"))
     if "lmcache" in peers:
@@ -64,6 +89,42 @@ def contenders(
             raise ValueError("LMCache runs in an environment of its own: give --lmcache-python")
         found.append(_lmcache(lmcache_python, work / "lmcache"))
     return found
+
+
+def _further(name: str, python: Path, codec: str, url: str, prefix: Sequence[str] = ()) -> Contender:
+    transfer = kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES)
+    return Contender(name, python, transfer, prefix=tuple(prefix))
+
+
+@contextmanager
+def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Contender]]:
+    """Run a server behind a link of that rate and yield kvtide with each of LINK_CODECS there; none for a rate of 0.
+
+    ValueError for a negative rate, and where the system allows no such link.
+    """
+    if mbit_s < 0:
+        raise ValueError(f"a link's rate must be positive, or 0 for none, got {mbit_s}")
+    if mbit_s == 0:
+        yield []
+        return
+    with open_link(mbit_s * 1e6) as prefix, (work / "server.log").open("ab") as log:
+        words = ("-m", "kvtide.cli", "serve", "--listen", "127.0.0.1:0", "--tier", f"disk://{work / 'server'}")
+        command = [*prefix, sys.executable, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server:
+            assert server.stdout is not None
+            try:
+                line = server.stdout.readline()
+                if " on " not in line:
+                    raise ValueError(f"the server behind the link said {line!r}")
+                url = f"http://127.0.0.1:{line.rsplit(':', 1)[1].strip()}"
+                yield [_further(link_name(codec), python, codec, url, prefix) for codec in LINK_CODECS]
+            finally:
+                server.terminate()
+
+
+def link_name(codec: str) -> str:
+    """Return the name of the contender that has this codec behind the link."""
+    return f"kvtide {codec}, link"
 
 
 def _native(folder: Path) -> dict[str, Any]:
@@ -127,12 +188,24 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def settle(folder: Path | None) -> None:
-    """Wait until nothing has been written to the folder for a second."""
+    """Wait until nothing has been written to the folder for half a second."""
     if folder is None:
         return
     give_up_s, before, quiet_s = time.monotonic() + SETTLE_S_MAX, -1, 0.0
-    while quiet_s < 1.0 and time.monotonic() < give_up_s:
+    while quiet_s < 0.5 and time.monotonic() < give_up_s:
         now = sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-        quiet_s = quiet_s + 0.25 if now == before else 0.0
+        quiet_s = quiet_s + 0.1 if now == before else 0.0
         before = now
-        time.sleep(0.25)
+        time.sleep(0.1)
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Make the next reading of the folder's files come from the disk, as after a restart of the machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

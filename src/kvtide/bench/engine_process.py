@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgspec
 
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.config import engine_environment
 
 __all__ = ["EngineProcess", "kvtide_transfer"]
@@ -35,7 +40,8 @@ def kvtide_transfer(store: str, **options: Any) -> dict[str, Any]:
 class EngineProcess:
     """A running engine. Use it with `with`; RuntimeError with the end of its log if it dies.
 
-    `python` is the interpreter of an environment with vLLM and kvtide. The log goes to `log`.
+    `python` is the interpreter of an environment with vLLM and kvtide. The log goes to `log`; `prefix` are words to put
+    before the command. A `nursery` of the same interpreter makes the start shorter and has the log.
     """
 
     def __init__(
@@ -46,46 +52,72 @@ class EngineProcess:
         transfer: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         dtype: str = "float32",
-        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        nursery: EngineNursery | None = None,
     ) -> None:
-        self._command = [str(python), "-m", _SESSION]
-        self._log = log
-        self._environment = engine_environment(environment or {})
+        self._command = [*prefix, str(python), "-m", _SESSION]
+        self._log = nursery.log if nursery else log
+        self._nursery = nursery
         self._start = {
             "model": str(model),
             "options": {**_OPTIONS, "dtype": dtype, **(options or {})},
             "transfer": dict(transfer) if transfer else None,
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._jobs: IO[bytes] | None = None
+        self._replies: IO[bytes] | None = None
+        self._pid = 0
         self.start_s = 0.0
 
     def open(self) -> None:
         """Start the engine and wait until it is ready."""
         started_s = time.perf_counter()
-        with self._log.open("ab") as log:
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=log, env=self._environment)
+        if self._nursery is None:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command, stdin=PIPE, stdout=PIPE, stderr=log, env=engine_environment({})
+                )
+            self._jobs, self._replies = self._process.stdin, self._process.stdout
+        else:
+            self._socket = self._nursery.connect()
+            self._jobs, self._replies = self._socket.makefile("wb"), self._socket.makefile("rb")
         try:
-            self._call(self._start)
+            self._pid = self._call(self._start)["stats"]["pid"]
         except RuntimeError:
             self.close()
             raise
         self.start_s = time.perf_counter() - started_s
 
     def close(self) -> None:
-        """End the engine as a user would, by closing its input; kill it if it does not end. Idempotent."""
-        process, self._process = self._process, None
-        if process is None:
+        """End the engine as a user would, by ending its input; kill it if it does not end. Idempotent."""
+        if self._jobs is None or self._replies is None:
             return
-        assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):
-            process.stdin.close()
+            self._jobs.close()
+        if self._process is not None:
+            try:
+                self._process.wait(CLOSE_S_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._socket is not None:
+            self._end_forked(self._socket)
+        self._replies.close()
+        self._process = self._socket = self._jobs = self._replies = None
+
+    def _end_forked(self, connection: socket.socket) -> None:
+        connection.settimeout(CLOSE_S_MAX)
         try:
-            process.wait(CLOSE_S_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            connection.shutdown(socket.SHUT_WR)
+            # It ends the connection when it ends.
+            while connection.recv(1 << 16):
+                pass
+        except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)
+        except OSError:
+            pass
+        connection.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -115,15 +147,12 @@ class EngineProcess:
         return self._call({"verb": verb, "is_deep": is_deep})
 
     def _call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process is not None, "call before open"
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._jobs is not None and self._replies is not None, "call before open"
         line = b""
-        try:
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._jobs.write(msgspec.json.encode(message) + b"\n")
+            self._jobs.flush()
+            line = self._replies.readline()
         if not line:
             tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             raise RuntimeError("the engine has died:\n" + "\n".join(tail))

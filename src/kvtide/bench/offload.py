@@ -5,8 +5,11 @@ The first moves made-up keys and values of the study's models; the second runs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from statistics import median
+from typing import Any
 
 import msgspec
 from rich.console import Group
@@ -22,7 +25,6 @@ __all__ = ["MODELS", "OffloadBenchResult", "SwapRow", "ThroughputRow", "run", "t
 TOKENS = 8192
 STEP_TOKENS = 1024
 PAGE_TOKENS = 16
-REPEATS = 3
 
 
 class _Shape(msgspec.Struct, frozen=True):
@@ -44,6 +46,16 @@ MODELS = (
     _Shape("Llama-3.1-8B-bf16", 32, 8, 128, KVDtype.BFLOAT16),
     _Shape("Llama-3.1-8B-fp8", 32, 8, 128, KVDtype.BFLOAT16),
 )
+
+
+# What each way passes to the engine, and whether it has its own prefix cache.
+_WAYS: dict[str, tuple[Mapping[str, Any] | None, bool]] = {
+    "naive": (None, False),
+    "prefix_caching": (None, True),
+    "offload_prefix": (kvtide_transfer("memory://"), True),
+    "offload": (kvtide_transfer("memory://"), False),
+}
+STARTS_AT_ONCE = 2
 
 
 class SwapRow(msgspec.Struct, frozen=True):
@@ -87,16 +99,17 @@ class OffloadBenchResult(msgspec.Struct, frozen=True):
     throughput: list[ThroughputRow]
 
 
-class ThroughputSize(msgspec.Struct, frozen=True):
-    """Distinct prompts for each answer length, so that the first round has to compute."""
+class OffloadSize(msgspec.Struct, frozen=True):
+    """Repeats of the first table; of the second the distinct prompts for each answer length."""
 
+    swap_repeats: int = 3
     prompts: int = 2
     prompt_tokens: int = 640
     answers: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
 
 
-FULL = ThroughputSize()
-QUICK = ThroughputSize(answers=(2, 32))
+FULL = OffloadSize()
+QUICK = OffloadSize(swap_repeats=1, prompts=1, prompt_tokens=300, answers=(2, 16))
 
 
 def run(
@@ -105,24 +118,24 @@ def run(
     show: Callable[[str, int, int], None],
     engine: Callable[..., EngineProcess] | None = None,
     tokens: Sequence[int] = (),
-    size: ThroughputSize = FULL,
+    size: OffloadSize = FULL,
     model_name: str = "",
 ) -> OffloadBenchResult:
     """Measure swaps on a torch device, and throughput if `engine` starts one (transfer=, options=)."""
     swaps = []
     for number, shape in enumerate(models):
         show("swaps", number, len(models))
-        swaps.append(_swap(shape, device))
+        swaps.append(_swap(shape, device, size.swap_repeats))
     throughput = _throughput(engine, tokens, size, show) if engine else []
     return OffloadBenchResult(device, model_name, size.prompts, size.prompt_tokens, swaps, throughput)
 
 
-def _swap(shape: _Shape, device: str) -> SwapRow:
+def _swap(shape: _Shape, device: str, repeats: int) -> SwapRow:
     layout = BlockLayout(shape.layers, PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.dtype)
     pages = list(range(STEP_TOKENS // PAGE_TOKENS))
     clock, seconds = SystemClock(), {"in": [], "out": []}  # type: ignore[var-annotated]
     with PageSwapper(made_up_pages(layout, len(pages), device), len(pages)) as swapper:
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats + 1):
             for way, swap in (("out", swapper.swap_out), ("in", swapper.swap_in)):
                 started_s = clock.monotonic_s()
                 for _ in range(TOKENS // STEP_TOKENS):
@@ -139,43 +152,44 @@ def _swap(shape: _Shape, device: str) -> SwapRow:
 def _throughput(
     engine: Callable[..., EngineProcess],
     tokens: Sequence[int],
-    size: ThroughputSize,
+    size: OffloadSize,
     show: Callable[[str, int, int], None],
 ) -> list[ThroughputRow]:
     needed = len(size.answers) * size.prompts * size.prompt_tokens
     if len(tokens) < needed:
         raise ValueError(f"the text must have {needed} tokens, got {len(tokens)}")
-    ways = {
-        "naive": (None, False),
-        "prefix_caching": (None, True),
-        "offload_prefix": (kvtide_transfer("memory://"), True),
-        "offload": (kvtide_transfer("memory://"), False),
-    }
-    rates: dict[str, list[list[float]]] = {}
-    for number, (name, (transfer, has_prefix_cache)) in enumerate(ways.items()):
-        show("engines", number, len(ways))
-        with engine(transfer=transfer, options={"enable_prefix_caching": has_prefix_cache}) as process:
+    rows = []
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(closing(engine(transfer=transfer, options={"enable_prefix_caching": has_cache})))
+            for name, (transfer, has_cache) in _WAYS.items()
+        }
+        show("engines", 0, len(engines))
+        with ThreadPoolExecutor(STARTS_AT_ONCE) as starters:
+            list(starters.map(EngineProcess.open, engines.values()))
+        for process in engines.values():
             process.ask(tokens[-300:], 2)
-            rounds = 1 if name == "naive" else 2
-            rates[name] = [_rates(process, tokens, size, step, rounds, transfer) for step in range(len(size.answers))]
-    return [_throughput_row(answer, size, {k: v[i] for k, v in rates.items()}) for i, answer in enumerate(size.answers)]
+        # All ways take turns at each length: the machine's pace changes from one to the next.
+        for step, answer_tokens in enumerate(size.answers):
+            show("answer lengths", step, len(size.answers))
+            rates = {name: _rates(process, tokens, size, step, name) for name, process in engines.items()}
+            rows.append(_throughput_row(answer_tokens, size, rates))
+    return rows
 
 
-def _rates(
-    process: EngineProcess, tokens: Sequence[int], size: ThroughputSize, step: int, rounds: int, transfer: object
-) -> list[float]:
+def _rates(process: EngineProcess, tokens: Sequence[int], size: OffloadSize, step: int, way: str) -> list[float]:
     first = step * size.prompts * size.prompt_tokens
     starts = [first + number * size.prompt_tokens for number in range(size.prompts)]
     found = []
-    for _ in range(rounds):
+    for _ in range(1 if way == "naive" else 2):
         result = [process.ask_timed(tokens[s : s + size.prompt_tokens], size.answers[step]) for s in starts]
         found.append(size.prompts / sum(result))
-        if transfer is not None:
+        if _WAYS[way][0] is not None:
             process.do("settle")
     return found
 
 
-def _throughput_row(answer_tokens: int, size: ThroughputSize, rates: dict[str, list[float]]) -> ThroughputRow:
+def _throughput_row(answer_tokens: int, size: OffloadSize, rates: dict[str, list[float]]) -> ThroughputRow:
     own, loaded = rates["offload_prefix"][1], rates["offload"][1]
     return ThroughputRow(
         answer_tokens=answer_tokens,

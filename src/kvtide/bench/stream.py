@@ -1,7 +1,7 @@
 """Streaming for real: a server behind a link of any shape, a model that computes meanwhile, blocks that are decoded.
 
-Every row stands beside what the simulator says of the same request from the same moment of the same link, as far as
-this machine's own proxy and reader can carry it.
+Every row stands beside what the simulator says of the same requests from the same moments of the same link, on a
+machine as fast as this one was just before and after each of them.
 """
 
 from __future__ import annotations
@@ -13,46 +13,44 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from rich.table import Table
 
 from kvtide.bench.services import started
-from kvtide.block import BlockLayout, BlockMeta
-from kvtide.clock import Clock, SystemClock
-from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec, Profile
-from kvtide.engines.judge import capture_blocks
-from kvtide.engines.streaming import StreamedPrefill
-from kvtide.fetch import (
-    ContextLoader,
-    FetchLimits,
-    Job,
-    LinkState,
-    Wish,
-    bring,
-    layered_job,
-    level_job,
-    read_heads,
-)
-from kvtide.keys import block_keys
+from kvtide.bench.stream_exact import ExactTimes, exact_times
+from kvtide.bench.stream_rig import SUFFIX_TOKENS, Rig, Speeds
+from kvtide.block import BlockLayout
+from kvtide.codec import CachegenCodec, Profile, TideCodec
+from kvtide.fetch import Job, LinkState, Wish, layered_job, level_job
 from kvtide.server.shaped import ShapedProxy
 from kvtide.sim.links import Link
 from kvtide.sim.stream import play
-from kvtide.stream.bandwidth import HarmonicRate, LastRate
-from kvtide.stream.plan import CachegenRule, FixedLevel, Layered, Policy, PrefillSpeed, TwoEnded, cut
-from kvtide.tier.http import http_tier
-from kvtide.tier.ranges import RangeSource, range_sources
-from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire import StoredObject, pack_object
+from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
+from kvtide.stream.plan import PASS_TOKENS, CachegenRule, FixedLevel, Layered, Policy, TwoEnded, cut
 
-__all__ = ["StreamBench", "StreamBenchRow", "StreamSize", "render", "run"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "FULL",
+    "QUICK",
+    "Pair",
+    "StreamBench",
+    "StreamBenchRow",
+    "StreamSize",
+    "render",
+    "row_of",
+    "run",
+]
 
 BLOCK_TOKENS = 64
-SUFFIX_TOKENS = 16
-# docs/benchmarks.md: cachegen's levels 4 to 1, and level 2 with the deltas of 0 to 9 positions; 3, 5 and 7 between.
+# docs/benchmarks.md: cachegen's levels 4 to 1.
 LEVEL_KL = (0.07399, 0.01315, 0.00335, 0.00087)
-LAYERED_LEVEL = 2
-LAYERED_KL = (0.525, 0.462, 0.403, 0.307, 0.234, 0.158, 0.107, 0.0659, 0.0405, 0.00337)
-MBIT = 1e6 / 8
+# A base of about half a bit, and three refinements to where the curve flattens.
+TIDE_QUALITY, TIDE_REFINEMENTS = 0.00038, 3
+# A prediction of misses or quality holds if it is so near.
+_NEAR = 0.15
+# What follows the last byte may take so much longer than measured.
+_TAIL_RESERVE = 1.25
+# By so much of the SLO a first token may be late: the noise of a machine with other work.
+_LATE = 0.1
 
 
 class StreamSize(NamedTuple):
@@ -63,12 +61,17 @@ class StreamSize(NamedTuple):
     slo_share: float = 0.5
 
 
-FULL = StreamSize(context_tokens=1024, repeats=5)
+FULL = StreamSize(context_tokens=1024, repeats=7)
 QUICK = StreamSize(context_tokens=256, repeats=1)
 
 
 class StreamBenchRow(msgspec.Struct, frozen=True):
-    """One policy on one link, and what the simulator says of it."""
+    """One policy on one link, and what the simulator says of it.
+
+    slo_s: the mean; each play has one of its own, by the machine's speed then. The differences are those of measured
+    and predicted: of misses in shares of the plays, else relative to the prediction. is_predicted: misses and KL are
+    near.
+    """
 
     link: str
     policy: str
@@ -80,112 +83,97 @@ class StreamBenchRow(msgspec.Struct, frozen=True):
     predicted_miss_rate: float
     predicted_kl_mean: float
     predicted_ttft_p50_s: float
+    predicted_text_share: float
+    miss_difference: float
+    kl_difference: float
+    ttft_difference: float
+    is_predicted: bool
 
 
 class StreamBench(msgspec.Struct, frozen=True):
-    """All rows; then TTFT as soon as it can be on the constant link, exact blocks, and on one that is far too slow."""
+    """All rows; then TTFT of exact blocks as soon as can be on the constant link, and where loading loses.
+
+    break_even_ratio: TTFT over recomputing's, by a loader that knows its link to be far too slow; `_unknown`: by one
+    that does not.
+    """
 
     context_tokens: int
     prefill_tokens_per_s: float
     rows: list[StreamBenchRow]
+    rows_predicted: int
+    all_predicted: bool
     ttft_two_ended_s: float
     ttft_load_s: float
     ttft_recompute_s: float
-    slow_link_ttft_vs_recompute: float
+    two_ended_beats_both: bool
+    break_even_ratio: float
+    break_even_ratio_unknown: float
 
 
 class _Case(NamedTuple):
     name: str
     policy: Policy
     job: Job
+    estimator: Callable[[], Estimator]
+    decode_token_s: tuple[float, ...]
 
 
-class _Bench:
-    """The model, its stored context in several codecs, and the link to the server that has it."""
+class Pair(NamedTuple):
+    """One play, measured and predicted."""
 
-    def __init__(self, model: Any, ids: Sequence[int], layout: BlockLayout, profile: Profile, server_port: int) -> None:
-        self.clock: Clock = SystemClock()
-        self.model = model
-        self.ids = list(ids)
-        self.layout = layout
-        self.registry = CodecRegistry([profile])
-        self.blocks = capture_blocks(model, self.ids[:-SUFFIX_TOKENS], layout)
-        self._tier = http_tier(f"http://127.0.0.1:{server_port}", self.clock)
-
-    @property
-    def tokens(self) -> int:
-        """Return the length of the stored context."""
-        return len(self.blocks) * self.layout.tokens
-
-    def store(self, name: str, codec: Codec) -> list[BlockMeta]:
-        """Put the context on the server, encoded, under a namespace of its own."""
-        namespace = Namespace(name.encode().ljust(32, b"\0"))
-        keys = [BlockKey(namespace), *block_keys(namespace, np.array(self.ids, dtype=np.uint32), self.layout.tokens)]
-        metas = [
-            BlockMeta(ObjectId(namespace, keys[i + 1]), keys[i], i * self.layout.tokens, self.layout)
-            for i in range(len(self.blocks))
-        ]
-        self._tier.open()
-        for meta, bits in zip(metas, self.blocks, strict=True):
-            packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
-            self._tier.put_from(meta.id, packed)
-        self._tier.close()
-        return metas
-
-    def engine(self) -> StreamedPrefill:
-        """Return an engine that has nothing yet."""
-        return StreamedPrefill(self.model, self.ids[: self.tokens], self.layout)
-
-    def first_token_s(self, engine: StreamedPrefill) -> float:
-        """Run what is behind the context of `engine` up to the first token; return how long that took."""
-        started_s = self.clock.monotonic_s()
-        engine.first_token(self.ids)
-        return self.clock.monotonic_s() - started_s
-
-    def prefill(self) -> PrefillSpeed:
-        """Measure the engine's speed, block by block as a plan has it compute."""
-        engine = self.engine()
-        started_s = self.clock.monotonic_s()
-        for start, stop in cut(self.tokens, self.layout.tokens):
-            engine.compute(start, stop, lambda: True)
-        return PrefillSpeed(self.tokens / (self.clock.monotonic_s() - started_s))
+    slo_s: float
+    ttft_s: float
+    kl: float
+    text_share: float
+    predicted_ttft_s: float
+    predicted_kl: float
+    predicted_text_share: float
 
 
 def run(
     model: Any,
     ids: Sequence[int],
     layout: BlockLayout,
-    profile: Profile,
+    profiles: Sequence[Profile],
     links: Sequence[Link],
     size: StreamSize,
     progress: Callable[[str, int, int], None],
 ) -> StreamBench:
-    """Play every policy over every link. `links` end with the constant one; ValueError for too few ids."""
-    if len(ids) < size.context_tokens + SUFFIX_TOKENS:
-        raise ValueError(
-            f"a context and its question need {size.context_tokens + SUFFIX_TOKENS} tokens, got {len(ids)}"
-        )
+    """Play every policy over every link. `links` end with the constant one.
+
+    profiles: with one of cachegen and one of tide-layer, both for this layout. ValueError without, and for too few ids.
+    """
+    if not {"cachegen", "tide-layer"} <= {profile.kind for profile in profiles if profile.fits(layout)}:
+        raise ValueError(f"profiles of cachegen and tide-layer must fit the model, got {[p.kind for p in profiles]}")
+    wanted = size.context_tokens + SUFFIX_TOKENS
+    if len(ids) < wanted:
+        raise ValueError(f"a context and its question need {wanted} tokens, got {len(ids)}")
     with _server() as port, ShapedProxy(("127.0.0.1", port), lambda seconds: 1e9 * seconds) as proxy:
-        bench = _Bench(model, ids[: size.context_tokens + SUFFIX_TOKENS], layout, profile, port)
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", bench.clock)
-        speed = bench.prefill()
-        slo_s = size.slo_share * bench.tokens / speed.tokens_per_s
-        cases = _cases(bench, source, profile, Wish(speed, slo_s))
-        ours_bytes_per_s = _machine_rate(bench, source, cases[0].job)
-        rows = []
-        for number, link in enumerate(links):
-            for position, case in enumerate(cases):
-                progress("links", number * len(cases) + position, len(links) * len(cases))
-                rows.append(_row(bench, source, proxy, link, link.capped(ours_bytes_per_s), case, slo_s, size.repeats))
-        progress("links", len(links) * len(cases), len(links) * len(cases))
-        exact = bench.store("exact", LosslessCodec())
-        ttft = [_exact_ttfts(bench, source, proxy, links[-1], exact, speed) for _ in range(size.repeats)]
-        slow = [_slow_ttft_ratio(bench, source, proxy, exact, speed) for _ in range(size.repeats)]
-        source.close()
-    two_ended_s, load_s, recompute_s = (statistics.median(each) for each in zip(*ttft, strict=True))
-    return StreamBench(
-        size.context_tokens, speed.tokens_per_s, rows, two_ended_s, load_s, recompute_s, statistics.median(slow)
-    )
+        rig = Rig(model, ids[:wanted], layout, profiles, port, proxy)
+        speeds = rig.speeds()
+        cases = _cases(rig, profiles, speeds)
+        costs = speeds.costs._replace(latency_s=rig.latency_s(cases[0].job.objects[0]))
+        speeds = speeds._replace(costs=costs)
+        ours_bytes_per_s = rig.link_bytes_per_s(cases[0].job)
+        pairs: dict[tuple[str, str], list[Pair]] = {}
+        total = size.repeats * len(links) * len(cases)
+        # Policies take turns, so that a slow minute of the machine hits them all.
+        for repeat in range(size.repeats):
+            for link in links:
+                for case in cases:
+                    progress("plays", sum(map(len, pairs.values())), total)
+                    at_s = repeat * link.cycle_s / size.repeats if link.name in _varying(links) else 0.0
+                    pair = _play(rig, link, link.capped(ours_bytes_per_s), at_s, case, speeds, size.slo_share)
+                    pairs.setdefault((link.name, case.name), []).append(pair)
+        progress("plays", total, total)
+        exact = exact_times(rig, links[-1], speeds.prefill, max(3, size.repeats) if size.repeats > 1 else 1)
+        rig.close()
+    return _result(size, speeds, [row_of(*names, played) for names, played in pairs.items()], exact)
+
+
+def _varying(links: Sequence[Link]) -> set[str]:
+    """Return the links that are played from moment after moment: not the step, which is at the start, nor the last."""
+    return {link.name for link in links[1:-1]}
 
 
 @contextmanager
@@ -195,157 +183,115 @@ def _server() -> Iterator[int]:
         yield service.port
 
 
-def _cases(bench: _Bench, source: RangeSource, profile: Profile, wish: Wish) -> list[_Case]:
-    codecs = [CachegenCodec(level, 0, profile) for level in (4, 3, 2, 1)]
-    levels = [
-        _heads(bench, source, bench.store(f"level {codec.codec_id} {n}", codec)) for n, codec in enumerate(codecs)
-    ]
-    layers = _heads(bench, source, bench.store("layers", CachegenCodec(LAYERED_LEVEL, 0, profile)))
-    spans = cut(bench.tokens, bench.layout.tokens)
-    coarse = cut(bench.tokens, 4 * bench.layout.tokens)
-    by_level = level_job(levels, coarse, LEVEL_KL, wish)
-    by_layer = layered_job(layers, spans, LAYERED_KL, wish)
+def _cases(rig: Rig, profiles: Sequence[Profile], speeds: Speeds) -> list[_Case]:
+    by_kind = {profile.kind: profile for profile in profiles}
+    codecs = [CachegenCodec(level, 0, by_kind["cachegen"]) for level in (4, 3, 2, 1)]
+    tide = TideCodec(by_kind["tide-layer"], TIDE_QUALITY, TIDE_REFINEMENTS)
+    # The deadline is each play's own.
+    wish = Wish(speeds.prefill, 0.0)
+    levels = [rig.store(f"level {number}", codec) for number, codec in enumerate(codecs)]
+    by_level = level_job(levels, cut(rig.tokens, 4 * rig.layout.tokens), LEVEL_KL, wish)
+    by_layer = layered_job(rig.store("tide", tide), cut(rig.tokens, rig.layout.tokens), tide.losses, wish)
+    # Of a level all is decoded, of tide what is there.
+    levels_s = rig.decode_token_s([(codec, 99) for codec in codecs])
+    layers_s = rig.decode_token_s([(tide, refinement) for refinement in range(TIDE_REFINEMENTS + 1)])
     return [
-        _Case("fixed", FixedLevel(1), by_level),
-        _Case("cachegen", CachegenRule(), by_level),
-        _Case("layered", Layered(), by_layer),
-        _Case("two-ended", TwoEnded(), by_layer),
+        _Case("fixed", FixedLevel(1), by_level, HarmonicRate, levels_s),
+        _Case("cachegen", CachegenRule(), by_level, LastRate, levels_s),
+        _Case("layered", Layered(), by_layer, HarmonicRate, layers_s),
+        _Case("two-ended", TwoEnded(), by_layer, HarmonicRate, layers_s),
     ]
 
 
-def _heads(bench: _Bench, source: RangeSource, metas: Sequence[BlockMeta]) -> list[StoredObject]:
-    found = read_heads([source], [meta.id for meta in metas], bench.clock, 10.0, 4)
-    assert len(found) == len(metas)
-    return found
-
-
-class _Played(NamedTuple):
-    ttft_s: float
-    kl: float
-    text_share: float
-
-
-def _machine_rate(bench: _Bench, source: RangeSource, job: Job) -> float:
-    """Return the bytes a second that come through when the link is no bound: proxy, reader and receiver."""
-    state = LinkState(HarmonicRate(1000))
-    largest = job.request.steps - 1
-    engine, limits = bench.engine(), FetchLimits()
-    bring(
-        job.until(0.0),
-        FixedLevel(largest),
-        [source],
-        state,
-        bench.clock,
-        limits,
-        bench.registry,
-        engine,
-        engine.append,
+def _play(rig: Rig, link: Link, real_link: Link, at_s: float, case: _Case, measured: Speeds, slo_share: float) -> Pair:
+    measured = measured._replace(costs=measured.costs._replace(decode_token_s=case.decode_token_s))
+    usual_s = measured.prefill.seconds(0, min(PASS_TOKENS, rig.tokens))
+    before_s = rig.probe_s()
+    speeds = measured.slowed(before_s / usual_s)
+    slo_s = slo_share * speeds.prefill.seconds(0, rig.tokens)
+    job = case.job.asked(speeds.prefill, max(0.0, slo_s - _TAIL_RESERVE * speeds.tail_s(rig.tokens)))
+    sent = link.carried(at_s)
+    played = rig.play(
+        job, case.policy, LinkState(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
     )
-    rate = state.estimator.bytes_per_s()
-    assert rate is not None
-    return rate
-
-
-def _row(
-    bench: _Bench,
-    source: RangeSource,
-    proxy: ShapedProxy,
-    link: Link,
-    real_link: Link,
-    case: _Case,
-    slo_s: float,
-    repeats: int,
-) -> StreamBenchRow:
-    found, predicted = [], []
-    # What follows the last byte: decoding, the question. It comes off the deadline, as measured the time before.
-    tail_s = 0.0
-    for repeat in range(repeats + 1):
-        job = case.job.until(max(0.0, slo_s - tail_s))
-        proxy.restart(link.carried)
-        state = LinkState(LastRate() if not job.request.is_layered else HarmonicRate())
-        engine = bench.engine()
-        started_s = bench.clock.monotonic_s()
-        limits = FetchLimits()
-        brought = bring(job, case.policy, [source], state, bench.clock, limits, bench.registry, engine, engine.append)
-        bench.first_token_s(engine)
-        ttft_s = bench.clock.monotonic_s() - started_s
-        own_s = ttft_s - brought.report.ready_s
-        if repeat:
-            text = sum(job.request.chunks[chunk].tokens for chunk in brought.report.progress.computed)
-            found.append(_Played(ttft_s, brought.report.kl, text / bench.tokens))
-            latency_s = min(0.01, state.latency_s)
-            simulated = play(case.policy, job.request, real_link, 0.0, HarmonicRate(), latency_s)
-            predicted.append(_Played(simulated.ready_s + own_s, simulated.kl, 0.0))
-        tail_s = own_s
-    # A tenth of a second is the noise of a machine with other work.
-    late_s = 1.1 * slo_s
-    return StreamBenchRow(
-        link.name,
-        case.name,
+    # The plan went by what was known before it; the prediction goes by both sides.
+    speeds = measured.slowed((before_s + rig.probe_s()) / 2 / usual_s)
+    request = job.asked(speeds.prefill, job.request.deadline_s).request
+    predicted = play(case.policy, request, real_link, at_s, case.estimator(), speeds.costs)
+    return Pair(
         slo_s,
-        statistics.fmean(each.ttft_s > late_s for each in found),
-        statistics.fmean(each.kl for each in found),
-        statistics.median(each.ttft_s for each in found),
-        statistics.fmean(each.text_share for each in found),
-        statistics.fmean(each.ttft_s > late_s for each in predicted),
-        statistics.fmean(each.kl for each in predicted),
-        statistics.median(each.ttft_s for each in predicted),
+        played.ttft_s,
+        played.brought.report.kl,
+        played.text_share(job),
+        predicted.ready_s + speeds.question_s,
+        predicted.kl,
+        predicted.computed_tokens / rig.tokens,
     )
 
 
-def _exact_ttfts(
-    bench: _Bench, source: RangeSource, proxy: ShapedProxy, link: Link, metas: Sequence[BlockMeta], speed: PrefillSpeed
-) -> tuple[float, float, float]:
-    """Return the TTFT of both ends, of loading alone and of recomputing alone, exact blocks, as soon as can be."""
-    stored = _heads(bench, source, metas)
-    job = layered_job(stored, cut(bench.tokens, bench.layout.tokens), (0.0,), Wish(speed, 0.0))
-    ttfts = []
-    for policy in (TwoEnded(), Layered()):
-        proxy.restart(link.carried)
-        engine = bench.engine()
-        started_s = bench.clock.monotonic_s()
-        bring(
-            job,
-            policy,
-            [source],
-            LinkState(HarmonicRate()),
-            bench.clock,
-            FetchLimits(),
-            bench.registry,
-            engine,
-            engine.append,
-        )
-        bench.first_token_s(engine)
-        ttfts.append(bench.clock.monotonic_s() - started_s)
-    return ttfts[0], ttfts[1], bench.first_token_s(bench.engine())
+def row_of(link: str, policy: str, pairs: Sequence[Pair]) -> StreamBenchRow:
+    """Return what many plays say together, and whether they were predicted."""
+    misses = statistics.fmean(each.ttft_s > (1 + _LATE) * each.slo_s for each in pairs)
+    expected = statistics.fmean(each.predicted_ttft_s > (1 + _LATE) * each.slo_s for each in pairs)
+    kl, kl_expected = (
+        statistics.fmean(column) for column in zip(*((p.kl, p.predicted_kl) for p in pairs), strict=True)
+    )
+    ttft, ttft_expected = (
+        statistics.median(column) for column in zip(*((p.ttft_s, p.predicted_ttft_s) for p in pairs), strict=True)
+    )
+    kl_difference = _difference(kl, kl_expected)
+    return StreamBenchRow(
+        link=link,
+        policy=policy,
+        slo_s=statistics.fmean(each.slo_s for each in pairs),
+        miss_rate=misses,
+        kl_mean=kl,
+        ttft_p50_s=ttft,
+        text_share=statistics.fmean(each.text_share for each in pairs),
+        predicted_miss_rate=expected,
+        predicted_kl_mean=kl_expected,
+        predicted_ttft_p50_s=ttft_expected,
+        predicted_text_share=statistics.fmean(each.predicted_text_share for each in pairs),
+        miss_difference=abs(misses - expected),
+        kl_difference=kl_difference,
+        ttft_difference=_difference(ttft, ttft_expected),
+        is_predicted=abs(misses - expected) <= _NEAR and kl_difference <= _NEAR,
+    )
 
 
-def _slow_ttft_ratio(
-    bench: _Bench, source: RangeSource, proxy: ShapedProxy, metas: Sequence[BlockMeta], speed: PrefillSpeed
-) -> float:
-    """Return TTFT by a loader that knows its link of 1 Mbit/s, over that of recomputing alone."""
-    proxy.restart(lambda seconds: MBIT * seconds)
-    link = LinkState(HarmonicRate())
-    link.estimator.add(int(MBIT), 0.0, 1.0)
-    engine = bench.engine()
-    started_s = bench.clock.monotonic_s()
-    loader = ContextLoader([source], bench.registry, link, bench.clock, FetchLimits())
-    loader.load(metas, (0.0,), Wish(speed, 0.0), engine, engine.append)
-    bench.first_token_s(engine)
-    ttft_s = bench.clock.monotonic_s() - started_s
-    return ttft_s / bench.first_token_s(bench.engine())
+def _difference(found: float, expected: float) -> float:
+    if found == expected:
+        return 0.0
+    return abs(found - expected) / expected if expected else 1.0
+
+
+def _result(size: StreamSize, speeds: Speeds, rows: list[StreamBenchRow], exact: ExactTimes) -> StreamBench:
+    return StreamBench(
+        context_tokens=size.context_tokens,
+        prefill_tokens_per_s=speeds.prefill.tokens_per_s,
+        rows=rows,
+        rows_predicted=sum(row.is_predicted for row in rows),
+        all_predicted=all(row.is_predicted for row in rows),
+        ttft_two_ended_s=exact.two_ended_s,
+        ttft_load_s=exact.load_s,
+        ttft_recompute_s=exact.recompute_s,
+        two_ended_beats_both=exact.two_ended_s < min(exact.load_s, exact.recompute_s),
+        break_even_ratio=exact.break_even_ratio,
+        break_even_ratio_unknown=exact.break_even_ratio_unknown,
+    )
 
 
 def render(result: StreamBench) -> Table:
     """Return the rows as a table."""
     caption = (
-        f"TTFT of exact blocks on the last link: both ends {result.ttft_two_ended_s:.2f} s, loading "
-        f"{result.ttft_load_s:.2f} s, recomputing {result.ttft_recompute_s:.2f} s; on a link that is far too slow "
-        f"{result.slow_link_ttft_vs_recompute:.2f} of recomputing"
+        f"{result.rows_predicted} of {len(result.rows)} rows as predicted; exact blocks on the last link: both "
+        f"ends {result.ttft_two_ended_s:.2f} s, loading {result.ttft_load_s:.2f} s, recomputing "
+        f"{result.ttft_recompute_s:.2f} s; on a far too slow link {result.break_even_ratio:.3f} of recomputing, "
+        f"{result.break_even_ratio_unknown:.3f} if nobody knows that"
     )
     title = f"{result.context_tokens} tokens, prefill {result.prefill_tokens_per_s:.0f} tokens/s; measured / simulated"
     table = Table(title=title, caption=caption)
-    for column in ("link", "policy", "SLO", "misses", "KL", "TTFT p50", "recomputed"):
+    for column in ("link", "policy", "SLO", "misses", "KL", "TTFT p50", "recomputed", "as predicted"):
         table.add_column(column, no_wrap=True, justify="left" if column in ("link", "policy") else "right")
     for row in result.rows:
         table.add_row(
@@ -355,6 +301,7 @@ def render(result: StreamBench) -> Table:
             f"{100 * row.miss_rate:.0f} / {100 * row.predicted_miss_rate:.0f} %",
             f"{row.kl_mean:.2g} / {row.predicted_kl_mean:.2g}",
             f"{row.ttft_p50_s:.2f} / {row.predicted_ttft_p50_s:.2f} s",
-            f"{100 * row.text_share:.0f} %",
+            f"{100 * row.text_share:.0f} / {100 * row.predicted_text_share:.0f} %",
+            "yes" if row.is_predicted else "no",
         )
     return table

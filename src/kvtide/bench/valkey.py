@@ -31,6 +31,9 @@ _VALUES = 32
 _SLICE = 4
 _THREADS = (1, 4)
 _SEED = 6
+# A run of small blocks, such as a narrow codec makes: what a round trip costs shows there.
+_BATCH_VALUE_BYTES = 64 << 10
+_BATCH_VALUES = 64
 
 
 class ValkeyBenchRow(msgspec.Struct, frozen=True):
@@ -54,6 +57,10 @@ class ValkeyBenchResult(msgspec.Struct, frozen=True):
     put_vs_raw_resp_spread: tuple[float, float]
     get_vs_redis_py_spread: tuple[float, float]
     get_vs_redis_py_4_threads: float
+    # Small values read in one call, against one call each.
+    batch_get_vs_single: float
+    batch_get_vs_single_spread: tuple[float, float]
+    batch_value_bytes: int
     server: str
     value_bytes: int
     rounds: int
@@ -140,6 +147,23 @@ class _Tier:
         assert size is not None
         return self._buffer[:size]
 
+    def batch_ratio(self, first: int) -> float:
+        """Return how much longer single reads of small values take than one read of all."""
+        ids = [_object_id(first + number) for number in range(_BATCH_VALUES)]
+        values = [bytes([number]) * _BATCH_VALUE_BYTES for number in range(_BATCH_VALUES)]
+        for object_id, value in zip(ids, values, strict=True):
+            self._tier.put_from(object_id, value)
+        buffers = [memoryview(bytearray(_BATCH_VALUE_BYTES + 1)) for _ in ids]
+        started_s = time.perf_counter()
+        for object_id, buffer in zip(ids, buffers, strict=True):
+            self._tier.get_into(object_id, buffer)
+        single_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        self._tier.get_many_into(ids, buffers)
+        batch_s = time.perf_counter() - started_s
+        assert all(buffer[:-1] == value for buffer, value in zip(buffers, values, strict=True)), "wrong values"
+        return single_s / batch_s
+
     def close(self) -> None:
         self._tier.close()
 
@@ -170,14 +194,16 @@ def run(quick: bool) -> ValkeyBenchResult:
     figures: _Figures = {}
     with _flushed_server() as (port, flush, version):
         clients = {name: [make(port) for _ in range(max(_THREADS))] for name, make in _CLIENTS.items()}
+        alone = _Tier(port)
         try:
+            batched = [alone.batch_ratio(1000 * number) for number in range(1, 2 * rounds)]
             for threads, number in itertools.product(_THREADS, range(rounds + 1)):
                 found = _round(number, threads, clients, values, flush)
                 # The first round takes memory from the system.
                 for key, measured in found.items() if number else ():
                     figures.setdefault(key, []).append(measured)
         finally:
-            for client in itertools.chain.from_iterable(clients.values()):
+            for client in (alone, *itertools.chain.from_iterable(clients.values())):
                 client.close()
     get_raw, put_raw = _ratios(figures, "get", "raw", 1), _ratios(figures, "put", "raw", 1)
     get_redis = _ratios(figures, "get", "redis-py", 1)
@@ -189,6 +215,9 @@ def run(quick: bool) -> ValkeyBenchResult:
         put_vs_raw_resp_spread=_quartiles(put_raw),
         get_vs_redis_py_spread=_quartiles(get_redis),
         get_vs_redis_py_4_threads=statistics.median(_ratios(figures, "get", "redis-py", 4)),
+        batch_get_vs_single=statistics.median(batched),
+        batch_get_vs_single_spread=_quartiles(batched),
+        batch_value_bytes=_BATCH_VALUE_BYTES,
         server=version,
         value_bytes=_VALUE_BYTES,
         rounds=rounds,
@@ -289,6 +318,7 @@ def table(result: ValkeyBenchResult) -> Table:
         shown.add_row(row.client, str(row.threads), *rates)
     shown.caption = (
         f"against raw RESP: get {result.get_vs_raw_resp:.2f}, put {result.put_vs_raw_resp:.2f}; "
-        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}"
+        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}; "
+        f"{_BATCH_VALUES} values of {result.batch_value_bytes >> 10} KiB in one call: {result.batch_get_vs_single:.2f}"
     )
     return shown

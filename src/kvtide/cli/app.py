@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from kvtide.cli import bench, calibrate, demo, doctor, serve, sim, store
+from kvtide.cli import bench, calibrate, demo, doctor, records, serve, sim, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -27,6 +27,8 @@ app.command("rm")(store.rm)
 app.command("explain")(store.explain)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
+app.command("invalidate")(records.invalidate)
+app.command("record")(records.record)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from kvtide.bench import engine
+from kvtide.bench.engine_nursery import EngineNursery
 from kvtide.bench.engine_process import EngineProcess
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
@@ -21,6 +23,7 @@ __all__ = ["bench_engine", "bench_offload"]
 PythonOption = Annotated[
     Path | None, typer.Option("--python", help="Interpreter with vLLM and kvtide; default: this one.")
 ]
+LINK_MBIT_S = 1000.0
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer rounds; engines take minutes to start.")]
 
 
@@ -33,12 +36,17 @@ def bench_engine(
     store: Annotated[
         list[str] | None, typer.Option("--store", help="A further store for kvtide, codec=URL; may be repeated.")
     ] = None,
+    link: Annotated[
+        float | None, typer.Option("--link", help="Mbit/s of a link to a server; 0: none. Default 1000, quick 0.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Restarts of each engine; 0: as many as usual.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
     plot: Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Real vLLM: plain, with kvtide and with peers; restart, chat, questions on documents, all misses."""
+    size = engine.QUICK if quick else engine.FULL
     chosen = () if peers == "none" else tuple(peers.split(","))
     folder, tokens = _model_and_text()
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
@@ -49,7 +57,8 @@ def bench_engine(
             lmcache_python,
             chosen,
             tuple(store or ()),
-            engine.QUICK if quick else engine.EngineBenchSize(),
+            (0.0 if quick else LINK_MBIT_S) if link is None else link,
+            replace(size, rounds=rounds or size.rounds),
             Path(work),
             _show,
             dtype,
@@ -69,15 +78,17 @@ def bench_offload(
     """Both tables of the offloading study: swap seconds by model, requests a second by answer length."""
     from kvtide.bench import offload
 
-    models = offload.MODELS[:4:3] if quick else offload.MODELS
+    size = offload.QUICK if quick else offload.FULL
     if swaps_only:
-        emit(offload.run(device, models, _show), offload.tables, as_json)
+        emit(offload.run(device, offload.MODELS, _show, size=size), offload.tables, as_json)
         return
     folder, tokens = _model_and_text()
-    size = offload.QUICK if quick else offload.FULL
+    engines = python or Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
-        start = partial(EngineProcess, python or Path(sys.executable), folder, Path(work) / "log")
-        result = offload.run(device, models, _show, start, tokens, size, folder.name)
+        log = Path(work) / "log"
+        with EngineNursery(engines, log) as nursery:
+            start = partial(EngineProcess, engines, folder, log, nursery=nursery)
+            result = offload.run(device, offload.MODELS, _show, start, tokens, size, folder.name)
     emit(result, offload.tables, as_json)
 
 

@@ -13,9 +13,10 @@ import typer
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PoolServer
+from kvtide.server.access import write_access_log
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.member import Member
-from kvtide.server.service import Service, store_and_region
+from kvtide.server.service import Service, backing_for
 from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
 from kvtide.tier.pool_url import membership_of
 
@@ -30,10 +31,13 @@ def serve(
         Path | None, typer.Option("--socket", help="A socket besides, for clients on this machine.")
     ] = None,
     central: Annotated[
-        str | None, typer.Option("--central", help="The centre behind this regional server, http://host:port.")
+        str | None, typer.Option("--central", help="The centre behind this regional server, http(s)://host:port.")
     ] = None,
     manifest: Annotated[
         Path | None, typer.Option("--manifest", help="Where it notes what the centre has not got yet.")
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", help="Where it keeps generations [beside the manifest or on its disk].")
     ] = None,
     region_url: Annotated[
         list[str] | None, typer.Option("--region", help="A region of this centre, http://host:port; several times.")
@@ -42,6 +46,10 @@ def serve(
         str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Its name in the pool; default: where it listens.")] = None,
+    access_log: Annotated[
+        Path | None,
+        typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
+    ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
     """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
@@ -51,28 +59,30 @@ def serve(
         "tiers": tier,
         "central": central,
         "manifest": manifest,
+        "records": records,
         "regions": region_url,
         "is_open_to_all": open_to_all,
+        "access_log": access_log and access_log.absolute(),
     }
     changes = {key: value for key, value in given.items() if value}
     settings = read_settings(config, changes)
     clock = SystemClock()
-    store, region = store_and_region(settings, clock)
+    backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None
-    service = Service(settings, store, clock, member, region)
+    service = Service(settings, backing, clock, member)
     try:
-        store.open()
-        for part in (region, member):
-            if part is not None:
-                part.open()
+        if settings.access_log is not None:
+            write_access_log(settings.access_log)
+        backing.open()
+        if member is not None:
+            member.open()
         asyncio.run(_run(service, settings))
     except (OSError, TierUnavailable) as error:
         raise ValueError(f"can't serve: {error}") from error
     finally:
-        for part in (member, region):
-            if part is not None:
-                part.close()
-        store.close()
+        if member is not None:
+            member.close()
+        backing.close()
 
 
 def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:

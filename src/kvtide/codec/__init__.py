@@ -1,9 +1,10 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers."""
 
-from kvtide.codec.base import Codec
+from kvtide.codec.base import Codec, EmbeddedCodec
 from kvtide.codec.cachegen import CachegenCodec
 from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.lossless import LosslessCodec
+from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.registry import CodecRegistry, CodecSpec
@@ -15,7 +16,10 @@ __all__ = [
     "Codec",
     "CodecRegistry",
     "CodecSpec",
+    "EmbeddedCodec",
     "LosslessCodec",
+    "PackedBase",
+    "PackedCodec",
     "Profile",
     "RawCodec",
     "TideCodec",

@@ -11,9 +11,11 @@ from kvtide.codec.cachegen import CachegenCodec
 from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.integers import CODERS
 from kvtide.codec.lossless import LosslessCodec
+from kvtide.codec.packed import BASE_QUALITY, PackedCodec
 from kvtide.codec.profile import Profile
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
+from kvtide.importance.reorder import CHUNK_TOKENS
 
 __all__ = ["CodecRegistry", "CodecSpec"]
 
@@ -71,12 +73,21 @@ def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
         raise ValueError(f"codec tide[:quality[:refinements]], got {arguments}: {error}") from error
 
 
+def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    quality, chunk_tokens = (*arguments, *(str(BASE_QUALITY), str(CHUNK_TOKENS))[len(arguments) :])
+    try:
+        return PackedCodec(profile, float(quality), int(chunk_tokens))
+    except ValueError as error:
+        raise ValueError(f"codec packed[:quality[:chunk tokens]], got {arguments}: {error}") from error
+
+
 def _kinds() -> dict[str, _Kind]:
     return {
         "raw": _Kind(RawCodec.codec_id, None, _plain(RawCodec)),
         "lossless": _Kind(LosslessCodec.codec_id, None, _plain(LosslessCodec)),
         "cachegen": _Kind(CachegenCodec.codec_id, "cachegen", _by_level(CachegenCodec)),
         "chunkwise": _Kind(ChunkwiseCodec.codec_id, "chunkwise", _by_level(ChunkwiseCodec)),
+        "packed": _Kind(PackedCodec.codec_id, "tide-layer", _packed),
         "tide": _Kind(TideCodec.codec_id, "tide-layer", _tide),
         "tide-light": _Kind(TideCodec.codec_id, "tide-light", _tide),
         "tide-deep": _Kind(TideCodec.codec_id, "tide-deep", _tide),
@@ -111,7 +122,8 @@ class CodecRegistry:
         """Return the codec that a user asks for: with the first profile of its kind that fits the layout.
 
         Without a fitting profile the published codecs keep their tables in each payload. ValueError for an unknown
-        name, for arguments that the codec does not take, and for tide where the layout is given and no profile fits.
+        name, for arguments that the codec does not take, and for tide and packed where the layout is given and no
+        profile fits.
         """
         name, arguments = CodecSpec.parse(spec)
         kind = self._kinds.get(name)
@@ -122,6 +134,7 @@ class CodecRegistry:
             for found in self._profiles.values()
             if layout is not None and found.kind == kind.profile_kind and found.fits(layout)
         ]
-        if kind.codec_id == TideCodec.codec_id and layout is not None and not fitting:
+        needs_profile = kind.codec_id in {TideCodec.codec_id, PackedCodec.codec_id}
+        if needs_profile and layout is not None and not fitting:
             raise ValueError(f"codec {name!r} needs a profile of this model: make one with `kvtide calibrate`")
         return kind.make(arguments, fitting[0] if fitting else None)

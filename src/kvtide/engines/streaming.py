@@ -35,7 +35,7 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
 class StreamedPrefill:
     """Keys and values of a context, from its start on: computed tokens and appended blocks in any order of the two.
 
-    `past` is the engine's cache: hand it to `generate` with the whole prompt once the context is there.
+    Hand `past` to `generate` with the whole prompt once the context is there.
     """
 
     def __init__(self, model: Any, ids: Sequence[int], layout: BlockLayout) -> None:
@@ -43,41 +43,59 @@ class StreamedPrefill:
         self._model = model
         self._ids = torch.tensor([list(ids)], device=model.device)
         self._layout = layout
-        self.past = _WatchedCache(model.config)
+        self._past = _WatchedCache(model.config)
+        # Appended, but not in the cache yet: it is copied once for all of them.
+        self._waiting: list[BlockBits] = []
+
+    @property
+    def past(self) -> DynamicCache:
+        """Return the engine's cache, with all that was appended."""
+        return self._filled()
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
         """Compute tokens [start, stop) behind those that are there. False, and nothing changed, if no longer wanted."""
-        assert self.past.get_seq_length() == start
-        self.past.is_wanted = is_wanted
+        past = self._filled()
+        assert past.get_seq_length() == start
+        past.is_wanted = is_wanted
         try:
             with torch.inference_mode():
-                self._model(self._ids[:, start:stop], past_key_values=self.past, use_cache=True, logits_to_keep=1)
+                self._model(self._ids[:, start:stop], past_key_values=past, use_cache=True, logits_to_keep=1)
         except _StoppedError:
             self._cut(start)
             return False
         finally:
-            self.past.is_wanted = lambda: True
+            past.is_wanted = lambda: True
         return True
 
     def _cut(self, tokens: int) -> None:
         # Not `crop`: it asks the first layer for the length, and layers differ after a stop.
-        for layer in self.past.layers:
+        for layer in self._past.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
     def first_token(self, ids: Sequence[int]) -> int:
         """Run what of `ids` is behind the tokens that are there; return the most likely next token."""
-        rest = torch.tensor([list(ids[self.past.get_seq_length() :])], device=self._model.device)
+        past = self._filled()
+        rest = torch.tensor([list(ids[past.get_seq_length() :])], device=self._model.device)
         with torch.inference_mode():
-            output = self._model(rest, past_key_values=self.past, use_cache=True, logits_to_keep=1)
+            output = self._model(rest, past_key_values=past, use_cache=True, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     def append(self, block: int, bits: BlockBits) -> None:
-        """Put a loaded block behind what is there."""
-        assert self.past.get_seq_length() == block * self._layout.tokens
-        pages = Pages(self._layout, 1)
-        pages.write(0, bits)
-        loaded = DynamicCache(config=self._model.config)
-        pages.fill(loaded, 1, self._model.device)
-        for number, layer in enumerate(loaded.layers):
-            self.past.update(layer.keys, layer.values, number)
+        """Put a loaded block behind what is there; the bits are copied."""
+        waiting_tokens = len(self._waiting) * self._layout.tokens
+        assert self._past.get_seq_length() + waiting_tokens == block * self._layout.tokens
+        self._waiting.append(bits.copy())
+
+    def _filled(self) -> _WatchedCache:
+        if self._waiting:
+            blocks = len(self._waiting)
+            pages = Pages(self._layout, blocks)
+            for position, bits in enumerate(self._waiting):
+                pages.write(position, bits)
+            self._waiting.clear()
+            loaded = DynamicCache(config=self._model.config)
+            pages.fill(loaded, blocks, self._model.device)
+            for number, layer in enumerate(loaded.layers):
+                self._past.update(layer.keys, layer.values, number)
+        return self._past

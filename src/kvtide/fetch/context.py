@@ -13,8 +13,20 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.fetch.bring import LoadedBlock, bring
 from kvtide.fetch.job import Job, Wish, layered_job
+from kvtide.fetch.keep import Left
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
-from kvtide.stream.plan import CHUNK_TOKENS, Decision, Policy, Reason, TwoEnded, Way, cut, cut_for_meeting, decide
+from kvtide.stream.plan import (
+    CHUNK_TOKENS,
+    PASS_TOKENS,
+    Decision,
+    Policy,
+    Reason,
+    TwoEnded,
+    Way,
+    cut,
+    cut_for_meeting,
+    decide,
+)
 from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 
@@ -26,6 +38,8 @@ class ContextReport(NamedTuple):
 
     tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. decision: None if
     there was nothing to load. fetch: None if nothing was loaded. ready_s: until the engine had all of it.
+    stored_tokens: those that could have been loaded, computed or not. left: what came of the loaded blocks, for a
+    Keeper to complete.
     """
 
     tokens: int
@@ -34,6 +48,8 @@ class ContextReport(NamedTuple):
     ready_s: float
     decision: Decision | None
     fetch: FetchReport | None
+    stored_tokens: int = 0
+    left: Left | None = None
 
 
 class LoaderStats(NamedTuple):
@@ -95,7 +111,8 @@ class ContextLoader:
         )
         self._ways[decision.way] += 1
         if decision.way is Way.RECOMPUTE:
-            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), decision, None)
+            done, stored_tokens = computed * tokens, len(stored) * tokens
+            return ContextReport(done, done, 0.0, self._since(started_s), decision, None, stored_tokens)
         return self._run(job, computed, engine, append, decision, started_s)
 
     def _since(self, started_s: float) -> float:
@@ -104,12 +121,14 @@ class ContextLoader:
     def _compute_until_known(
         self, metas: Sequence[BlockMeta], heads: Future[list[StoredObject]], engine: Engine
     ) -> int:
-        """Compute block after block until the heads are here; what is under way then is stopped."""
-        for computed, meta in enumerate(metas):
-            stop = meta.start + meta.layout.tokens
-            if heads.done() or not engine.compute(meta.start, stop, lambda: not heads.done()):
-                return computed
-        return len(metas)
+        """Compute until the heads are here; what is under way then is stopped, at most half of the time so far."""
+        computed, blocks, tokens = 0, 1, metas[0].layout.tokens
+        while computed < len(metas):
+            after = min(len(metas), computed + blocks)
+            if heads.done() or not engine.compute(computed * tokens, after * tokens, lambda: not heads.done()):
+                break
+            computed, blocks = after, max(1, min(after, PASS_TOKENS // tokens))
+        return computed
 
     def _matching(self, heads: Sequence[StoredObject], metas: Sequence[BlockMeta]) -> list[StoredObject]:
         """Return the leading objects that are the blocks asked for, and whose codec is here."""
@@ -155,12 +174,14 @@ class ContextLoader:
         )
         report = brought.report
         if brought.appended:
-            self._decode_block_s = brought.append_s / brought.appended
+            self._decode_block_s = brought.append_s / len(brought.appended)
         self._reasons.update(report.reasons)
         self._received_bytes += report.received_bytes
         self._faults += report.faults
         own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
-        return ContextReport(brought.tokens, own, report.kl, self._since(started_s), decision, report)
+        ready_s = self._since(started_s)
+        left = Left(job.objects, brought.receiver, brought.appended)
+        return ContextReport(brought.tokens, own, report.kl, ready_s, decision, report, job.request.tokens, left)
 
     def stats(self) -> LoaderStats:
         """Return the counters."""

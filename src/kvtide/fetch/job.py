@@ -40,9 +40,9 @@ class Job:
     objects: tuple[StoredObject, ...]
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
 
-    def until(self, deadline_s: float) -> Job:
-        """Return the same with another deadline."""
-        return replace(self, request=replace(self.request, deadline_s=deadline_s))
+    def asked(self, prefill: PrefillSpeed, deadline_s: float) -> Job:
+        """Return the same with another deadline, for an engine of another speed."""
+        return replace(self, request=replace(self.request, prefill=prefill, deadline_s=deadline_s))
 
 
 def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: Wish) -> Job:

@@ -18,7 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.fetch.job import Job, Piece
 from kvtide.stream.bandwidth import Estimator
-from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, mean_kl
+from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, leading_pass, mean_kl
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.source import Source
 
@@ -143,13 +143,15 @@ class _Run:
             if chunk in self.progress.computed or (is_late and self.progress.is_usable(chunk)):
                 flight.is_wanted = False
 
-    def _replan(self) -> None:
+    def _replan(self) -> bool:
+        """Plan anew; tell whether that gave the engine or the link anything to do."""
         plan = self._policy.plan(self._job.request, self.progress)
         self._queue, self._reason = deque(plan.fetches), plan.reason
         if plan.computes:
             self.progress = self.progress.assigning(plan.computes)
             self.reasons[plan.reason] += len(plan.computes)
         self._given.extend(plan.computes)
+        return bool(plan.fetches or plan.computes)
 
     # The fetching threads.
 
@@ -174,8 +176,8 @@ class _Run:
             while not self._is_over:
                 self._touch()
                 if self._has_room():
-                    if not self._queue:
-                        self._replan()
+                    # Only for news: threads that wake each other for nothing take the engine's time.
+                    if not self._queue and self._replan():
                         self.changed.notify_all()
                     if self._queue:
                         fetch = self._queue.popleft()
@@ -266,16 +268,17 @@ class _Run:
                 self._touch()
                 if is_ready(self._job.request, self.progress) or not self._has_work():
                     return
-                chunk = self._next_chunk()
-                if chunk is None:
+                chunks = self._next_pass()
+                if not chunks:
                     left_s = self._job.request.deadline_s - self.progress.now_s
                     self.changed.wait(min(self._limits.retry_s, left_s) if left_s > 0 else self._limits.retry_s)
                     continue
-            tokens = self._job.request.chunks[chunk]
-            is_computed = engine.compute(tokens.start, tokens.stop, lambda: not self._is_ready())
+            first, last = (self._job.request.chunks[chunk] for chunk in (chunks[0], chunks[-1]))
+            is_computed = engine.compute(first.start, last.stop, lambda: not self._is_ready())
             with self.changed:
                 if is_computed:
-                    self.progress = self.progress.computing_done(chunk)
+                    for chunk in chunks:
+                        self.progress = self.progress.computing_done(chunk)
                     self._touch()
                     self._replan()
                     self.changed.notify_all()
@@ -285,12 +288,15 @@ class _Run:
             self._touch()
             return is_ready(self._job.request, self.progress)
 
-    def _next_chunk(self) -> int | None:
+    def _next_pass(self) -> tuple[int, ...]:
         if not self._given:
             self._replan()
-        if self._given and all(self.progress.is_usable(before) for before in range(self._given[0])):
-            return self._given.popleft()
-        return None
+        if not self._given or not all(self.progress.is_usable(before) for before in range(self._given[0])):
+            return ()
+        chunks = leading_pass(self._job.request, self._given)
+        for _ in chunks:
+            self._given.popleft()
+        return chunks
 
     def _has_work(self) -> bool:
         if self._flights or self._queue or self._given:

@@ -21,10 +21,23 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
 from kvtide.types import Namespace
+from kvtide.wire.protocol import TENANT_HEADER
 
-__all__ = ["NOBODY", "Caller", "Gate", "Grant", "Scope", "new_token", "tenant_namespace", "token_digest"]
+__all__ = [
+    "NOBODY",
+    "Caller",
+    "Gate",
+    "Grant",
+    "Scope",
+    "generation_namespace",
+    "new_token",
+    "tenant_namespace",
+    "token_digest",
+]
 
 _TENANT_TAG = b"kvtide-tenant-1"
+_GENERATION_TAG = b"kvtide-generation-1"
+_EVERYBODY = "*"
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOKEN_BYTES = 32
@@ -48,6 +61,8 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     common_name: str = ""
     # Seconds since the Unix epoch; 0 is never.
     expires_s: float = 0.0
+    # The tenants for which a regional server may ask with this grant; "*" for all.
+    on_behalf_of: list[str] = []
 
     def __post_init__(self) -> None:
         if not _TENANT.fullmatch(self.tenant):
@@ -56,6 +71,8 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError(f"a grant of tenant {self.tenant!r} needs token_sha256 or common_name, one of them")
         if self.token_sha256 and not _DIGEST.fullmatch(self.token_sha256):
             raise ValueError(f"token_sha256 of tenant {self.tenant!r} must be 64 lower-case hex digits")
+        if not all(each == _EVERYBODY or _TENANT.fullmatch(each) for each in self.on_behalf_of):
+            raise ValueError(f'on_behalf_of names tenants, or "*", got {self.on_behalf_of}')
 
 
 class Caller(NamedTuple):
@@ -63,6 +80,17 @@ class Caller(NamedTuple):
 
     tenant: str
     scopes: frozenset[Scope]
+    on_behalf_of: frozenset[str] = frozenset()
+
+    def may_act_for(self, tenant: str) -> bool:
+        """Tell whether the caller may ask for this tenant: itself, or one that its grant names."""
+        return tenant == self.tenant or tenant in self.on_behalf_of or _EVERYBODY in self.on_behalf_of
+
+    def acting_for(self, tenant: str) -> Caller:
+        """Return a tenant for whom the caller asks, without sight of the server. RequestRefused (403) if it may not."""
+        if not _TENANT.fullmatch(tenant) or not self.may_act_for(tenant):
+            raise RequestRefused(403, "the token may not ask for that tenant")
+        return Caller(tenant, self.scopes - {Scope.ADMIN})
 
     def require(self, scope: Scope) -> None:
         """RequestRefused (403) unless the caller may do this."""
@@ -70,7 +98,7 @@ class Caller(NamedTuple):
             raise RequestRefused(403, f"the token lacks the scope {scope.value!r}")
 
 
-NOBODY = Caller("", frozenset(Scope))
+NOBODY = Caller("", frozenset(Scope), frozenset({_EVERYBODY}))
 
 
 def new_token() -> str:
@@ -91,6 +119,13 @@ def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
     return Namespace(hashlib.sha256(_TENANT_TAG + len(name).to_bytes(4, "little") + name + namespace).digest())
 
 
+def generation_namespace(stored: Namespace, generation: int) -> Namespace:
+    """Return where a stored namespace's generation is: SHA-256 over tag, generation and namespace; 0 is itself."""
+    if not generation:
+        return stored
+    return Namespace(hashlib.sha256(_GENERATION_TAG + generation.to_bytes(8, "little") + stored).digest())
+
+
 class Gate:
     """Finds the caller of a request. Without grants everybody is `NOBODY`, who may do everything."""
 
@@ -101,14 +136,19 @@ class Gate:
         self._clock = clock
 
     def caller(self, headers: Mapping[str, str], common_name: str | None) -> Caller:
-        """Return who asks, by token, else by the certificate's common name. RequestRefused (401) for nobody known."""
-        if self._is_open:
-            return NOBODY
+        """Return who asks, by token, else by the certificate's common name, and for whom if a header says that.
+
+        RequestRefused: 401 for nobody known, 403 for one who may not ask for that tenant.
+        """
+        caller = NOBODY if self._is_open else self._granted(headers, common_name)
+        return caller.acting_for(headers[TENANT_HEADER]) if TENANT_HEADER in headers else caller
+
+    def _granted(self, headers: Mapping[str, str], common_name: str | None) -> Caller:
         token = _token(headers.get("authorization", ""))
         grant = self._of_token(token) if token else self._names.get(common_name or "")
         if grant is None or (grant.expires_s and grant.expires_s <= self._clock.wall_s()):
             raise RequestRefused(401, "a token is needed that this server knows")
-        return Caller(grant.tenant, frozenset(grant.scopes))
+        return Caller(grant.tenant, frozenset(grant.scopes), frozenset(grant.on_behalf_of))
 
     def _of_token(self, token: str) -> Grant | None:
         digest = token_digest(token).encode()

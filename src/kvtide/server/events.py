@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtide.types import ObjectId
+from kvtide.types import Namespace
 
 __all__ = ["EVENTS_CONTENT_TYPE", "HEARTBEAT", "Batch", "Event", "EventKind", "EventLog", "Position", "events_body"]
 
@@ -24,14 +24,15 @@ HEARTBEAT = b": nothing new\n\n"
 
 
 class EventKind(StrEnum):
-    """What happened to a block."""
+    """What happened to a block, or by an invalidation to all of a namespace."""
 
     STORED = "stored"
     REMOVED = "removed"
+    INVALIDATED = "invalidated"
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One block that came to a tier or left it."""
+    """One block that came to a tier or left it; without key and tier a namespace that was invalidated."""
 
     sequence: int
     kind: EventKind
@@ -76,10 +77,10 @@ class EventLog:
         self._next = 0
         self._lock = threading.Lock()
 
-    def append(self, kind: EventKind, object_id: ObjectId, tier: str) -> None:
-        """Note that a block came or went."""
+    def append(self, kind: EventKind, namespace: Namespace, key: str = "", tier: str = "") -> None:
+        """Note that a block came or went, or all of a namespace."""
         with self._lock:
-            self._events.append(Event(self._next, kind, object_id.namespace.hex(), object_id.key.hex(), tier))
+            self._events.append(Event(self._next, kind, namespace.hex(), key, tier))
             self._next += 1
 
     def end(self) -> Position:
@@ -109,7 +110,7 @@ class EventLog:
 
 
 def events_body(batch: Batch) -> bytes:
-    """Return a batch as it goes over the wire: `stored`, `removed` and `gap` events of a `text/event-stream`."""
+    """Return a batch as a `text/event-stream`: `stored`, `removed`, `invalidated` and `gap` events."""
     lines = []
     epoch = batch.next.epoch
     if batch.has_gap:

@@ -7,7 +7,9 @@ import logging
 from concurrent.futures import Executor
 from functools import partial
 
+from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.access import note_access
 from kvtide.server.auth import NOBODY, Gate, Scope
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
@@ -15,6 +17,7 @@ from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
 from kvtide.wire.http import RequestHead, parse_request_head
@@ -24,10 +27,12 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
-    parse_keys,
+    decisions,
+    parse_look_ups,
     parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
+from kvtide.wire.records import RecordName, RecordsRoute
 
 __all__ = ["Gateway"]
 
@@ -40,9 +45,17 @@ _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
+    RecordName: ("GET", "HEAD", "PUT"),
+    RecordsRoute: ("GET", "HEAD"),
     PageRoute: ("GET", "HEAD"),
 }
-_KINDS = {ObjectRoute: Route.OBJECT, ExistsRoute: Route.EXISTS, ListRoute: Route.LIST}
+_KINDS = {
+    ObjectRoute: Route.OBJECT,
+    ExistsRoute: Route.EXISTS,
+    ListRoute: Route.LIST,
+    RecordName: Route.RECORDS,
+    RecordsRoute: Route.RECORDS,
+}
 
 
 class Gateway:
@@ -52,21 +65,25 @@ class Gateway:
         self,
         gate: Gate,
         objects: ObjectRequests,
+        records: RecordRequests,
         listing: Listing,
         pages: Pages,
         rates: Rates,
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
+        clock: Clock,
     ) -> None:
         self._gate = gate
         self._objects = objects
+        self._records = records
         self._listing = listing
         self._pages = pages
         self._metrics = metrics
         self._rates = rates
         self._limits = limits
         self._workers = workers
+        self._clock = clock
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[str] = set()
 
@@ -104,7 +121,9 @@ class Gateway:
             return exchange.is_kept_alive and not self._pages.is_draining
         finally:
             self.busy.discard(client)
-            self._metrics.count_request(_kind(exchange.route), exchange.status)
+            kind = _kind(exchange.route)
+            self._metrics.count_request(kind, exchange.status)
+            note_access(exchange, kind, self._clock.wall_s())
 
     def _exchange(self, stream: Stream, client: str, head: RequestHead) -> Exchange:
         return Exchange(
@@ -130,6 +149,7 @@ class Gateway:
             if exchange.route != PageRoute("/healthz"):
                 exchange.caller = self._gate.caller(exchange.head.headers, common_name)
                 self._rates.take(exchange.caller.tenant, exchange.arrived_s)
+                self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
@@ -151,6 +171,9 @@ class Gateway:
         if isinstance(route, ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return
+        if isinstance(route, RecordName | RecordsRoute):
+            await self._records.answer(exchange, route)
+            return
         if isinstance(route, PageRoute):
             await self._page(exchange, route.path)
             return
@@ -165,8 +188,7 @@ class Gateway:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
-        keys = parse_keys(body)
-        found = partial(self._listing.exists, caller.tenant, route.namespace, keys)
+        found = partial(self._listing.exists, caller.tenant, route.namespace, parse_look_ups(body))
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:

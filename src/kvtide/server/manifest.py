@@ -1,6 +1,7 @@
 """What a region has stored and the centre has not: numbered, in a file, so that a restart goes on where it was.
 
-Invariant: an object is forgotten only after the centre has it, or because the bound is passed (then it is counted).
+Stored namespaces stand in it with what they are called, since the centre is asked by that name. Invariant: an object
+is forgotten only after the centre has it, nobody wants it, or the bound is passed (then it is counted).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtide.server.names import Name
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["PENDING_MAX", "Manifest"]
@@ -18,8 +20,10 @@ __all__ = ["PENDING_MAX", "Manifest"]
 PENDING_MAX = 1 << 18
 # The file is written anew when it has more records than this: 73 bytes each.
 RECORDS_MAX = 4 * PENDING_MAX
-# Sequence number, namespace, key, and whether the centre has it now.
-_RECORD = struct.Struct("<Q32s32s?")
+# Sequence number, stored namespace, key, kind. A name takes two: generation, stored and own namespace; then the tenant.
+_RECORD = struct.Struct("<Q32s32sB")
+_ADDED, _DONE, _NAME, _TENANT = range(4)
+_TENANT_BYTES = 64
 
 
 class Manifest:
@@ -31,6 +35,7 @@ class Manifest:
         self._file: BinaryIO | None = None
         self._pending: OrderedDict[ObjectId, int] = OrderedDict()
         self._uses: Counter[ObjectId] = Counter()
+        self._names: dict[Namespace, Name] = {}
         self._sequence = self._records = 0
         self.dropped = 0
 
@@ -39,15 +44,23 @@ class Manifest:
         with self._lock:
             data = self._path.read_bytes() if self._path.exists() else b""
             # A record that a crash cut off is of an object that is stored once more or misses.
-            for record in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
-                sequence, namespace, key, is_done = record
-                object_id = ObjectId(Namespace(namespace), BlockKey(key))
-                self._sequence = max(self._sequence, sequence)
-                if is_done:
-                    self._pending.pop(object_id, None)
-                else:
-                    self._pending[object_id] = sequence
+            named: tuple[int, Namespace, Namespace] | None = None
+            for number, first, second, kind in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
+                if kind == _NAME:
+                    named = (number, Namespace(first), Namespace(second))
+                elif kind == _TENANT and named is not None:
+                    tenant = (first + second).rstrip(b"\0").decode("ascii", errors="replace")
+                    self._names[named[1]] = Name(tenant, named[2], named[0])
+                elif kind in {_ADDED, _DONE}:
+                    self._replay(number, ObjectId(Namespace(first), BlockKey(second)), kind == _DONE)
             self._rewrite()
+
+    def _replay(self, sequence: int, object_id: ObjectId, is_done: bool) -> None:
+        self._sequence = max(self._sequence, sequence)
+        if is_done:
+            self._pending.pop(object_id, None)
+        else:
+            self._pending[object_id] = sequence
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -59,17 +72,24 @@ class Manifest:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, object_id: ObjectId) -> None:
-        """Note a new object. The oldest is dropped if too many wait."""
+    def name(self, stored: Namespace) -> Name | None:
+        """Return what a stored namespace of objects that wait is called."""
+        return self._names.get(stored)
+
+    def add(self, object_id: ObjectId, name: Name | None = None) -> None:
+        """Note a new object, and what its namespace is called. The oldest is dropped if too many wait."""
         with self._lock:
             if object_id in self._pending:
                 return
+            if name is not None and self._names.get(object_id.namespace) != name:
+                self._names[object_id.namespace] = name
+                self._append(_packed_name(object_id.namespace, name), 2)
             self._sequence += 1
             self._pending[object_id] = self._sequence
-            self._write(self._sequence, object_id, is_done=False)
+            self._write(self._sequence, object_id, _ADDED)
             if len(self._pending) > PENDING_MAX:
                 oldest, sequence = self._pending.popitem(last=False)
-                self._write(sequence, oldest, is_done=True)
+                self._write(sequence, oldest, _DONE)
                 self.dropped += 1
 
     def note_use(self, object_id: ObjectId) -> None:
@@ -91,21 +111,35 @@ class Manifest:
             self._uses.pop(object_id, None)
             sequence = self._pending.pop(object_id, None)
             if sequence is not None:
-                self._write(sequence, object_id, is_done=True)
+                self._write(sequence, object_id, _DONE)
 
-    def _write(self, sequence: int, object_id: ObjectId, is_done: bool) -> None:
+    def _write(self, sequence: int, object_id: ObjectId, kind: int) -> None:
+        self._append(_RECORD.pack(sequence, object_id.namespace, object_id.key, kind), 1)
+
+    def _append(self, data: bytes, records: int) -> None:
         if self._file is not None:
-            self._file.write(_RECORD.pack(sequence, object_id.namespace, object_id.key, is_done))
-            self._records += 1
+            self._file.write(data)
+            self._records += records
             if self._records > RECORDS_MAX:
                 self._rewrite()
 
     def _rewrite(self) -> None:
         """Write what waits anew, without what is done, and go on behind it."""
         aside = self._path.with_suffix(".new")
-        aside.write_bytes(b"".join(_RECORD.pack(n, *object_id, False) for object_id, n in self._pending.items()))
+        used = {object_id.namespace for object_id in self._pending}
+        self._names = {stored: name for stored, name in self._names.items() if stored in used}
+        names = [_packed_name(*each) for each in self._names.items()]
+        waiting = [_RECORD.pack(n, *object_id, _ADDED) for object_id, n in self._pending.items()]
+        aside.write_bytes(b"".join([*names, *waiting]))
         aside.replace(self._path)
         if self._file is not None:
             self._file.close()
         self._file = self._path.open("ab", buffering=0)
-        self._records = len(self._pending)
+        self._records = len(waiting) + 2 * len(names)
+
+
+def _packed_name(stored: Namespace, name: Name) -> bytes:
+    tenant = name.tenant.encode("ascii").ljust(_TENANT_BYTES, b"\0")
+    half = _TENANT_BYTES // 2
+    first = _RECORD.pack(name.generation, stored, name.namespace, _NAME)
+    return first + _RECORD.pack(0, tenant[:half], tenant[half:], _TENANT)

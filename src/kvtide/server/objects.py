@@ -12,13 +12,14 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from kvtide.errors import CorruptPayload, RequestRefused, TierFull
+from kvtide.errors import CorruptPayload, QueueFull, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
+from kvtide.server.records import Records
 from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
@@ -35,10 +36,11 @@ from kvtide.wire.protocol import (
     REMOVED_HEADER,
     ByteRange,
     etag,
+    generation,
     is_tag_matched,
     parse_range,
-    staleness_s,
 )
+from kvtide.wire.records import RecordKind, RecordName
 
 __all__ = ["ObjectRequests"]
 
@@ -52,6 +54,7 @@ class ObjectRequests:
     def __init__(
         self,
         tier: Tier,
+        records: Records,
         names: Names,
         sender: Sender,
         buffers: BodyBuffers,
@@ -62,6 +65,7 @@ class ObjectRequests:
         region: Region | None = None,
     ) -> None:
         self._tier = tier
+        self._records = records
         self._names = names
         self._metrics = metrics
         self._sender = sender
@@ -94,14 +98,19 @@ class ObjectRequests:
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        stored = self._names.stored(exchange.caller.tenant, object_id)
+        region = self._region
+        central = region.central if region is not None else None
+        if central is not None and central.is_too_old_for(exchange.head.headers):
+            # The object can't be out of date, but its namespace's generation can.
+            await self._in_thread(central.require_latest)
+        stored = await self._stored(exchange, object_id, 404)
         tier = self._tier_for(exchange, stored)
         # A thread takes ten times as long as what it would do here.
         lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
         if lent is None:
             lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
-        if lent is None and self._region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._in_thread(partial(self._region.latest.bring, stored))
+        if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
+            await self._in_thread(partial(region.latest.bring, stored))
             lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
         if lent is None:
             self._metrics.count_miss()
@@ -114,6 +123,25 @@ class ObjectRequests:
         finally:
             lent.release()
 
+    async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> ObjectId:
+        """Return the id under which an object is stored. RequestRefused for one that is meant of another generation.
+
+        Who may write may also teach us that a generation has risen, unless we have a centre that says so.
+        """
+        tenant, name = exchange.caller.tenant, object_id.namespace
+        meant = generation(exchange.head.headers)
+        known = self._records.generation(tenant, name)
+        is_centre = self._region is None or self._region.central is None
+        if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
+            record = RecordName(RecordKind.GENERATION, name.hex())
+            await self._in_thread(partial(self._records.write, tenant, record, str(meant)))
+        # Read once: it may rise at any moment.
+        known = self._records.generation(tenant, name)
+        if meant is not None and meant != known:
+            reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
+            raise RequestRefused(otherwise, reasons[otherwise])
+        return ObjectId(self._names.place(tenant, name, known), object_id.key)
+
     async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
         """Send a request on to who keeps the object in our pool. False if that is nobody else."""
         there = self._member.redirect(object_id.key) if self._member else None
@@ -124,16 +152,10 @@ class ObjectRequests:
         return True
 
     def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
-        """Return where to look: what is here alone if a region asks, or if the latest is looked for apart anyway.
-
-        RequestRefused (503) if what we know of the centre is older than the request allows.
-        """
+        """Return where to look: what is here alone if a region asks, or if the latest is looked for apart anyway."""
         region, headers = self._region, exchange.head.headers
         if region is None:
             return self._tier
-        oldest_s = staleness_s(headers)
-        if oldest_s is not None:
-            region.require_fresh(oldest_s)
         region.note_use(stored)
         return region.local if LOCAL_HEADER in headers or FORCE_HEADER in headers else self._tier
 
@@ -162,7 +184,7 @@ class ObjectRequests:
             await exchange.reply(status, headers=common, length=count)
             return
         head = exchange.begin(status, count, common)
-        await self._sender.send(
+        exchange.wait_s = await self._sender.send(
             Order(
                 stream=exchange.stream,
                 head=head,
@@ -175,7 +197,7 @@ class ObjectRequests:
                 deadline_s=exchange.arrived_s + self._limits.body_s_max(count),
             )
         )
-        exchange.status = status
+        exchange.status, exchange.sent_bytes = status, count
         self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -183,36 +205,47 @@ class ObjectRequests:
         size = exchange.head.content_length
         if size is None:
             raise RequestRefused(411, "a PUT needs a Content-Length")
-        if size > self._limits.object_bytes_max:
-            raise RequestRefused(413, f"an object may have {self._limits.object_bytes_max} bytes here, got {size}")
-        stored = self._names.stored(exchange.caller.tenant, object_id)
+        tenant, size_max = exchange.caller.tenant, self._limits.object_bytes_max
+        if tenant:
+            size_max = min(size_max, self._limits.tenant_buffer_bytes_max)
+        if size > size_max:
+            raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
+        stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
             await exchange.reply(200)
             return
-        buffer = self._buffers.take(size)
-        if buffer is None:
-            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-        body = buffer[:size]
+        buffer = self._buffer_for(tenant, size)
+        body, give_back = buffer[:size], partial(self._buffers.give_back, buffer, tenant)
         try:
             await exchange.read_body(body, self._limits.body_s_max(size))
         except BaseException:
-            self._buffers.give_back(buffer)
+            give_back()
             raise
         # From here on the buffer is the thread's, also if this task ends before it.
-        store = partial(_store, self._tier, stored, object_id, body, partial(self._buffers.give_back, buffer))
+        store = partial(_store, self._tier, stored, object_id, body, give_back)
         try:
             is_new = await self._in_thread(store)
         except RequestRefused as error:
             if error.status == 422:
                 self._metrics.count_corrupt()
             raise
-        self._metrics.count_received(exchange.caller.tenant, size)
+        self._metrics.count_received(tenant, size)
         await exchange.reply(201 if is_new else 200)
+
+    def _buffer_for(self, tenant: str, size: int) -> memoryview:
+        """Return a buffer for an upload. RequestRefused: 429 if the tenant has its share, 503 if all are in use."""
+        try:
+            buffer = self._buffers.take(size, tenant)
+        except QueueFull as error:
+            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+        if buffer is None:
+            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
+        return buffer
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
-        stored = self._names.stored(exchange.caller.tenant, object_id)
+        stored = await self._stored(exchange, object_id, 404)
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")

@@ -19,7 +19,7 @@ from kvtide.server.names import Names
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.status import server_status, status_body
 from kvtide.tier import TierStack, TierStats
-from kvtide.types import ObjectId
+from kvtide.types import Namespace, ObjectId
 
 __all__ = ["PAGES", "Observatory", "Pages"]
 
@@ -49,11 +49,20 @@ class Observatory:
 
     def placed(self, object_id: ObjectId, tier: int) -> None:
         """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
-        self.events.append(EventKind.STORED, self._names.own(object_id), self._tier_names[tier])
+        self._append(EventKind.STORED, object_id, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """Note that an object left a tier."""
-        self.events.append(EventKind.REMOVED, self._names.own(object_id), self._tier_names[tier])
+        self._append(EventKind.REMOVED, object_id, tier)
+
+    def invalidated(self, namespace: Namespace) -> None:
+        """Note that a namespace's generation has risen: none of its blocks is here any more."""
+        self.events.append(EventKind.INVALIDATED, namespace)
+
+    def _append(self, kind: EventKind, object_id: ObjectId, tier: int) -> None:
+        own = self._names.own(object_id)
+        if own is not None:
+            self.events.append(kind, own.namespace, own.key.hex(), self._tier_names[tier])
 
 
 class Pages:

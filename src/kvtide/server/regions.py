@@ -1,7 +1,7 @@
 """A region and its centre: what a regional server reads through, sends on in the background, and knows of the centre.
 
-Objects never change, so the one thing that may be out of date is what is known to exist. Invariant: `as_of_s` is a
-time at which the centre answered us, never later.
+Objects never change, so only records, and what is known to exist, can be out of date. Stored names are each server's
+own: servers ask each other by tenant, namespace and generation, and one that is of another generation is a miss.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from pathlib import Path
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.central_records import CentralRecords
 from kvtide.server.manifest import Manifest
+from kvtide.server.names import Name, Names
+from kvtide.server.records import Records
 from kvtide.tier import TierStack, WrappedTier
-from kvtide.tier.base import Buffer, Tier
+from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.http import http_tier
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.tier.http import Naming, http_tier
+from kvtide.tier.records import records_clients
+from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes
-from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
+from kvtide.wire.protocol import FORCE_HEADER, GENERATION_HEADER, LOCAL_HEADER, TENANT_HEADER
 
 __all__ = ["CentralTier", "Latest", "Region", "RegionSettings", "Synchroniser", "centre_of", "region_of"]
 
 _log = logging.getLogger(__name__)
 
-PROBE_S = 1.0
+# How long the synchroniser waits when there is nothing to send, or nobody to send it to.
+IDLE_S = 0.2
 CLOSE_S_MAX = 30.0
+# Whoever wants the latest hears after so long that it can't be had.
+LATEST_S_MAX = 2.0
 TRIES_MAX = 3
-# What is asked whether the centre answers; no object has this id.
-_NOBODY = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
-
-
 _LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
 _LATEST = ((FORCE_HEADER, "1"),)
 
@@ -56,36 +59,27 @@ class CentralTier(WrappedTier):
 
     name = "central"
 
-    def __init__(self, central: Tier, manifest: Manifest, clock: Clock) -> None:
+    def __init__(self, central: Tier, manifest: Manifest, names: Names) -> None:
         super().__init__(central)
         self._manifest = manifest
-        self._clock = clock
-        # Wall time of the centre's latest answer; None before the first.
-        self.as_of_s: float | None = None
-
-    def contains(self, object_id: ObjectId) -> bool:
-        """Ask the centre."""
-        is_there = self.tier.contains(object_id)
-        self.as_of_s = self._clock.wall_s()
-        return is_there
-
-    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read from the centre."""
-        size = self.tier.get_into(object_id, buffer, offset)
-        self.as_of_s = self._clock.wall_s()
-        return size
+        self._names = names
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Note that the centre should get the object. False: it is not there yet."""
         try:
-            self._manifest.add(object_id)
+            self._manifest.add(object_id, self._names.find(object_id.namespace))
         except OSError as error:
             raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
 
-    def staleness_s(self) -> float:
-        """Return for how long the centre has not answered; infinite if it never has."""
-        return float("inf") if self.as_of_s is None else max(0.0, self._clock.wall_s() - self.as_of_s)
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the centre in one request."""
+        return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
+
+    def is_wanted(self, object_id: ObjectId) -> bool:
+        """Tell whether an object that waits is of its namespace's present generation."""
+        name = self._manifest.name(object_id.namespace)
+        return name is None or self._names.is_current(name)
 
 
 class Synchroniser:
@@ -125,35 +119,35 @@ class Synchroniser:
             started_s = self._clock.monotonic_s()
             try:
                 size = self.step()
-                if size is None:
-                    self._central.contains(_NOBODY)
             except (TierUnavailable, OSError) as error:
                 _log.debug("nothing is sent to the centre now: %s", error)
-                self._closing.wait(PROBE_S)
+                self._closing.wait(IDLE_S)
                 continue
-            least_s = PROBE_S if size is None else size / self._settings.sync_bytes_s_max
+            least_s = IDLE_S if size is None else size / self._settings.sync_bytes_s_max
             self._closing.wait(max(0.0, least_s - (self._clock.monotonic_s() - started_s)))
 
     def step(self) -> int | None:
         """Send the next object; return how many bytes that took, None if nothing waits.
 
-        One that is gone here, or there already, costs none. TierUnavailable if the centre does not answer or take it.
+        One that is gone here, or there already, or of an earlier generation, costs none. TierUnavailable if the centre
+        does not answer or take it.
         """
         object_id = self._manifest.next()
         if object_id is None:
             return None
-        found = None if self._central.contains(object_id) else self._whole(object_id)
+        is_lacking = self._central.is_wanted(object_id) and not self._central.contains(object_id)
+        found = self._whole(object_id) if is_lacking else None
         if found is not None:
             self._tries[object_id] += 1
             try:
-                self._central.tier.put_from(object_id, found)
+                is_stored = self._central.tier.put_from(object_id, found)
             except TierUnavailable:
                 # The centre answers, but does not take this one: after some tries it is given up.
                 if self._tries[object_id] < TRIES_MAX:
                     raise
                 self.given_up += 1
             else:
-                self.sent_objects += 1
+                self.sent_objects += is_stored
                 self.sent_bytes += len(found)
         del self._tries[object_id]
         self._manifest.done(object_id)
@@ -220,7 +214,8 @@ class Latest:
 class Region:
     """What a server knows of other regions: a centre `latest` alone, a regional server also what leads to the centre.
 
-    `store` is what requests are answered from, `local` the part of it that is here.
+    `store` is what requests are answered from, `local` the part of it that is here. Records and names are the
+    server's, which opens and closes them.
     """
 
     def __init__(
@@ -228,7 +223,7 @@ class Region:
         store: TierStack,
         local: TierStack,
         latest: Latest,
-        central: CentralTier | None = None,
+        central: CentralRecords | None = None,
         synchroniser: Synchroniser | None = None,
         manifest: Manifest | None = None,
     ) -> None:
@@ -244,9 +239,13 @@ class Region:
         self.latest.open()
         if self.synchroniser is not None:
             self.synchroniser.open()
+        if self.central is not None:
+            self.central.open()
 
     def close(self) -> None:
         """Stop synchronising. Idempotent; the store is closed by its owner, after."""
+        if self.central is not None:
+            self.central.close()
         if self.synchroniser is not None:
             self.synchroniser.close()
         self.latest.close()
@@ -257,29 +256,48 @@ class Region:
             self._manifest.note_use(object_id)
 
     def as_of_s(self) -> float | None:
-        """Return when the centre answered last; None at the centre, or if it never has."""
+        """Return until when we know what the centre has written; None at the centre, or if it never answered."""
         return self.central.as_of_s if self.central is not None else None
 
-    def require_fresh(self, staleness_s_max: float) -> None:
-        """RequestRefused (503) if the centre has not answered for longer than that."""
-        staleness_s = self.central.staleness_s() if self.central is not None else 0.0
-        if staleness_s > staleness_s_max:
-            raise RequestRefused(503, f"the centre has not answered for {staleness_s:.1f} s", retry_after_s=1.0)
 
-
-def region_of(local: TierStack, central: str, manifest: Path, settings: RegionSettings, clock: Clock) -> Region:
-    """Return a region in front of the centre that an http:// URL names. ValueError for a bad URL."""
+def region_of(
+    local: TierStack,
+    central: str,
+    manifest: Path,
+    settings: RegionSettings,
+    records: Records,
+    names: Names,
+    clock: Clock,
+) -> Region:
+    """Return a region in front of the centre that an http:// or https:// URL names. ValueError for a bad URL."""
     if not central.startswith("http"):
         raise ValueError(f"a centre is a kvtide server, as in http://host:port, got {central!r}")
+    asking = records_clients(central, clock, LATEST_S_MAX)
+    if len(asking) != 1:
+        raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
     waiting = Manifest(manifest)
-    behind = CentralTier(http_tier(central, clock), waiting, clock)
+    naming = _naming(names, waiting)
+    behind = CentralTier(http_tier(central, clock, naming=naming), waiting, names)
     store = TierStack([local, behind], write_back=[behind.name])
-    latest = Latest([http_tier(central, clock, extra=_LATEST)], local, settings)
+    latest = Latest([http_tier(central, clock, extra=_LATEST, naming=naming)], local, settings)
     synchroniser = Synchroniser(local, behind, waiting, settings, clock)
-    return Region(store, local, latest, behind, synchroniser, waiting)
+    return Region(store, local, latest, CentralRecords(asking[0], records, clock), synchroniser, waiting)
 
 
-def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, clock: Clock) -> Region:
-    """Return a centre that asks these regions, http:// URLs, for what it lacks when the latest is asked for."""
-    sources = [http_tier(url, clock, extra=_LOCAL_ONLY) for url in regions]
+def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, names: Names, clock: Clock) -> Region:
+    """Return a centre that asks these regions, by URL, for what it lacks when the latest is asked for."""
+    sources = [http_tier(url, clock, extra=_LOCAL_ONLY, naming=_naming(names)) for url in regions]
     return Region(store, store, Latest(sources, store, settings))
+
+
+def _naming(names: Names, manifest: Manifest | None = None) -> Naming:
+    """Return how another server is asked for what is stored here."""
+
+    def named(stored: ObjectId) -> tuple[ObjectId, list[tuple[str, str]]]:
+        name = names.find(stored.namespace) or (manifest.name(stored.namespace) if manifest else None)
+        if name is None:
+            name = Name("", stored.namespace, 0)
+        whose = [(TENANT_HEADER, name.tenant)] if name.tenant else []
+        return ObjectId(name.namespace, stored.key), [*whose, (GENERATION_HEADER, str(name.generation))]
+
+    return named

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.server.auth import Gate
@@ -24,14 +25,16 @@ from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
 from kvtide.server.rates import Rates
+from kvtide.server.record_requests import RecordRequests
+from kvtide.server.records import Records
 from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
-from kvtide.server.settings import Address, ServerSettings, TlsSettings, parse_address
+from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
 from kvtide.server.stream import Stream
 from kvtide.tier import TierStack, tiers_of
 
-__all__ = ["Service", "store_and_region", "store_for"]
+__all__ = ["Backing", "Service", "backing_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,41 +48,57 @@ _LOOPBACK_SEND_BYTES = 256 << 10
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-def store_for(settings: ServerSettings, clock: Clock) -> TierStack:
+def _store_for(settings: ServerSettings, clock: Clock) -> TierStack:
     """Return the tiers that the settings name as one, not yet opened. ValueError for a bad URL."""
     return tiers_of(settings.tiers, settings.limits.of_tiers(), clock, lambda key: False)
 
 
-def store_and_region(settings: ServerSettings, clock: Clock) -> tuple[TierStack, Region | None]:
-    """Return what a server answers from, not yet opened, and what it knows of other regions, if there are any.
+class Backing(NamedTuple):
+    """What a server answers from, and what it knows: records, names, and other regions if there are any."""
 
-    ValueError for a bad URL, or a region without a manifest's place.
-    """
-    local = store_for(settings, clock)
+    store: TierStack
+    records: Records
+    names: Names
+    region: Region | None
+
+    def open(self) -> None:
+        """Open all of it, the records first: they say what is out of date. TierUnavailable or OSError if one can't."""
+        self.records.open()
+        self.store.open()
+        if self.region is not None:
+            self.region.open()
+
+    def close(self) -> None:
+        """Close all of it. Idempotent."""
+        if self.region is not None:
+            self.region.close()
+        self.store.close()
+        self.records.close()
+
+
+def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
+    """Return what the settings name, not yet opened. ValueError for a bad URL, or a region without a manifest."""
+    records = Records(records_path(settings), clock)
+    names = Names(records.generation)
+    local = _store_for(settings, clock)
     bounds = RegionSettings(settings.sync_bytes_s_max, settings.limits.object_bytes_max)
     if settings.central is not None:
         if settings.manifest is None:
             raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
-        region = region_of(local, settings.central, settings.manifest, bounds, clock)
-        return region.store, region
-    return local, centre_of(local, settings.regions, bounds, clock) if settings.regions else None
+        region = region_of(local, settings.central, settings.manifest, bounds, records, names, clock)
+        return Backing(region.store, records, names, region)
+    centre = centre_of(local, settings.regions, bounds, names, clock) if settings.regions else None
+    return Backing(local, records, names, centre)
 
 
 class Service:
-    """Serves one tier, which the caller has opened, until it is told to stop."""
+    """Serves what the caller has opened, until it is told to stop."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        tier: TierStack,
-        clock: Clock,
-        member: Member | None = None,
-        region: Region | None = None,
-    ) -> None:
+    def __init__(self, settings: ServerSettings, backing: Backing, clock: Clock, member: Member | None = None) -> None:
         self._settings = settings
         self._member = member
-        self._region = region
-        self._tier = tier
+        self._backing = backing
+        self._tier = tier = backing.store
         self._clock = clock
         self._address = parse_address(settings.listen)
         self._addresses = [self._address]
@@ -88,11 +107,11 @@ class Service:
         self._tls = _tls_context(settings.tls) if settings.tls else None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._connections = 0
-        self.buffers = BodyBuffers(settings.limits.buffer_bytes_max)
+        self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
-        self._names = Names()
-        self.observatory = Observatory(tier, self.scheduler, self._names, secrets.token_hex(4))
+        self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
         tier.observe(self.observatory)
+        backing.records.on_raised = self.observatory.invalidated
 
     @property
     def connections(self) -> int:
@@ -131,13 +150,16 @@ class Service:
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
         sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
+        _, stored, names, region = self._backing
         objects = ObjectRequests(
-            self._tier, self._names, sender, self.buffers, limits, metrics, workers, self._member, self._region
+            self._tier, stored, names, sender, self.buffers, limits, metrics, workers, self._member, region
         )
+        central = region.central if region else None
+        records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
-        listing, rates = Listing(self._tier, self._names), Rates(limits.tenant_requests_s_max)
-        return Gateway(gate, objects, listing, pages, rates, limits, metrics, workers)
+        listing, rates = Listing(self._tier, names), Rates(limits.tenant_requests_s_max)
+        return Gateway(gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -14,7 +15,16 @@ from kvtide.config import Limits
 from kvtide.server.auth import Grant
 from kvtide.server.scheduler import SchedulerSettings
 
-__all__ = ["Address", "ServerLimits", "ServerSettings", "TlsSettings", "parse_address", "read_settings"]
+__all__ = [
+    "Address",
+    "ServerLimits",
+    "ServerSettings",
+    "TlsSettings",
+    "are_records_kept",
+    "parse_address",
+    "read_settings",
+    "records_path",
+]
 
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
@@ -31,6 +41,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     object_bytes_max: int = 256 << 20
     # Bodies on their way in, and out of tiers that can't lend, all connections together.
     buffer_bytes_max: int = 512 << 20
+    # Of these, what one tenant's uploads hold; who asks nobody for a token has no tenants.
+    tenant_buffer_bytes_max: int = 256 << 20
     connections_max: int = 4096
     # Threads that wait for tiers.
     io_threads: int = 4
@@ -82,6 +94,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     central: str | None = None
     manifest: Path | None = None
     sync_bytes_s_max: float = 50e6
+    # Generations, aliases and profiles; beside the manifest or in the first disk tier if it is not given.
+    records: Path | None = None
     # A centre's regions, which it asks for what it lacks when a client wants the latest.
     regions: tuple[str, ...] = ()
     grants: tuple[Grant, ...] = ()
@@ -89,6 +103,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
     is_open_to_all: bool = False
+    # One line of JSON for each request; none without it.
+    access_log: Path | None = None
 
 
 class Address(NamedTuple):
@@ -122,6 +138,22 @@ def parse_address(text: str) -> Address:
     if not host or not (port.isascii() and port.isdecimal()) or int(port[:6]) > 0xFFFF:
         raise ValueError(f"expected host:port or unix:/path to listen on, got {text!r}")
     return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def records_path(settings: ServerSettings) -> Path | None:
+    """Return the file of a server's records; None if there is no place for one."""
+    if settings.records is not None:
+        return settings.records
+    if settings.manifest is not None:
+        return settings.manifest.with_name(settings.manifest.name + ".records")
+    disks = (urlsplit(url) for url in settings.tiers if url.startswith("disk://") or "://" not in url)
+    return next((Path(unquote(parts.path)) / "records" for parts in disks), None)
+
+
+def are_records_kept(settings: ServerSettings) -> bool:
+    """Tell whether records last as long as what they are about: in a file, unless all of that is in memory."""
+    is_memory = all(url.startswith("memory://") for url in settings.tiers)
+    return is_memory or records_path(settings) is not None
 
 
 def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSettings:

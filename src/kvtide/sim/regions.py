@@ -17,6 +17,7 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.server.manifest import Manifest
+from kvtide.server.names import Names
 from kvtide.server.regions import CentralTier, RegionSettings, Synchroniser
 from kvtide.tier import Counting, MemoryTier, TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
@@ -141,7 +142,7 @@ def _synchronise(regions: list[_Region], budgets: list[float], blocks: float) ->
 
 def _region(centre: Counting, path: Path, sync_bytes_s: float, clock: ManualClock) -> _Region:
     local, manifest = _memory(_BLOCKS * 2, clock), Manifest(path)
-    central = CentralTier(centre, manifest, clock)
+    central = CentralTier(centre, manifest, Names(lambda tenant, namespace: 0))
     inner = TierStack([local])
     store = TierStack([inner, central], write_back=[central.name])
     store.open()

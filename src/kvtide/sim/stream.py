@@ -1,8 +1,8 @@
 """Plays a request over a link with the real planner, and what no planner can beat.
 
 Time is counted, not measured. The link carries one fetch after the other without gaps, as several in flight make it; a
-cancelled one stops at once. The engine computes one chunk after the other and can be stopped between two layers. Text,
-requests and decoding take no time.
+cancelled one stops at once. The engine computes one pass after the other and can be stopped between two layers. What
+else takes time on a machine is in `Costs`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,26 @@ from typing import NamedTuple
 
 from kvtide.sim.links import Link
 from kvtide.stream.bandwidth import Estimator
-from kvtide.stream.plan import Fetch, Plan, Policy, Progress, Request, is_ready, mean_kl
+from kvtide.stream.plan import PASS_TOKENS, Fetch, Plan, Policy, Progress, Request, is_ready, leading_pass, mean_kl
 
-__all__ = ["Outcome", "play"]
+__all__ = ["Costs", "Outcome", "play"]
+
+
+class Costs(NamedTuple):
+    """What takes time besides the link's bytes and the engine's tokens; nothing unless it was measured.
+
+    latency_s: until the first byte. decode_token_s: decoding a token of which one step is here, two, and so on: by the
+    thread that computes, before it computes what is behind, and at the end. short_pass_s: by how much a pass of one
+    token takes longer than its share of a pass of `PASS_TOKENS`, by which the engine's speed is measured.
+    """
+
+    latency_s: float = 0.0
+    decode_token_s: tuple[float, ...] = ()
+    short_pass_s: float = 0.0
 
 
 class Outcome(NamedTuple):
-    """How a request went: when the context was ready, at which loss, how much of it was computed or sent in vain."""
+    """How a request went: when the context was decoded, at which loss, how much was computed or sent in vain."""
 
     ready_s: float
     kl: float
@@ -36,22 +49,28 @@ class _Flight(NamedTuple):
 class _Player:
     """One request: what is under way on the link and in the engine, and the moments at which something ends."""
 
-    def __init__(self, policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator) -> None:
+    def __init__(
+        self, policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs
+    ) -> None:
         self._policy = policy
         self._request = request
         self._link = link
         self._start_s = start_s
         self._estimator = estimator
+        self._costs = costs
         self.progress = Progress.start(request)
         self._queue: deque[Fetch] = deque()
         self._flight: _Flight | None = None
         self._given: deque[int] = deque()
+        self._pass: tuple[int, ...] = ()
         self._engine_stop_s: float | None = None
+        # Chunks before this one are in the engine, decoded or computed.
+        self._front = 0
         self.wasted_bytes = 0
 
-    def run(self, latency_s: float) -> Progress:
-        """Play until the engine starts. The first byte comes after `latency_s`."""
-        link_free_s = latency_s
+    def run(self) -> Progress:
+        """Play until the engine may start; decoding what it has not yet is to follow."""
+        link_free_s = self._costs.latency_s
         self._replan()
         while not is_ready(self._request, self.progress):
             if not self._queue and self._flight is None:
@@ -111,8 +130,24 @@ class _Player:
 
     def _start_computing(self) -> None:
         if self._engine_stop_s is None and self._given and self._has_all_before(self._given[0]):
-            chunk = self._request.chunks[self._given[0]]
-            self._engine_stop_s = self.progress.now_s + self._request.prefill.seconds(chunk.start, chunk.stop)
+            self._pass = leading_pass(self._request, self._given)
+            for _ in self._pass:
+                self._given.popleft()
+            start, stop = self._request.chunks[self._pass[0]].start, self._request.chunks[self._pass[-1]].stop
+            short_s = self._costs.short_pass_s * max(0.0, 1 - (stop - start) / PASS_TOKENS)
+            seconds = self.decode_s(self._pass[0]) + self._request.prefill.seconds(start, stop) + short_s
+            self._front = max(self._front, self._pass[0])
+            self._engine_stop_s = self.progress.now_s + seconds
+
+    def decode_s(self, stop: int) -> float:
+        """Return what it takes to decode the loaded chunks before `stop` that the engine does not have."""
+        if not self._costs.decode_token_s:
+            return 0.0
+        return sum(
+            self._request.chunks[chunk].tokens * self._costs.decode_token_s[self.progress.here[chunk] - 1]
+            for chunk in range(self._front, stop)
+            if self.progress.here[chunk] and chunk not in self.progress.computed
+        )
 
     def _has_all_before(self, chunk: int) -> bool:
         return all(self.progress.is_usable(before) for before in range(chunk))
@@ -129,7 +164,9 @@ class _Player:
         assert self._engine_stop_s is not None
         self._advance(self._engine_stop_s)
         self._engine_stop_s = None
-        self.progress = self.progress.computing_done(self._given.popleft())
+        for chunk in self._pass:
+            self.progress = self.progress.computing_done(chunk)
+        self._front = max(self._front, self._pass[-1] + 1)
         self._replan()
 
     def _cancel(self, now_s: float) -> None:
@@ -140,10 +177,11 @@ class _Player:
 
 
 def play(
-    policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator, latency_s: float = 0.0
+    policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs | None = None
 ) -> Outcome:
     """Play one request from `start_s` of the link on, until the engine starts."""
-    player = _Player(policy, request, link, start_s, estimator)
-    progress = player.run(latency_s)
+    player = _Player(policy, request, link, start_s, estimator, costs or Costs())
+    progress = player.run()
     computed = sum(request.chunks[chunk].tokens for chunk in progress.computed)
-    return Outcome(progress.now_s, mean_kl(request, progress), computed, player.wasted_bytes)
+    ready_s = progress.now_s + player.decode_s(len(request.chunks))
+    return Outcome(ready_s, mean_kl(request, progress), computed, player.wasted_bytes)

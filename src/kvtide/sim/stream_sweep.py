@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtide.sim.curves import CURVES, Curve
 from kvtide.sim.links import Link
-from kvtide.sim.stream import Outcome, play
+from kvtide.sim.stream import Costs, Outcome, play
 from kvtide.stream.bandwidth import estimator_named
 from kvtide.stream.plan import (
     AnchorFirst,
@@ -209,7 +209,8 @@ def _outcomes(
     case = STREAM_POLICIES[name]
     request = build_request(setup, case, tokens, deadline_s)
     policy = case.policy(request)
-    return [play(policy, request, link, at_s, estimator_named(setup.estimator), setup.latency_s) for at_s in starts]
+    costs = Costs(setup.latency_s)
+    return [play(policy, request, link, at_s, estimator_named(setup.estimator), costs) for at_s in starts]
 
 
 def _row(

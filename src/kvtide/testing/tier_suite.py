@@ -16,6 +16,7 @@ import pytest
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing.strategies import namespace
 from kvtide.tier import Tier
+from kvtide.tier.base import Batched
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
@@ -61,6 +62,14 @@ class TierSuite:
         assert tier.put_from(object_id(1), object_bytes(1))
         assert tier.contains(object_id(1))
         assert read_all(tier, 1) == object_bytes(1)
+
+    def test_many_look_ups_say_what_single_ones_say(self, tier: Tier) -> None:
+        if isinstance(tier, Batched):
+            for number in (0, 1, 3):
+                tier.put_from(object_id(number), object_bytes(number))
+            assert tier.count_leading([object_id(number) for number in (3, 1, 0, 4, 3)]) == 3
+            assert tier.count_leading([object_id(number) for number in (4, 3)]) == 0
+            assert tier.count_leading([]) == 0
 
     def test_absent_object_is_a_miss(self, tier: Tier) -> None:
         assert not tier.contains(object_id(1))

@@ -1,10 +1,10 @@
 """Tiers: where bytes live. They know object ids and bytes, not codecs."""
 
-from kvtide.tier.base import ObjectInfo, Tier, TierStats
+from kvtide.tier.base import ObjectInfo, SelectiveTier, Tier, TierStats
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
-from kvtide.tier.stack import SelectiveTier, TierStack
+from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier, stack_of, tiers_of
 from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
 

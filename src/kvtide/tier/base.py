@@ -5,13 +5,28 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtide.decisions import Decided
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, TierStats
 
-__all__ = ["Buffer", "IsPinned", "ObjectInfo", "OnRemoved", "Recorded", "Reporting", "Tier", "TierStats"]
+__all__ = [
+    "Batched",
+    "Buffer",
+    "Checked",
+    "IsPinned",
+    "ObjectInfo",
+    "Observer",
+    "OnRemoved",
+    "Recorded",
+    "Replacing",
+    "Reporting",
+    "SelectiveTier",
+    "Tier",
+    "TierStats",
+]
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.
@@ -26,19 +41,6 @@ class ObjectInfo(NamedTuple):
     id: ObjectId
     size: int
     last_use_s: float
-
-
-class TierStats(NamedTuple):
-    """What a tier holds now, and what it has done since it was opened."""
-
-    name: str
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
 
 
 class Tier(Protocol):
@@ -84,6 +86,14 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Batched(Protocol):
+    """A tier for which many look-ups take hardly longer than one."""
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
+
+
+@runtime_checkable
 class Recorded(Protocol):
     """A tier whose objects outlive the process and are cheap to list with their parents."""
 
@@ -92,8 +102,56 @@ class Recorded(Protocol):
 
 
 @runtime_checkable
+class Noting(Protocol):
+    """A tier that remembers what engines decided, or tells who does."""
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Add to the counts. TierUnavailable if they are lost."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A tier that can check its own accounting."""
+
+    def check(self) -> None:
+        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier in which another form of an object, of the same meaning, can take its place."""
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+
+        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        """
+
+
+@runtime_checkable
 class Reporting(Protocol):
     """A tier that tells what it evicts or deletes by itself; what other processes remove is found out by reading."""
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""
+
+
+class Observer(Protocol):
+    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
+
+    Called from any thread, possibly under a tier's locks: it must not call the stack.
+    """
+
+    def placed(self, object_id: ObjectId, tier: int) -> None:
+        """An object was stored in a tier."""
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """An object is no longer in a tier."""
+
+
+@runtime_checkable
+class SelectiveTier(Protocol):
+    """A tier that takes only what deserves a place."""
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place now."""

@@ -24,28 +24,36 @@ _HUGE_PAGE_BYTES = 2 << 20
 def aligned_buffer(size: int) -> memoryview:
     """Return zeroed memory that begins at a page; its pages are taken at first touch.
 
-    Memory of several huge pages asks the kernel for them. It lives as long as the view or a part of it.
+    As much of it as fills huge pages asks the kernel for them. It lives as long as the view or a part of it.
     """
-    memory = mmap.mmap(-1, max(size, 1))
-    if size >= 2 * _HUGE_PAGE_BYTES:
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            # A kernel without huge pages: small ones do.
-            return memoryview(memory)[:size]
-    return memoryview(memory)[:size]
+    if size < _HUGE_PAGE_BYTES:
+        return memoryview(_private(max(size, 1)))[:size]
+    memory = _private(size + _HUGE_PAGE_BYTES)
+    view = memoryview(memory)
+    start = -_address(view) % _HUGE_PAGE_BYTES
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+    except OSError:
+        # A kernel without huge pages: small ones do.
+        return view[start : start + size]
+    return view[start : start + size]
+
+
+def _private(size: int) -> mmap.mmap:
+    # Python's default is shared memory, which gets no huge pages where /sys/kernel/mm/.../shmem_enabled says never.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _address(buffer: Buffer) -> int:
+    if memoryview(buffer).readonly:
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    # Asked for every read: a sixth of the time that numpy takes.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def is_aligned(buffer: Buffer) -> bool:
     """Tell whether a buffer begins at a page, as direct I/O wants it."""
-    if not len(buffer):
-        return True
-    if memoryview(buffer).readonly:
-        address = int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
-    else:
-        # Asked for every read: a sixth of the time that numpy takes.
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    return address % mmap.PAGESIZE == 0
+    return not len(buffer) or _address(buffer) % mmap.PAGESIZE == 0
 
 
 def copy_bytes(target: memoryview, source: Buffer) -> None:
@@ -76,9 +84,14 @@ class BufferPool:
     def __init__(self, count: int, size: int) -> None:
         if count <= 0 or size <= 0:
             raise ValueError(f"a pool needs buffers and bytes, got {count} of {size}")
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._count = count
-        self._free = [aligned_buffer(size) for _ in range(count)]
+        # One piece, so that buffers smaller than a huge page share them.
+        step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = aligned_buffer(count * step)
+        self._free = [memory[start : start + size] for start in range(0, count * step, step)]
         self._lent = 0
 
     def lease(self) -> Lease:
@@ -89,20 +102,29 @@ class BufferPool:
         return Lease(self)
 
     def _take(self) -> memoryview:
-        with self._changed:
-            if not self._free and not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
-                raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
+        with self._lock:
+            if not self._free:
+                self._wait()
             self._lent += 1
             return self._free.pop()
 
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            if not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
+                raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
+        finally:
+            self._waiting -= 1
+
     def _give_back(self, buffer: memoryview) -> None:
-        with self._changed:
+        with self._lock:
             self._free.append(buffer)
             self._lent -= 1
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()
 
     def check(self) -> None:
         """AssertionError if a buffer is lost or lent twice."""
-        with self._changed:
+        with self._lock:
             assert len(self._free) + self._lent == self._count
             assert len({id(buffer) for buffer in self._free}) == len(self._free)

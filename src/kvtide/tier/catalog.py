@@ -1,6 +1,6 @@
 """Which objects the segment log holds and where: the in-memory index. It does no I/O.
 
-Invariant: an object's bytes are counted once, however many copies of it the log has.
+Invariant: an object's bytes are counted once, those of its newest copy, however many the log has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ __all__ = ["Catalog", "Entry"]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction."""
+    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction.
+
+    `seal` is the checksum of its live header as it was last seen, so that a read need not parse the header again.
+    """
 
     header: RecordHeader
     last_use_ms: int
     uses: int = 0
+    seal: bytes = b""
 
 
 class Catalog:
@@ -55,8 +59,7 @@ class Catalog:
                 self._remove(places[header.offset])
             self._by_segment.setdefault(header.segment, {})[header.offset] = entry
             copies = self._by_id.setdefault(header.id, [])
-            if not copies:
-                self._used_bytes += header.size
+            self._used_bytes += header.size - (copies[-1].header.size if copies else 0)
             copies.append(entry)
             self.is_changed = True
 
@@ -92,10 +95,12 @@ class Catalog:
         if not places:
             del self._by_segment[header.segment]
         copies = self._by_id[header.id]
+        self._used_bytes -= copies[-1].header.size
         copies.remove(entry)
-        if not copies:
+        if copies:
+            self._used_bytes += copies[-1].header.size
+        else:
             del self._by_id[header.id]
-            self._used_bytes -= header.size
 
     def in_segment(self, number: int) -> list[Entry]:
         """Return a segment's entries in the order of their offsets."""

@@ -18,6 +18,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.catalog import Catalog, Entry
 from kvtide.tier.checkpoint import SegmentSummary, pack_checkpoint, parse_checkpoint
 from kvtide.tier.files import FileInfo, Files
+from kvtide.tier.opened import OpenSegments
 from kvtide.tier.record import PAGE_BYTES, RecordState, SegmentHeader, parse_segment_header
 from kvtide.tier.segment import Scan, scan_segment, segment_name, segment_number
 
@@ -52,6 +53,7 @@ class SegmentDirectory:
     def __init__(self, root: Path, bytes_max: int, files: Files, catalog: Catalog) -> None:
         self.folder = root / "segments"
         self.segments: dict[int, SegmentState] = {}
+        self.opened = OpenSegments(files, self.path)
         self._folder_name = str(self.folder)
         self._root = root
         self._checkpoint = root / "checkpoint"
@@ -81,6 +83,7 @@ class SegmentDirectory:
             self._descriptor = -1
         for number in list(self.segments):
             self._forget(number)
+        self.opened.close()
 
     def path(self, number: int) -> str:
         """Return a segment's path."""
@@ -185,6 +188,7 @@ class SegmentDirectory:
 
     def _forget(self, number: int) -> None:
         del self.segments[number]
+        self.opened.drop(number)
         self._catalog.drop_segment(number)
 
     def seal_abandoned(self) -> None:
@@ -216,6 +220,7 @@ class SegmentDirectory:
             segment.length = segment.size = 0
         self._files.unlink(self.path(number))
         self.segments.pop(number, None)
+        self.opened.drop(number)
 
     def save_checkpoint(self) -> None:
         """Write the catalog beside the segments unless it is too large. Call it under the lock. OSError if it fails."""

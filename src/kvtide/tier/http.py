@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -19,19 +20,32 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire.protocol import LIST_MAX, REASON_HEADER, REMOVED_HEADER, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import (
+    DECISIONS_HEADER,
+    EXISTS_KEYS_MAX,
+    LIST_MAX,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    ExistsAnswer,
+    ExistsQuestion,
+    ObjectList,
+    TenantView,
+)
 
-__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
+__all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
+# Says by what name, and with which headers, the server is asked for an object.
+Naming = Callable[[ObjectId], tuple[ObjectId, Sequence[tuple[str, str]]]]
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
@@ -52,18 +66,20 @@ class HttpTier:
         clock: Clock,
         operation_s_max: float = OPERATION_S_MAX,
         takes_evicted: bool = False,
+        naming: Naming | None = None,
     ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
+        self._naming = naming or _by_its_id
         self._operation_s_max = operation_s_max
         # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
-        self._known = TierView(0, 0, 0, 0, 0, 0, 0)
+        self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
         """Allow calls. Servers that are down now are asked again later."""
@@ -79,10 +95,26 @@ class HttpTier:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the server."""
-        answer = self._any("HEAD", _target(object_id))
+        answer = self._any("HEAD", *self._named(object_id))
         if answer.status not in {200, 404}:
             raise self._refused("HEAD", answer)
         return answer.status == 200
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
+        asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
+        if not asked:
+            return 0
+        names = [self._naming(object_id) for object_id in asked]
+        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=True)
+        target, headers = f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1]
+        answer = self._any("POST", target, headers, msgspec.json.encode(question))
+        if answer.status != 200:
+            raise self._refused("POST", answer)
+        leading = _decoded(answer, ExistsAnswer).leading
+        if not 0 <= leading <= len(asked):
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server says that it has {leading}")
+        return leading
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""
@@ -90,8 +122,9 @@ class HttpTier:
             raise ValueError(f"offset must not be negative, got {offset}")
         if not buffer:
             return 0 if self.contains(object_id) else None
-        headers = [("Range", f"bytes={offset}-{offset + len(buffer) - 1}")]
-        call = Call("GET", _target(object_id), headers, b"", buffer, offset)
+        target, headers = self._named(object_id)
+        part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
+        call = Call("GET", target, [*headers, part], b"", buffer, offset)
         came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
         with self._lock:
             self._hits += came is not None
@@ -128,14 +161,18 @@ class HttpTier:
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Send the object to every server. True if one of them has it now."""
         stored, error = False, None
+        target, headers = self._named(object_id)
         for peer in self._peers:
             try:
-                answer = self._ask(peer, Call("PUT", _target(object_id), [], buffer, None))
+                answer = self._ask(peer, Call("PUT", target, headers, buffer, None))
             except TierUnavailable as caught:
                 error = caught
                 continue
             if answer.status in {200, 201}:
                 stored = True
+            elif answer.status == 409:
+                # Its generation is over: nobody wants the object.
+                continue
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
@@ -148,17 +185,26 @@ class HttpTier:
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object from every server. False if none had it."""
-        headers = [(REASON_HEADER, reason)] if reason.isalpha() else []
+        target, headers = self._named(object_id)
+        why = [(REASON_HEADER, reason)] if reason.isalpha() else []
         answers = [
-            self._guarded(partial(self._ask, peer, Call("DELETE", _target(object_id), headers, b"", None)))
+            self._guarded(partial(self._ask, peer, Call("DELETE", target, [*headers, *why], b"", None)))
             for peer in self._peers
         ]
         return any(answer.status == 204 for answer in answers)
 
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers; it counts them for whom our token names."""
+        text = decisions_text(counts)
+        if text:
+            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            if answer.status != 200:
+                raise self._refused("GET", answer)
+
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
         try:
-            return self._any("HEAD", _target(object_id)).headers.get(REMOVED_HEADER)
+            return self._any("HEAD", *self._named(object_id)).headers.get(REMOVED_HEADER)
         except TierUnavailable:
             return None
 
@@ -202,14 +248,18 @@ class HttpTier:
     def _ask(self, peer: Peer, call: Call) -> Answer:
         return peer.call(call, Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max))
 
-    def _any(self, method: str, target: str) -> Answer:
+    def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
+        name, headers = self._naming(object_id)
+        return f"/v1/{name.namespace.hex()}/{name.key.hex()}", headers
+
+    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
         """Return the answer of the first peer that gives one."""
         for peer in self._in_order()[:-1]:
             try:
-                return self._ask(peer, Call(method, target, [], b"", None))
+                return self._ask(peer, Call(method, target, headers, body, None))
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
-        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, [], b"", None)))
+        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, headers, body, None)))
 
     def _guarded(self, action: Callable[[], _Result]) -> _Result:
         try:
@@ -232,8 +282,8 @@ class HttpTier:
         self.hedges.check()
 
 
-def _target(object_id: ObjectId) -> str:
-    return f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
+def _by_its_id(object_id: ObjectId) -> tuple[ObjectId, Sequence[tuple[str, str]]]:
+    return object_id, ()
 
 
 def _refusal(method: str, answer: Answer) -> TierUnavailable:
@@ -246,7 +296,7 @@ def _refusal(method: str, answer: Answer) -> TierUnavailable:
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 
@@ -256,6 +306,7 @@ def http_tier(
     settings: PeerSettings | None = None,
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
+    naming: Naming | None = None,
 ) -> HttpTier:
     """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
@@ -264,7 +315,7 @@ def http_tier(
     servers = servers_of(url)
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
-    return HttpTier(peers, clock, operation_s_max, takes_evicted=servers.takes_evicted)
+    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, naming)
 
 
 class Servers(NamedTuple):

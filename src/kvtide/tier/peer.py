@@ -22,6 +22,7 @@ __all__ = ["Call", "Peer", "PeerSettings"]
 # Waits so many seconds.
 Sleep = Callable[[float], None]
 # Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
+_REASON_BYTES_MAX = 200
 _RETRIED = frozenset({408, 422, 429, 500, 502, 503})
 
 
@@ -170,7 +171,7 @@ class Peer:
                 if answer.status not in _RETRIED:
                     self.breaker.note_success()
                     return answer
-                problem = f"status {answer.status}"
+                problem = f"status {answer.status} {answer.body[:_REASON_BYTES_MAX].decode(errors='replace').strip()}"
             if not self._pause(attempt, patience):
                 break
         if not call.is_aborted:

@@ -20,7 +20,7 @@ from kvtide.tier.membership_etcd import EtcdMembership
 from kvtide.tier.peer import PeerSettings
 from kvtide.tier.pool import PoolTier
 
-__all__ = ["POOL_SCHEMES", "membership_of", "pool_tier"]
+__all__ = ["POOL_SCHEMES", "membership_of", "pool_tier", "server_urls"]
 
 POOL_SCHEMES = ("pool", "pool+file", "pool+dns", "pool+etcd")
 # A replica is the second try, and a server that fails twice is left alone for a second.
@@ -40,6 +40,20 @@ def pool_tier(url: str, clock: Clock) -> PoolTier:
     # Bad options are the user's mistake now, not a fault of each server later.
     _connect(PoolServer("probe", "127.0.0.1:1"), passed, "", clock)
     return PoolTier(membership_of(url), partial(_connect, options=passed, here=here, clock=clock), here, clock)
+
+
+def server_urls(url: str) -> list[str]:
+    """Return the URL of each server that a pool has now. ValueError for a bad URL, TierUnavailable without a map."""
+    source = membership_of(url)
+    try:
+        servers = source.read().servers
+    finally:
+        source.close()
+    options = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+    return [
+        _url(server.address, {name: value for name, value in options.items() if name not in _OPTIONS})
+        for server in servers
+    ]
 
 
 def membership_of(url: str) -> Membership:
@@ -69,7 +83,10 @@ def membership_of(url: str) -> Membership:
 
 def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> Tier:
     """Return a tier on one server: through its socket if it runs on this machine, else over the network."""
-    query = f"?{urlencode(options)}" if options else ""
     is_here = bool(here) and server.host == here and bool(server.socket_path)
-    url = f"http+unix://{quote(server.socket_path)}{query}" if is_here else f"http://{server.address}{query}"
+    url = _url(quote(server.socket_path), options, "http+unix") if is_here else _url(server.address, options)
     return http_tier(url, clock, _PEER, OPERATION_S_MAX)
+
+
+def _url(place: str, options: Mapping[str, str], scheme: str = "http") -> str:
+    return f"{scheme}://{place}" + (f"?{urlencode(options)}" if options else "")

@@ -6,7 +6,7 @@ Invariant: a header that parses has passed its checksum and stands where it was 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -21,13 +21,14 @@ __all__ = [
     "RecordState",
     "SegmentHeader",
     "align_up",
+    "header_seal",
     "is_of_other_version",
-    "is_record_header",
     "pack_record_header",
     "pack_segment_header",
     "parse_record_header",
     "parse_segment_header",
     "record_bytes",
+    "record_state",
 ]
 
 # Records, headers and direct reads are aligned to this; every disk that we know takes it.
@@ -87,10 +88,6 @@ def record_bytes(size: int) -> int:
 
 def pack_record_header(header: RecordHeader) -> bytes:
     """Return the record's header page."""
-    return _packed(header).ljust(PAGE_BYTES, b"\0")
-
-
-def _packed(header: RecordHeader) -> bytes:
     fields = _RECORD.pack(
         _RECORD_MAGIC,
         _VERSION,
@@ -108,12 +105,18 @@ def _packed(header: RecordHeader) -> bytes:
         header.label.start,
         b"",
     )
-    return fields + xxhash.xxh3_128_digest(fields)
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
 
 
-def is_record_header(page: memoryview, header: RecordHeader) -> bool:
-    """Tell whether exactly this header stands here: as `parse_record_header`, without making a value of it."""
-    return page[:_HEADER_BYTES] == _packed(header)
+def header_seal(page: bytes | memoryview) -> bytes:
+    """Return the checksum in a header page, unchecked: equal ones are of equal headers."""
+    return bytes(page[_CHECKED_BYTES:_HEADER_BYTES])
+
+
+def record_state(page: memoryview, expected: RecordHeader) -> RecordState | None:
+    """Return the state of the expected record by its header page; None if it is not what stands here."""
+    found = parse_record_header(page, expected.segment, expected.offset)
+    return found.state if found is not None and replace(found, state=expected.state) == expected else None
 
 
 def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offset: int) -> RecordHeader | None:

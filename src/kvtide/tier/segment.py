@@ -6,30 +6,34 @@ Invariant: a record's header page is written after its body, so a header that st
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.base import Buffer
-from kvtide.tier.buffers import BufferPool, copy_bytes, is_aligned
+from kvtide.tier.buffers import BufferPool, aligned_buffer, copy_bytes, is_aligned
+from kvtide.tier.catalog import Entry
 from kvtide.tier.files import Files
 from kvtide.tier.lend import FilePart, LentObject
+from kvtide.tier.opened import OpenSegments
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
     RecordState,
     SegmentHeader,
     align_up,
+    header_seal,
     is_of_other_version,
-    is_record_header,
     pack_record_header,
     pack_segment_header,
     parse_record_header,
     parse_segment_header,
     record_bytes,
+    record_state,
 )
 from kvtide.wire import HEADER_BYTES
 
@@ -152,8 +156,8 @@ class SegmentWriter:
         """Tell whether somebody removed the file."""
         return self.files.is_unlinked(self.cached)
 
-    def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> None:
-        """Write a record at the tail: its body, then its header. OSError leaves it invisible."""
+    def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> bytes:
+        """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
         assert (header.offset, header.sequence, header.segment) == (self.tail, self.sequence, self.header.number)
         assert record_bytes(header.size) <= self.free_bytes
         view = memoryview(body)
@@ -174,9 +178,11 @@ class SegmentWriter:
             # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
             page = staging[-PAGE_BYTES:]
             page[:] = pack_record_header(header)
+            seal = header_seal(page)
             self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
+        return seal
 
     def close(self) -> None:
         """Give back the space behind the last record, and the lock. A segment without records is removed.
@@ -210,36 +216,61 @@ def _tail_page(staging: memoryview, rest: memoryview) -> memoryview:
 class RecordReader:
     """Reads records into callers' buffers: page-aligned ones directly, others through staging buffers."""
 
-    def __init__(self, files: Files, pool: BufferPool, workers: ThreadPoolExecutor) -> None:
+    def __init__(self, files: Files, opened: OpenSegments, pool: BufferPool, workers: ThreadPoolExecutor) -> None:
         self._files = files
+        self._opened = opened
         self._pool = pool
         self._workers = workers
+        # For a header and the page that an object ends in; as many as there ever were readers at once.
+        self._ends: deque[memoryview] = deque()
 
-    def read(self, path: str, expected: RecordHeader, buffer: memoryview, offset: int) -> RecordState | None:
+    def read(self, entry: Entry, buffer: memoryview, offset: int) -> RecordState | None:
         """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that they are of.
 
         None if another record than the expected one, or none, is there; EOFError if the file ends before it does. The
         buffer may hold no more than the object has from `offset` on.
         """
-        assert offset + len(buffer) <= expected.size
-        descriptor = self._files.open_direct(path, os.O_RDONLY)
+        header = entry.header
+        assert offset + len(buffer) <= header.size
+        segment = self._opened.take(header.segment)
         try:
-            with self._pool.lease() as staging:
-                page, scratch = staging[-PAGE_BYTES:], staging[:-PAGE_BYTES]
-                if offset % PAGE_BYTES == 0 and is_aligned(buffer):
-                    self._read_aligned(descriptor, expected.offset, page, buffer, offset, scratch)
-                else:
-                    self._read_part(descriptor, [page], expected.offset)
-                    self._read_staged(descriptor, expected.offset + PAGE_BYTES, buffer, offset, scratch)
-                return _state(page, expected)
+            ends = self._ends.pop()
+        except IndexError:
+            ends = aligned_buffer(2 * PAGE_BYTES)
+        try:
+            self._read(segment.descriptor, header.offset, ends, buffer, offset)
+            seal = header_seal(ends)
+            if seal == entry.seal:
+                return RecordState.LIVE
+            state = record_state(ends[:PAGE_BYTES], header)
+            if state is RecordState.LIVE:
+                entry.seal = seal
+            return state
+        except (OSError, EOFError):
+            # Whatever it was: the next read shall meet a file opened anew.
+            self._opened.drop(header.segment)
+            raise
         finally:
-            self._files.close(descriptor)
+            self._ends.append(ends)
+            self._opened.give_back(segment)
+
+    def _read(self, descriptor: int, at: int, ends: memoryview, buffer: memoryview, offset: int) -> None:
+        page = ends[:PAGE_BYTES]
+        if offset % PAGE_BYTES or not is_aligned(buffer):
+            self._read_part(descriptor, [page], at)
+            with self._pool.lease() as scratch:
+                self._read_staged(descriptor, at + PAGE_BYTES, buffer, offset, scratch)
+        elif offset or len(buffer) % PAGE_BYTES or len(buffer) > PIECE_BYTES:
+            self._read_aligned(descriptor, at, page, buffer, offset, ends[PAGE_BYTES:])
+        else:
+            # Most reads: one call, of whole pages.
+            self._read_part(descriptor, [page, buffer], at)
 
     def _read_aligned(
-        self, descriptor: int, at: int, page: memoryview, buffer: memoryview, offset: int, scratch: memoryview
+        self, descriptor: int, at: int, page: memoryview, buffer: memoryview, offset: int, last: memoryview
     ) -> None:
         whole = len(buffer) // PAGE_BYTES * PAGE_BYTES
-        last = scratch[:PAGE_BYTES] if whole < len(buffer) else scratch[:0]
+        last = last if whole < len(buffer) else last[:0]
         body = at + PAGE_BYTES + offset
         starts = list(range(0, whole, PIECE_BYTES)) or [0]
         pieces = [[buffer[start : min(start + PIECE_BYTES, whole)]] for start in starts]
@@ -286,13 +317,6 @@ class RecordReader:
             raise EOFError(f"the segment ends at {offset + came}, a record goes to {offset + wanted}")
 
 
-def _state(page: memoryview, expected: RecordHeader) -> RecordState | None:
-    if is_record_header(page, expected):
-        return RecordState.LIVE
-    removed = replace(expected, state=RecordState.REMOVED)
-    return RecordState.REMOVED if is_record_header(page, removed) else None
-
-
 def lend_record(
     files: Files, path: str, expected: RecordHeader, can_wait: bool
 ) -> tuple[RecordState | None, LentObject | None]:
@@ -306,7 +330,7 @@ def lend_record(
     try:
         read = files.read_full if can_wait else files.read_cached
         is_whole = read(descriptor, [pages], expected.offset) == len(pages)
-        state = _state(pages[:PAGE_BYTES], expected) if is_whole else None
+        state = record_state(pages[:PAGE_BYTES], expected) if is_whole else None
     except BaseException:
         files.close(descriptor)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -25,6 +26,9 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 __all__ = ["ValkeyTier"]
 
 REDIRECTS_MAX = 5
+# Commands under way on one connection, and servers that are asked at the same time, in batches.
+PIPELINED_MAX = 8
+WORKERS = 6
 SCAN_COUNT = 1000
 # Shorter buffers are for headers and the like, before any object was seen.
 _RANGE_BYTES = 64 << 10
@@ -55,14 +59,19 @@ class ValkeyTier:
         # copying it first, as it must for a range.
         self._longest_bytes = _RANGE_BYTES
         self._evicted_before = 0
+        self._workers: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
         """Connect; a server that can't be reached now is tried again when somebody needs it."""
         self._nodes.open()
+        self._workers = self._workers or ThreadPoolExecutor(WORKERS, thread_name_prefix="kvtide-valkey")
         self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
         self._nodes.close()
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -86,6 +95,28 @@ class ValkeyTier:
             self._misses += not is_hit
             self._longest_bytes = max(self._longest_bytes, total or 0)
         return expected if is_hit else None
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask each owner once for all of its objects."""
+        replies = self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))
+        return next((number for number, reply in enumerate(replies) if reply != 1), len(replies))
+
+    def get_many_into(self, object_ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> list[int | None]:
+        """Read whole objects, each into its buffer, without waiting for one before the next is asked for.
+
+        In place: None for an absent object, and for one whose owner can't serve now; the others have their bytes.
+        TierUnavailable if nobody answered. ValueError unless there are as many buffers as objects.
+        """
+        if len(object_ids) != len(buffers):
+            raise ValueError(f"expected a buffer for each object, got {len(buffers)} for {len(object_ids)}")
+        sizes = self._ask_many(object_ids, b"GET", buffers)
+        came = [min(size, len(buffer)) if size else None for size, buffer in zip(sizes, buffers, strict=True)]
+        with self._lock:
+            hits = sum(size is not None for size in came)
+            self._hits += hits
+            self._misses += len(came) - hits
+            self._longest_bytes = max([self._longest_bytes, *(size or 0 for size in sizes)])
+        return came
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""
@@ -145,6 +176,63 @@ class ValkeyTier:
                     connection.receive(_NOTHING)
                 replies.append(connection.receive(buffer))
             return replies
+
+    def _ask_many(
+        self, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
+    ) -> list[int | None]:
+        """Send one command on each key; return the replies in place, None for what an owner that fails leaves open.
+
+        Servers are asked at the same time. Who is redirected is asked again alone.
+        """
+        owned: dict[Address, list[int]] = {}
+        for position, object_id in enumerate(object_ids):
+            owned.setdefault(self._nodes.owner(self._key(object_id)), []).append(position)
+
+        def ask(address: Address) -> list[int | None] | TierUnavailable:
+            mine = owned[address]
+            ids, into = [object_ids[position] for position in mine], [buffers[position] for position in mine]
+            return self._ask_owner(address, ids, command, into)
+
+        several = self._workers if len(owned) > 1 else None
+        answers = dict(zip(owned, several.map(ask, owned) if several else map(ask, owned), strict=True))
+        replies: list[int | None] = [None] * len(object_ids)
+        problems = [answer for answer in answers.values() if isinstance(answer, TierUnavailable)]
+        for address, answer in answers.items():
+            if not isinstance(answer, TierUnavailable):
+                for position, reply in zip(owned[address], answer, strict=True):
+                    replies[position] = reply
+        with self._lock:
+            self._faults += len(problems)
+        if problems and len(problems) == len(owned):
+            raise problems[0]
+        return replies
+
+    def _ask_owner(
+        self, address: Address, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
+    ) -> list[int | None] | TierUnavailable:
+        try:
+            came = self._pipelined(address, command, [self._key(object_id) for object_id in object_ids], buffers)
+            return [
+                self._ask(object_id, [command], buffer=buffer)[0] if isinstance(reply, Refusal) else reply
+                for object_id, buffer, reply in zip(object_ids, buffers, came, strict=True)
+            ]
+        except TierUnavailable as error:
+            return error
+
+    def _pipelined(
+        self, address: Address, command: bytes, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[int | Refusal | None]:
+        """Keep PIPELINED_MAX commands under way: the server holds at most so many values for us."""
+        replies: list[int | Refusal | None] = []
+        with self._nodes.connection(address) as connection:
+            sent = 0
+            for done, buffer in enumerate(buffers):
+                if sent == done or sent - done < PIPELINED_MAX // 2:
+                    more = keys[sent : done + PIPELINED_MAX]
+                    connection.send([part for key in more for part in pack_command(command, key)])
+                    sent += len(more)
+                replies.append(connection.receive(buffer))
+        return replies
 
     def _redirected(self, refusal: Refusal, address: Address) -> tuple[Address, bool]:
         """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""

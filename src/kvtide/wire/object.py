@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import xxhash
@@ -40,8 +41,10 @@ ENTRY_BYTES = 48
 SECTIONS_MAX = 8192
 HEADER_AND_TABLE_BYTES_MAX = HEADER_BYTES + SECTIONS_MAX * ENTRY_BYTES
 OBJECT_BYTES_MAX = 8 << 30
-# Room that any codec may take beyond the raw bytes: headers of sections that did not compress.
+# Room that any codec may take beyond the raw bytes: headers of sections that did not compress, and a rough base beside
+# exact values.
 OVERHEAD_BYTES_PER_SECTION = 4096
+OVERHEAD_PART = 8
 
 _MAGIC = b"\x89KVTIDE\n"
 _VERSION = 1
@@ -51,11 +54,14 @@ _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
 _HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
 _ENTRY = struct.Struct("<BBHHHQQQ16s")
+# An entry's first eight bytes name the section, the others say where it is.
+_ENTRY_NAME = struct.Struct("<BBHHH")
+_ENTRY_PLACE = struct.Struct("<8sQQQ16s")
 _NO_PROFILE = bytes(32)
 _KINDS = tuple(SectionKind)
 
 assert _HEADER.size == _CHECKSUM_OFFSET
-assert _ENTRY.size == ENTRY_BYTES
+assert _ENTRY.size == _ENTRY_PLACE.size == ENTRY_BYTES
 assert tuple(range(len(_KINDS))) == _KINDS
 
 
@@ -82,6 +88,14 @@ class SectionEntry(NamedTuple):
         if layer_start >= layer_stop:
             raise CorruptPayload(f"section {section_id} has no layers")
         return cls(section_id, offset, size, checksum)
+
+    def section(self, data: memoryview, object_id: ObjectId) -> Section:
+        """Return the section that these bytes are. CorruptPayload if they are too few or not those that were stored."""
+        if len(data) != self.size:
+            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(data)} are here")
+        if xxhash.xxh3_128_digest(data) != self.checksum:
+            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
+        return Section(self.id, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +126,30 @@ class StoredObject:
         The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
         the bytes are not all there or not those that were stored.
         """
-        entry = self.entries[position]
-        data = self._data[entry.offset : entry.offset + entry.size]
-        if len(data) != entry.size:
-            raise CorruptPayload(f"{self.meta.id}: section {entry.id} has {entry.size} bytes, {len(data)} are here")
-        if xxhash.xxh3_128_digest(data) != entry.checksum:
-            raise CorruptPayload(f"{self.meta.id}: checksum of section {entry.id} does not match")
-        return Section(entry.id, data)
+        return self._verified(self.entries[position])
 
     def sections(self) -> list[Section]:
         """Return all sections, each verified. CorruptPayload as in `section`."""
-        return [self.section(position) for position in range(len(self.entries))]
+        return [self._verified(entry) for entry in self.entries]
+
+    def _verified(self, entry: SectionEntry) -> Section:
+        return entry.section(self._data[entry.offset : entry.offset + entry.size], self.meta.id)
+
+    def good_sections(self) -> list[Section]:
+        """Return the sections whose bytes are all there and those that were stored."""
+        found = []
+        for position in range(len(self.entries)):
+            try:
+                found.append(self.section(position))
+            except CorruptPayload:
+                continue
+        return found
 
 
 def object_bytes_max(layout: BlockLayout) -> int:
-    """Return a bound on the stored bytes of a block: no codec may make it larger than raw plus table."""
-    overhead = ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION
-    return min(HEADER_BYTES + layout.raw_bytes + layout.layers * overhead, OBJECT_BYTES_MAX)
+    """Return a bound on the stored bytes of a block: no codec may exceed raw, an eighth for a base, and the table."""
+    overhead = layout.raw_bytes // OVERHEAD_PART + layout.layers * (ENTRY_BYTES + OVERHEAD_BYTES_PER_SECTION)
+    return min(HEADER_BYTES + layout.raw_bytes + overhead, OBJECT_BYTES_MAX)
 
 
 def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None) -> bytearray:
@@ -286,7 +307,7 @@ def _checked_object(
     if padding != b"\0\0\0":
         raise CorruptPayload(f"{object_id}: reserved bytes of the header are not zero")
     try:
-        layout = BlockLayout(layers, tokens, kv_heads, head_dim, KVDtype.from_code(dtype_code))
+        layout = _layout(layers, tokens, kv_heads, head_dim, dtype_code)
         meta = BlockMeta(object_id, BlockKey(parent), start, layout, label.rstrip(b"\0").decode())
         codec_id = codec.rstrip(b"\0").decode("ascii")
     except ValueError as error:
@@ -302,25 +323,45 @@ def _checked_object(
     )
 
 
+# A store's objects share a few layouts and tables: checking the same one again costs as much as hashing 64 KiB.
+@lru_cache(maxsize=64)
+def _layout(layers: int, tokens: int, kv_heads: int, head_dim: int, dtype_code: int) -> BlockLayout:
+    return BlockLayout(layers, tokens, kv_heads, head_dim, KVDtype.from_code(dtype_code))
+
+
 def _parse_entries(
     view: memoryview, section_count: int, layers: int, object_bytes: int, object_id: ObjectId
 ) -> list[SectionEntry]:
-    """Check the table in one pass. Kept flat: for small objects it costs as much as hashing the bytes."""
+    """Check the table and return it. Kept flat: for small objects it costs as much as hashing the bytes."""
     table = view[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count]
+    places = list(_ENTRY_PLACE.iter_unpack(table))
+    try:
+        ids = _section_ids(b"".join([place[0] for place in places]), layers)
+    except ValueError as error:
+        raise CorruptPayload(f"{object_id}: {error}") from error
     entries: list[SectionEntry] = []
     next_offset = HEADER_BYTES + len(table)
-    last_order = (-1, -1, -1)
-    for kind, zero, refinement, start, stop, offset, size, reserved, checksum in _ENTRY.iter_unpack(table):
-        if kind >= len(_KINDS) or zero or reserved:
-            raise CorruptPayload(f"{object_id}: section {len(entries)} is of unknown kind {kind} or has reserved bytes")
-        order = (refinement, start, kind)
-        if not start < stop <= layers:
-            raise CorruptPayload(f"{object_id}: section {len(entries)}, layers {start} to {stop}, is outside {layers}")
-        if order <= last_order or offset != next_offset:
-            raise CorruptPayload(f"{object_id}: section {len(entries)} is out of order or leaves a gap")
-        last_order = order
+    for section_id, (_, offset, size, reserved, checksum) in zip(ids, places, strict=True):
+        if offset != next_offset or reserved:
+            raise CorruptPayload(f"{object_id}: section {len(entries)} leaves a gap or has reserved bytes set")
         next_offset = offset + size
-        entries.append(SectionEntry(SectionId(_KINDS[kind], refinement, start, stop), offset, size, checksum))
+        entries.append(SectionEntry(section_id, offset, size, checksum))
     if next_offset != object_bytes or object_bytes > OBJECT_BYTES_MAX:
         raise CorruptPayload(f"{object_id}: sections end at {next_offset}, the object at {object_bytes}")
     return entries
+
+
+@lru_cache(maxsize=64)
+def _section_ids(names: bytes, layers: int) -> tuple[SectionId, ...]:
+    """Return the ids that a table's entries begin with. ValueError if one is impossible or they are out of order."""
+    ids: list[SectionId] = []
+    for kind, zero, refinement, start, stop in _ENTRY_NAME.iter_unpack(names):
+        if kind >= len(_KINDS) or zero:
+            raise ValueError(f"section {len(ids)} is of unknown kind {kind} or has reserved bytes set")
+        section_id = SectionId(_KINDS[kind], refinement, start, stop)
+        if not start < stop <= layers:
+            raise ValueError(f"section {len(ids)}, layers {start} to {stop}, is outside {layers}")
+        if ids and _order(section_id) <= _order(ids[-1]):
+            raise ValueError(f"section {len(ids)} is out of order")
+        ids.append(section_id)
+    return tuple(ids)

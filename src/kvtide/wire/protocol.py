@@ -9,37 +9,44 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
+from kvtide.wire.records import RecordName, RecordsRoute, record_name
 
 __all__ = [
     "AS_OF_HEADER",
     "DEADLINE_HEADER",
+    "DECISIONS_HEADER",
     "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
     "FORCE_HEADER",
+    "GENERATION_HEADER",
     "LIST_MAX",
     "LOCAL_HEADER",
     "REASON_HEADER",
     "REMOVED_HEADER",
     "STALENESS_HEADER",
+    "TENANT_HEADER",
     "ByteRange",
     "ExistsAnswer",
     "ExistsQuestion",
     "ExistsRoute",
     "ListRoute",
     "ListedObject",
+    "LookUps",
     "ObjectList",
     "ObjectRoute",
     "PageRoute",
     "Route",
     "TenantView",
-    "TierView",
     "deadline_ms",
+    "decisions",
     "etag",
+    "generation",
     "is_tag_matched",
-    "parse_keys",
+    "parse_look_ups",
     "parse_range",
     "parse_target",
     "staleness_s",
@@ -47,12 +54,17 @@ __all__ = [
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+# What a client decided about blocks since it last said so.
+DECISIONS_HEADER = "kvtide-decisions"
 EPOCH_HEADER = "kvtide-epoch"
 # Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
 LOCAL_HEADER = "kvtide-local"
 FORCE_HEADER = "kvtide-force-latest"
 STALENESS_HEADER = "kvtide-max-staleness"
 AS_OF_HEADER = "kvtide-as-of"
+# Between servers: for which of its tenants one asks, and which generation of the namespace it means.
+TENANT_HEADER = "kvtide-tenant"
+GENERATION_HEADER = "kvtide-generation"
 REASON_HEADER = "kvtide-reason"
 REMOVED_HEADER = "kvtide-removed"
 EXISTS_KEYS_MAX = 4096
@@ -63,6 +75,8 @@ DEADLINE_MS_MAX = 3_600_000
 _OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
 _NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists)?")
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
+_RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
+_NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
 _PAGES = frozenset({"/v1/status"})
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -94,7 +108,7 @@ class PageRoute(NamedTuple):
     path: str
 
 
-Route = ObjectRoute | ExistsRoute | ListRoute | PageRoute
+Route = ObjectRoute | ExistsRoute | ListRoute | RecordName | RecordsRoute | PageRoute
 
 
 def parse_target(target: str) -> Route:
@@ -108,6 +122,11 @@ def parse_target(target: str) -> Route:
         return ExistsRoute(Namespace(bytes.fromhex(found[1])))
     if found:
         return _list_route(Namespace(bytes.fromhex(found[1])), query)
+    found = _RECORD_PATH.fullmatch(path)
+    if found and not query:
+        return record_name(found[1], found[2])
+    if path == "/v1/records":
+        return _records_route(query)
     if path.startswith("/v1/") and path not in _PAGES:
         raise RequestRefused(400, "expected /v1/{namespace}/{key} with 64 lower-case hex digits each")
     return PageRoute(path)
@@ -119,6 +138,14 @@ def _list_route(namespace: Namespace, query: str) -> ListRoute:
     if options or (after and not _KEY.fullmatch(after)) or not (limit.isdecimal() and limit.isascii()):
         raise RequestRefused(400, "a listing takes after=KEY and limit=N")
     return ListRoute(namespace, bytes.fromhex(after), max(1, min(int(limit[:9]), LIST_MAX)))
+
+
+def _records_route(query: str) -> RecordsRoute:
+    options = dict(parse_qsl(query[:64]))
+    after = options.pop("after", "0")
+    if options or not (after.isascii() and _NUMBER.fullmatch(after)):
+        raise RequestRefused(400, "a list of records takes after=VERSION")
+    return RecordsRoute(int(after))
 
 
 class ByteRange(NamedTuple):
@@ -163,9 +190,20 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     text = headers.get(DEADLINE_HEADER)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= DEADLINE_MS_MAX:
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
+
+
+def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
+    """Return what the client says that it decided, by blocks. RequestRefused (400) if it says something else."""
+    text = headers.get(DECISIONS_HEADER)
+    if text is None:
+        return {}
+    try:
+        return parse_decisions(text)
+    except ValueError as error:
+        raise RequestRefused(400, f"{DECISIONS_HEADER}: {error}") from error
 
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:
@@ -178,6 +216,16 @@ def staleness_s(headers: Mapping[str, str]) -> float | None:
     return float(text)
 
 
+def generation(headers: Mapping[str, str]) -> int | None:
+    """Return the generation that a request means. RequestRefused (400) if it says something else."""
+    text = headers.get(GENERATION_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and _NUMBER.fullmatch(text)):
+        raise RequestRefused(400, f"{GENERATION_HEADER} is a number, got {text[:40]!r}")
+    return int(text)
+
+
 def urgency(headers: Mapping[str, str]) -> int:
     """Return the urgency of RFC 9218, 0 first to 7 last; 3 if there is none that can be read, as the RFC says."""
     found = _URGENCY.search(headers.get("priority", ""))
@@ -185,9 +233,10 @@ def urgency(headers: Mapping[str, str]) -> int:
 
 
 class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys to look up."""
+    """Keys to look up; of a run only the leading ones that are present may be of interest."""
 
     keys: list[str]
+    leading_only: bool = False
 
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
@@ -211,34 +260,29 @@ class ObjectList(msgspec.Struct, frozen=True):
     objects: list[ListedObject]
 
 
-class TierView(msgspec.Struct, frozen=True):
-    """A store's counters, as `TierStats` has them."""
-
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
-
-
 class TenantView(msgspec.Struct, frozen=True):
     """The namespaces in which a tenant has objects; the store's counters only for who may see them."""
 
     namespaces: list[str]
-    tier: TierView | None
+    tier: TierStats | None
 
 
-def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
-    """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
+class LookUps(NamedTuple):
+    """The keys of a batched look-up, and whether it ends at the first absent one."""
+
+    keys: list[BlockKey]
+    leading_only: bool
+
+
+def parse_look_ups(body: bytes | bytearray) -> LookUps:
+    """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
     if len(question.keys) > EXISTS_KEYS_MAX:
         raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
     for key in question.keys:
         if not _KEY.fullmatch(key):
             raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-    return [BlockKey(bytes.fromhex(key)) for key in question.keys]
+    return LookUps([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)

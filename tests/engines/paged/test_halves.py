@@ -36,14 +36,14 @@ def _namespaces(shards: int = 1) -> Namespaces:
 class ToyEngine:
     """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
 
-    def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1) -> None:
+    def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1, kept_bytes_max: int = 0) -> None:
         self.clock = SystemClock()
         self.pace = Pace(5.0)
         self.scheduler = SchedulerHalf(
             open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5, "memory" in store
         )
         self.pool, self.layers = host_pages(ORDER, pages=64)
-        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock)
+        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max)
         self._free = iter(range(1, 64))
 
     def pages(self, tokens: int) -> list[int]:
@@ -116,8 +116,8 @@ def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callab
     """Make engines on one disk store; all must be clean in the end."""
     made: list[ToyEngine] = []
 
-    def make(store: str = "", shards: int = 1) -> ToyEngine:
-        made.append(ToyEngine(open_cache, store or str(tmp_path / "store"), shards))
+    def make(store: str = "", shards: int = 1, kept_bytes_max: int = 0) -> ToyEngine:
+        made.append(ToyEngine(open_cache, store or str(tmp_path / "store"), shards, kept_bytes_max))
         return made[-1]
 
     yield make
@@ -140,6 +140,31 @@ def test_another_engine_restores_every_full_block(engines: Callable[..., ToyEngi
     for position in range(3):
         assert np.array_equal(restored[:, :, position * BLOCK : (position + 1) * BLOCK], block_of(PROMPT, position))
     second.finish("b")
+
+
+def _loads(engine: ToyEngine, request: str, computed: int = 0) -> int:
+    """Load the prompt, check what came, and return how many blocks the store had to deliver."""
+    before = engine.worker.cache.stats().blocks_loaded
+    hit, pages, failed = engine.load(request, PROMPT, computed)
+    assert (computed + hit, failed) == (3 * BLOCK, set())
+    expected = np.concatenate([block_of(PROMPT, position) for position in range(3)], axis=2)
+    assert np.array_equal(held(engine, pages)[:, :, computed : 3 * BLOCK], expected[:, :, computed:])
+    engine.finish(request)
+    return engine.worker.cache.stats().blocks_loaded - before
+
+
+def test_blocks_of_late_come_from_this_process(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines(kept_bytes_max=2 * LAYOUT.raw_bytes)
+    engine.compute("a", PROMPT)
+    # The first of three has gone; where the engine has it, the others are all that is loaded.
+    assert _loads(engine, "b") == 3
+    assert _loads(engine, "c", computed=BLOCK + PAGE_TOKENS) == 0
+
+
+def test_blocks_loaded_twice_are_kept(engines: Callable[..., ToyEngine]) -> None:
+    engines().compute("a", PROMPT)
+    second = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)
+    assert [_loads(second, request) for request in "bcd"] == [3, 3, 0]
 
 
 def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine]) -> None:
@@ -327,7 +352,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
     engine = engines()
     gate = threading.Event()
-    engine.scheduler.cache.tiers.places = lambda object_id: iter([0] * gate.wait(5))  # type: ignore[method-assign]
+    engine.scheduler.cache.tiers.run_places = lambda object_ids: [0] * gate.wait(5)  # type: ignore[method-assign]
     answers = [engine.scheduler.match("a", b"", PROMPT, 0)]
     while answers[-1] is None:
         answers.append(engine.scheduler.match("a", b"", PROMPT, 0))

@@ -18,10 +18,26 @@ def test_captured_block_is_what_the_engine_wrote(order: CellOrder) -> None:
     pool, layers = host_pages(order)
     bits = random_block(1)
     engine_writes(layers, order, bits, [7, 2])
-    source = pool.capture([7, 2])
+    captured = pool.capture([7, 2])
     for layer in layers:
         layer[:] = 0
-    assert np.array_equal(source(), bits)
+    assert np.array_equal(captured.block(), bits)
+
+
+@pytest.mark.parametrize("order", CellOrder)
+def test_captured_pages_are_restored_into_others(order: CellOrder) -> None:
+    pool, layers = host_pages(order)
+    expected, bits = empty_layers(), random_block(1)
+    engine_writes(layers, order, bits, [7, 2])
+    captured = pool.capture([7, 2])
+    for layer in layers:
+        layer[:] = 0
+    captured.restore([4], 1)
+    captured.restore([3, 5], 0)
+    engine_writes(expected, order, bits, [3, 5])
+    for layer in expected:
+        layer[4] = layer[5]
+    assert np.array_equal(layers, expected)
 
 
 @pytest.mark.parametrize("order", CellOrder)
@@ -85,9 +101,13 @@ def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int
         pool.scatter(layer, bits, [9, 1], 0)
     written: Any = layers[2][9, 1, 3].view(torch.int16).numpy().view(np.uint16)
     assert written.tolist() == [*bits[2, 0, 3, 1], *bits[2, 1, 3, 1]]
-    source = pool.capture([9, 1])
+    captured = pool.capture([9, 1])
     layers[0].zero_()
-    assert np.array_equal(source(), bits)
+    assert np.array_equal(captured.block(), bits)
+    captured.restore([3, 4], 0)
+    assert np.array_equal(pool.capture([3, 4]).block(), bits)
+    captured.restore([5], 1)
+    assert torch.equal(layers[0][5].view(torch.int16), layers[0][4].view(torch.int16))
 
 
 @pytest.mark.gpu
@@ -97,7 +117,9 @@ def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
     pool, bits = DevicePages(layers, LAYOUT), random_block(5)
     for layer in range(LAYOUT.layers):
         pool.scatter(layer, bits, [9, 1], 0)
-    source = pool.capture([9, 1])
+    captured = pool.capture([9, 1])
     for layer in layers:
         layer.zero_()
-    assert np.array_equal(source(), bits)
+    assert np.array_equal(captured.block(), bits)
+    captured.restore([3, 4], 0)
+    assert np.array_equal(pool.capture([3, 4]).block(), bits)

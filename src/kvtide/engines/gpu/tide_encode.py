@@ -1,7 +1,7 @@
 """Blocks from pages to objects of the codec tide, encoded on a device.
 
-The bytes are those of `kvtide.codec.tide`, but where two tokens are equally loud to the last bit of a float32: sums of
-loudness are taken in another order here.
+The bytes are those of `kvtide.codec.tide`, but where the mean loudness of a quarter of the tokens is half a unit from a
+whole one to the last bits of a float32: means are taken in another order here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import Streams
-from kvtide.codec.tide.encoder import first_apart, loud_rows
+from kvtide.codec.tide.encoder import first_apart, loudness_weights
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.lists import CodedLists
 from kvtide.codec.tide.rows import RangeRows, place_groups
-from kvtide.codec.tide.section import Apart, Base, Loudness, SectionBytes, Steps, join_base, join_refinement
-from kvtide.codec.tide.values import keep_apart
+from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement
+from kvtide.codec.tide.values import kept_tokens
 from kvtide.engines.gpu.kernels import Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
@@ -37,6 +37,9 @@ MATRIX_THREADS = 128
 STATES_BYTES = 128
 PIECES = 4
 NOT_FINITE = 2
+# Loudness is summed in sixteen places, group by group, as on the processor.
+LANES = 16
+END_OF_GROUP = -2
 
 # TideSource of kernels/tide_project.cuh.
 SOURCE = np.dtype(
@@ -53,7 +56,7 @@ SOURCE = np.dtype(
 RANGE = np.dtype(
     [
         (name, "<u8")
-        for name in ("coefficients", "apart", "loud_rows", "usual", "parts", "gains", "places", "levels", "tallies")
+        for name in ("coefficients", "apart", "loud_rows", "weights", "parts", "gains", "places", "levels", "tallies")
     ]
     + [(name, "<u4") for name in ("rows", "tokens", "refinements", "loud_count")]
 )
@@ -120,7 +123,7 @@ class DeviceTideEncoder:
         self._kernels.follow()
         step, model = self._model.model.section_layers, self._model.model
         ranges = [
-            _Range(i, (start, start + step), place_groups(model.groups_of(start, step), self._steps.final_units))
+            _Range(i, (start, start + step), place_groups(model, start, self._steps.final_units))
             for i in range(len(blocks))
             for start in range(0, model.profile.layers, step)
         ]
@@ -130,6 +133,22 @@ class DeviceTideEncoder:
             self._kernels.finish()
             self._kept.clear()
             self._model.trim()
+
+
+def _loud_columns(rows: RangeRows, final_units: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the row and the weight of each column that loudness is summed over, -1 for none.
+
+    Each group's fill whole sixteens; sixteen of END_OF_GROUP follow.
+    """
+    weights, columns, factors = loudness_weights(rows.scales, final_units), [], []
+    for place in rows.places:
+        count = place.group.shape[1] if place.group.order.size else place.stop - place.start
+        numbers = np.arange(place.start, place.stop, dtype=np.int32)
+        padded = np.full(-(-count // LANES) * LANES, -1, dtype=np.int32)
+        padded[:count] = place.by_column(numbers, count, -1)
+        columns += [padded, np.full(LANES, END_OF_GROUP, dtype=np.int32)]
+        factors += [np.where(padded < 0, 0, weights[padded]), np.zeros(LANES)]
+    return np.concatenate(columns), np.concatenate(factors).astype(np.float32)
 
 
 class _Batch:
@@ -192,14 +211,14 @@ class _Batch:
                 reason = "a value is not finite" if status[known.block] == NOT_FINITE else "a symbol has no probability"
                 coded[known.block] = UnencodableBlock(reason)
                 continue
+            positions = np.flatnonzero(answers.apart[i]).astype(np.uint16)
             try:
-                kept = keep_apart(apart[i], np.arange(apart[i].shape[2], dtype=np.uint16))
+                kept = kept_tokens(apart[i], positions)
             except UnencodableBlock as error:
                 coded[known.block] = error
                 continue
-            positions = np.flatnonzero(answers.apart[i]).astype(np.uint16)
             loudness = Loudness(answers.parts[i], answers.gains[i].astype(np.int64))
-            sections += self._joined(i, written, Base(loudness, Apart(positions, kept.scales, kept.values)))
+            sections += self._joined(i, written, Base(loudness, kept))
         return [self._smaller(sections) for sections in coded]
 
     def _smaller(self, sections: list[Section] | UnencodableBlock) -> list[Section] | UnencodableBlock:
@@ -248,10 +267,10 @@ class _Batch:
         """Sort tokens by loudness, make levels, and return what the host must know."""
         tokens, jobs = self._layout.tokens, np.zeros(len(self._ranges), dtype=RANGE)
         for i, (job, known) in enumerate(zip(jobs, self._ranges, strict=True)):
-            used, usual = loud_rows(known.rows.scales, self._steps.final_units)
+            columns, weights = _loud_columns(known.rows, self._steps.final_units)
             job["coefficients"], job["apart"] = address(self._coefficients[i]), address(self._apart) + 4 * tokens * i
-            job["loud_rows"] = address(self._sent(used.astype(np.uint32)))
-            job["usual"], job["loud_count"] = address(self._sent(usual)), len(used)
+            job["loud_rows"], job["weights"] = address(self._sent(columns)), address(self._sent(weights))
+            job["loud_count"] = len(columns)
             job["parts"] = address(self._parts) + tokens * i
             job["gains"] = address(self._gains) + 4 * PARTS * i
             job["places"] = address(self._empty(2 * tokens))

@@ -84,7 +84,7 @@ class RangePlan:
 
     def __init__(self, model: DeviceModel, layers: tuple[int, int], final_units: int) -> None:
         self.layers = layers
-        self.rows = place_groups(model.model.groups_of(layers[0], layers[1] - layers[0]), final_units)
+        self.rows = place_groups(model.model, layers[0], final_units)
         self._model = model
         self._final_units = final_units
         self._extents: dict[tuple[int, int, int], Extent] = {}

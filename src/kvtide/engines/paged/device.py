@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.paged.pages import CellOrder, block_of_cells, keys_values
+from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys_values
 
 __all__ = ["DevicePages"]
 
@@ -49,7 +49,7 @@ class DevicePages:
             # `bits` is the caller's again, and the engine may read the pages.
             self._stream.synchronize()
 
-    def capture(self, pages: Sequence[int]) -> Callable[[], BlockBits]:
+    def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when the engine's stream comes here.
 
         They are gathered on the device and may be overwritten by what the engine queues next; the way to the host is
@@ -58,23 +58,40 @@ class DevicePages:
         chosen = torch.tensor(list(pages), device=self._device)
         gathered = torch.stack([layer[chosen] for layer in self._layers])
         if self._stream is None:
-            return lambda: self._block(gathered)
+            return _DeviceCaptured(self, gathered, lambda: None)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._on_stream():
             host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             host.copy_(gathered, non_blocking=True)
             gathered.record_stream(self._stream)
-            copied = self._stream.record_event()
+            return _DeviceCaptured(self, host, self._stream.record_event().synchronize)
 
-        def source() -> BlockBits:
-            copied.synchronize()
-            return self._block(host)
-
-        return source
-
-    def _block(self, cells: torch.Tensor) -> BlockBits:
-        unsigned: Any = cells.numpy().view(self.layout.bits_dtype)
-        return block_of_cells(np.ascontiguousarray(unsigned), self.layout, CellOrder.SPLIT)
+    def write(self, cells: torch.Tensor, pages: Sequence[int]) -> None:
+        """Write cells (layers, pages, kv_heads, page_tokens, 2 * head_dim) of the host into pages. Done on return."""
+        with self._on_stream():
+            chosen = torch.tensor(list(pages), device=self._device)
+            for layer, copy in zip(self._layers, cells, strict=True):
+                layer[chosen] = copy.to(self._device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _DeviceCaptured:
+    """Cells on their way to the host; `wait` returns when they are there."""
+
+    def __init__(self, pool: DevicePages, cells: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._pool = pool
+        self._cells = cells
+        self._wait = wait
+
+    def block(self) -> BlockBits:
+        self._wait()
+        unsigned: Any = self._cells.numpy().view(self._pool.layout.bits_dtype)
+        return block_of_cells(np.ascontiguousarray(unsigned), self._pool.layout, CellOrder.SPLIT)
+
+    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
+        self._wait()
+        self._pool.write(self._cells[:, skip_pages : skip_pages + len(pages)], pages)

@@ -5,9 +5,8 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout
 
-__all__ = ["CellOrder", "HostPages", "PagePool", "cell_order", "keys_values"]
+__all__ = ["Captured", "CellOrder", "HostPages", "PagePool", "cell_order", "keys_values"]
 
 Cells = NDArray[Any]
 
@@ -31,6 +30,16 @@ class CellOrder(Enum):
     TRANSPOSED_KEYS = "transposed keys"
 
 
+class Captured(Protocol):
+    """The pages of a block as they were. Safe to use from several threads."""
+
+    def block(self) -> BlockBits:
+        """Return them as a block."""
+
+    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
+        """Write them into `pages`, from `skip_pages` pages into the block on. Done on return."""
+
+
 class PagePool(Protocol):
     """All layers' pages of an engine. Safe to use from several threads on different pages."""
 
@@ -40,8 +49,8 @@ class PagePool(Protocol):
     def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write one layer of a block into `pages`, from `skip_pages` pages into the block on."""
 
-    def capture(self, pages: Sequence[int]) -> Callable[[], BlockBits]:
-        """Copy the pages of a block as they are now; the result makes them a block, later and elsewhere."""
+    def capture(self, pages: Sequence[int]) -> Captured:
+        """Copy the pages of a block as they are now."""
 
 
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
@@ -93,14 +102,30 @@ class HostPages:
             for position, page in enumerate(pages, skip_pages):
                 room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
 
-    def capture(self, pages: Sequence[int]) -> Callable[[], BlockBits]:
-        """Copy the pages of a block as they are now; the result makes them a block, later and elsewhere."""
+    def capture(self, pages: Sequence[int]) -> Captured:
+        """Copy the pages of a block as they are now."""
         _, kv_heads, tokens, content = self._layers[0].shape
         cells = np.empty((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
         for layer, copy in zip(self._layers, cells, strict=True):
             for position, page in enumerate(pages):
                 copy[position] = layer[page]
-        return partial(block_of_cells, cells, self.layout, self._order)
+        return _HostCaptured(cells, self._layers, self.layout, self._order)
+
+
+class _HostCaptured:
+    def __init__(self, cells: Cells, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder) -> None:
+        self._cells = cells
+        self._layers = layers
+        self._layout = layout
+        self._order = order
+
+    def block(self) -> BlockBits:
+        return block_of_cells(self._cells, self._layout, self._order)
+
+    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
+        for layer, copy in zip(self._layers, self._cells, strict=True):
+            for position, page in enumerate(pages, skip_pages):
+                layer[page] = copy[position]
 
 
 def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtide.cache import Cache
 from kvtide.clock import Clock
+from kvtide.decisions import Choice, Why
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
@@ -104,12 +105,19 @@ class SchedulerHalf:
         if hits is None:
             return None
         fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
-        return fresh if fresh > 0 and self._pace.is_load_faster(fresh, self._clock.monotonic_s()) else 0
+        if fresh <= 0 or self._pace.is_load_faster(fresh, self._clock.monotonic_s()):
+            return max(0, fresh)
+        if not sequence.is_left_alone:
+            sequence.is_left_alone = True
+            self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, -(-fresh // self._block_tokens))
+        return 0
 
     def _stored(self, request: str, blocks: Sequence[BlockRef]) -> int | None:
         now_s = self._clock.monotonic_s()
         lookup = self._lookups.get(request)
         if lookup is None:
+            if self._known(blocks) == len(blocks):
+                return len(blocks)
             lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks))
             self._lookups[request] = lookup
         try:
@@ -119,6 +127,11 @@ class SchedulerHalf:
             return None if now_s - lookup.asked_s < self._match_s_max else 0
         del self._lookups[request]
         return hits
+
+    def _known(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks the index has of every shard, without asking any tier."""
+        shards = range(len(blocks[0].ids))
+        return min(len(self.cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
 
     def _found(self, blocks: Sequence[BlockRef]) -> int:
         """Return how many leading blocks no worker has missed lately."""

@@ -60,6 +60,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             load_s_max=self.load_s_max,
         )
 
+    @property
+    def kept_bytes_max(self) -> int:
+        """Return the share of the memory for blocks as the engine's pages hold them; the rest is the memory tier's."""
+        return self.memory_bytes_max // 2
+
     def block_tokens_for(self, page_tokens: int) -> int:
         """Return the tokens of a block. ValueError if the user's number is not a multiple of the engine's page."""
         if self.block_tokens % page_tokens:

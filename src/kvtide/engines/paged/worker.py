@@ -6,7 +6,7 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock
 from kvtide.engines.paged.gate import WriteGate
+from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, WorkerReport
 from kvtide.engines.paged.pages import PagePool
-from kvtide.types import BlockKey
+from kvtide.types import BlockKey, ObjectId
 
 __all__ = ["LoadOutcome", "WorkerHalf"]
 
@@ -25,6 +26,8 @@ __all__ = ["LoadOutcome", "WorkerHalf"]
 LOADS_AT_ONCE = 4
 # A step without work waits so long for a load to end, instead of spinning through the engine's loop.
 IDLE_WAIT_S = 0.005
+# As much is copied in 10 ms or so, for which the engine may stand still.
+COPY_BYTES_MAX = 128 << 20
 
 
 class LoadOutcome(NamedTuple):
@@ -37,23 +40,50 @@ class LoadOutcome(NamedTuple):
 class _Load:
     """One load. Its sink is a BlockSink that may be called too late: then it writes nothing."""
 
-    def __init__(self, order: LoadOrder, pool: PagePool, started_s: float) -> None:
+    def __init__(
+        self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
+    ) -> None:
         self.order = order
         self.started_s = started_s
+        self._ids = ids
         self._pool = pool
+        self._kept = kept
+        self._captured = kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # Of each layer, the blocks that are still to come.
         self._missing = [len(order.blocks)] * pool.layout.layers
 
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether nothing has to come from a tier."""
+        return len(self._captured) == len(self._ids)
+
+    def restore_kept(self) -> int:
+        """Copy the leading blocks that this process has kept; return how many."""
+        for position, block in enumerate(self._captured):
+            pages, skip_pages = self._room(position)
+            with self._gate.enter() as is_in:
+                if is_in:
+                    block.restore(pages, skip_pages)
+                    for layer in range(self._pool.layout.layers):
+                        self._note_layer(layer)
+        return len(self._captured)
+
     def sink(self, position: int, bits: BlockBits) -> None:
-        start = position * self._pages_per_block - self.order.skip_pages
-        pages = self.order.pages[max(0, start) : start + self._pages_per_block]
+        pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:
                 for layer in range(self._pool.layout.layers):
-                    self._pool.scatter(layer, bits, pages, max(0, -start))
+                    self._pool.scatter(layer, bits, pages, skip_pages)
                     self._note_layer(layer)
+                if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
+                    self._kept.put(self._ids[position], self._pool.capture(pages))
+
+    def _room(self, position: int) -> tuple[Sequence[int], int]:
+        """Return the pages that a block fills, and how many of its pages come before them."""
+        start = position * self._pages_per_block - self.order.skip_pages
+        return self.order.pages[max(0, start) : start + self._pages_per_block], max(0, -start)
 
     def _note_layer(self, layer: int) -> None:
         with self._gate.changed:
@@ -78,8 +108,11 @@ class _Load:
 class WorkerHalf:
     """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own."""
 
-    def __init__(self, cache: Cache, pool: PagePool, shard: int, label: str, clock: Clock) -> None:
+    def __init__(
+        self, cache: Cache, pool: PagePool, shard: int, label: str, clock: Clock, kept_bytes_max: int = 0
+    ) -> None:
         self.cache = cache
+        self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes)
         self._pool = pool
         self._shard = shard
         self._label = label
@@ -105,17 +138,20 @@ class WorkerHalf:
         """Start the step's loads."""
         self._failed_requests = set()
         for order in orders.loads:
-            load = _Load(order, self._pool, self._clock.monotonic_s())
+            ids = [block.ids[self._shard] for block in order.blocks]
+            load = _Load(order, ids, self._pool, self._kept, self._clock.monotonic_s())
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
                 self._loads[order.request] = load
-            self._loaders.submit(self._run, load)
+            # A copy is over sooner than a thread has woken up.
+            if load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
+                self._run(load)
+            else:
+                self._loaders.submit(self._run, load)
 
     def _run(self, load: _Load) -> None:
-        metas = [self._meta(block) for block in load.order.blocks]
-        left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
-        failed = LoadReport(0, 0, MissReason.FAULT)
-        report = self.cache.guarded("load", partial(self.cache.load, metas, load.sink, max(0.0, left_s)), failed)
+        kept = load.restore_kept()
+        report = LoadReport(kept, 0, None) if load.is_kept else self._load_rest(load, kept)
         load.close()
         seconds = self._clock.monotonic_s() - load.started_s
         with self._changed:
@@ -124,6 +160,18 @@ class WorkerHalf:
             self._end(load, report)
             self._note(load, report, seconds)
             self._changed.notify_all()
+
+    def _load_rest(self, load: _Load, kept: int) -> LoadReport:
+        """Load what comes behind the blocks that were kept; those count as loaded."""
+        metas = [self._meta(block) for block in load.order.blocks[kept:]]
+        left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
+
+        def sink(position: int, bits: BlockBits) -> None:
+            load.sink(kept + position, bits)
+
+        failed = LoadReport(0, 0, MissReason.FAULT)
+        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, max(0.0, left_s)), failed)
+        return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: _Load, report: LoadReport) -> None:
         unfilled = load.unfilled(report.blocks)
@@ -166,9 +214,10 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything.
             if order.request in self._failed_requests:
                 continue
-            block = PendingBlock(self._meta(order.block), self._pool.capture(order.pages))
-            if not self.cache.store([block]):
+            meta, captured = self._meta(order.block), self._pool.capture(order.pages)
+            if not self.cache.store([PendingBlock(meta, captured.block)]):
                 return
+            self._kept.put(meta.id, captured)
 
     def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
         """Return what has ended since the last call; loads of `finished` requests are given up.
@@ -199,3 +248,4 @@ class WorkerHalf:
         with self._changed:
             assert not self._loads, f"loads are left: {sorted(self._loads)}"
             assert not self._ended
+        self._kept.check()

@@ -188,8 +188,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
         pool = page_pool(self._model, kv_caches, self._vllm_config)
-        cache = self._cache(self._settings.limits())
-        self._worker = WorkerHalf(cache, pool, get_tensor_model_parallel_rank(), self._model.label, self._clock)
+        limits, kept_bytes_max = self._settings.limits(), self._settings.kept_bytes_max
+        cache = self._cache(replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max))
+        rank = get_tensor_model_parallel_rank()
+        self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""

@@ -6,15 +6,17 @@ nothing of kvtide's besides the connector that the start names, so that every pe
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
-__all__ = ["Answer", "Job", "Prompt", "Result", "Start"]
+__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "import_engine", "serve"]
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class Result(msgspec.Struct, frozen=True):
 
     answers: list[Answer] = []
     seconds: float = 0.0
+    # Of the thread that runs the engine and, with one OpenMP thread, its kernels: busy neighbours don't count.
+    cpu_s: float = 0.0
     is_done: bool = True
     rss_bytes: int = 0
     stats: dict[str, Any] = {}
@@ -87,13 +91,14 @@ class _Session:
 
         from vllm import LLM
 
+        _hide_llvmlite()
         transfer = {"kv_transfer_config": KVTransferConfig(**start.transfer)} if start.transfer else {}
         self._llm = LLM(model=start.model, **start.options, **transfer)
         self._engine = self._llm.llm_engine
         self._count = 0
 
     def do(self, job: Job) -> Result:
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         answers: list[Answer] = []
         is_done, stats = True, dict[str, Any]()
         if job.verb == "generate":
@@ -106,8 +111,8 @@ class _Session:
             stats = self._check()
         else:
             raise ValueError(f"unknown job {job.verb!r}")
-        rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Result(answers, time.perf_counter() - started_s, is_done, rss_kib << 10, stats)
+        seconds, cpu_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
+        return Result(answers, seconds, cpu_s, is_done, _rss_bytes(), stats)
 
     def _generate(self, prompts: list[Prompt]) -> list[Answer]:
         from vllm.inputs import TokensPrompt
@@ -141,7 +146,8 @@ class _Session:
         scheduler.scheduler.check()
         worker.worker.check()
         cache = worker.worker.cache
-        cache.index.check()
+        cache.check()
+        scheduler.scheduler.cache.check()
         pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         stats: dict[str, Any] = msgspec.to_builtins(cache.stats()._asdict())
         # One page is vLLM's own placeholder.
@@ -158,15 +164,47 @@ class _Session:
         self._engine.engine_core.shutdown()
 
 
+def _rss_bytes() -> int:
+    """Return the memory that this process has now, not its peak."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def _hide_llvmlite() -> None:
+    """Let vLLM register kernels although numba is imported, as LMCache does.
+
+    vLLM reads every object's `__dict__`; llvmlite's library takes that for the name of a C function (AttributeError).
+    """
+    if importlib.util.find_spec("llvmlite") is not None:
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
+
+
+def import_engine() -> None:
+    """Do what most of an engine's start goes into; starts no threads, which a fork would lose."""
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
+    """Start the engine that the first line of `jobs` asks for and do the others until they end."""
+    session = _Session(msgspec.json.decode(jobs.readline(), type=Start))
+    _reply(replies, Result(stats={"pid": os.getpid()}))
+    for line in jobs:
+        _reply(replies, session.do(msgspec.json.decode(line, type=Job)))
+    session.close()
+
+
+def _reply(replies: BinaryIO, result: Result) -> None:
+    replies.write(msgspec.json.encode(result) + b"\n")
+    replies.flush()
+
+
 def main() -> None:
     """Serve jobs from standard input until it ends. What the engine prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    session = _Session(msgspec.json.decode(sys.stdin.readline(), type=Start))
-    replies.write(msgspec.json.encode(Result()) + b"\n")
-    for line in sys.stdin:
-        replies.write(msgspec.json.encode(session.do(msgspec.json.decode(line, type=Job))) + b"\n")
-    session.close()
+    serve(sys.stdin.buffer, replies)
 
 
 if __name__ == "__main__":

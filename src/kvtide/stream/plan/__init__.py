@@ -1,6 +1,7 @@
 """Plans: pure functions from what is wanted, here and known of the link to what to do next."""
 
 from kvtide.stream.plan.base import (
+    PASS_TOKENS,
     PLAN_FETCHES_MAX,
     Chunk,
     Fetch,
@@ -10,16 +11,18 @@ from kvtide.stream.plan.base import (
     Reason,
     Request,
     is_ready,
+    leading_pass,
     mean_kl,
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered, TwoEnded
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner, TwoEnded
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
-from kvtide.stream.plan.prefill import PrefillSpeed
+from kvtide.stream.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
+    "PASS_TOKENS",
     "PLAN_FETCHES_MAX",
     "AnchorFirst",
     "CachegenRule",
@@ -28,9 +31,12 @@ __all__ = [
     "Fetch",
     "FixedLevel",
     "ImportanceFirst",
+    "ImportanceWeighted",
     "Layered",
+    "NewestFiner",
     "Plan",
     "Policy",
+    "PrefillMeter",
     "PrefillSpeed",
     "Progress",
     "Reason",
@@ -41,5 +47,6 @@ __all__ = [
     "cut_for_meeting",
     "decide",
     "is_ready",
+    "leading_pass",
     "mean_kl",
 ]

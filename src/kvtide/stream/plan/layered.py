@@ -7,17 +7,30 @@ these needs a bandwidth estimate, and a wrong one costs nothing.
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 
-from kvtide.stream.plan.base import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, Progress, Reason, Request
+from kvtide.stream.plan.base import (
+    PLAN_FETCHES_MAX,
+    Fetch,
+    Plan,
+    Progress,
+    Reason,
+    Request,
+    leading_pass,
+)
 
-__all__ = ["AnchorFirst", "ImportanceFirst", "Layered", "TwoEnded"]
+__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "NewestFiner", "TwoEnded"]
 
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
 _ENGINE_SHARE = 0.95
+# Of the time that is left, what a pass of several chunks may take: one that the deadline cuts off is lost, and the last
+# ones are short.
+_PASS_SHARE = 0.8
 
 
 class _BaseFirst(ABC):
@@ -30,7 +43,7 @@ class _BaseFirst(ABC):
         return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
 
     @abstractmethod
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         """Return a key: what is to be asked for first has the smallest."""
 
     def _refinements(self, request: Request, progress: Progress, chunks: Iterable[int]) -> Plan:
@@ -40,7 +53,7 @@ class _BaseFirst(ABC):
             step = progress.asked[index]
             if 0 < step < steps and index not in progress.computed:
                 fetch = Fetch(index, step)
-                waiting.append((self._rank(request.chunks[index], fetch), fetch))
+                waiting.append((self._rank(request, fetch), fetch))
         heapq.heapify(waiting)
         fetches: list[Fetch] = []
         while waiting and len(fetches) < PLAN_FETCHES_MAX:
@@ -48,7 +61,7 @@ class _BaseFirst(ABC):
             fetches.append(fetch)
             following = Fetch(fetch.chunk, fetch.step + 1)
             if following.step < steps:
-                heapq.heapreplace(waiting, (self._rank(request.chunks[fetch.chunk], following), following))
+                heapq.heapreplace(waiting, (self._rank(request, following), following))
             else:
                 heapq.heappop(waiting)
         return Plan(tuple(fetches), (), Reason.REFINE if fetches else Reason.COMPLETE)
@@ -57,15 +70,41 @@ class _BaseFirst(ABC):
 class Layered(_BaseFirst):
     """Refinements by quality gained for a byte; of equals the earlier step, then the chunk nearest the end."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        chunk = request.chunks[fetch.chunk]
         gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
         return (-gain, fetch.step, -fetch.chunk)
+
+
+class ImportanceWeighted(Layered):
+    """Refinements by quality gained for a byte, each gain multiplied by how much its tokens matter.
+
+    weights: for each chunk and each of its steps (that of the base is not used) a factor, all alike as good as Layered.
+    ValueError for one that is negative or not finite, or if they are not of a request's chunks and steps.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[float]]) -> None:
+        if not all(0 <= weight < math.inf for of_chunk in weights for weight in of_chunk):
+            raise ValueError("weights are finite and not negative")
+        self._weights = [tuple(of_chunk) for of_chunk in weights]
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next. ValueError for a context stored in levels, or one that the weights are not of."""
+        shape = {len(of_chunk) for of_chunk in self._weights}
+        if len(self._weights) != len(request.chunks) or shape != {request.steps}:
+            wanted = f"{len(request.chunks)} chunks and {request.steps} steps"
+            raise ValueError(f"expected weights of {wanted}, got {len(self._weights)} and {sorted(shape)}")
+        return super().plan(request, progress)
+
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        gain, step, position = super()._rank(request, fetch)
+        return (self._weights[fetch.chunk][fetch.step] * gain, step, position)
 
 
 class AnchorFirst(_BaseFirst):
     """The order of the CacheGen experiment log: anchors of all chunks, then single deltas, chunk after chunk."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.chunk, fetch.step)
 
 
@@ -86,8 +125,24 @@ class ImportanceFirst(_BaseFirst):
             raise ValueError(f"an order of {len(self._rank_of)} chunks for a context of {len(request.chunks)}")
         return super().plan(request, progress)
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.step, self._rank_of[fetch.chunk])
+
+
+class NewestFiner(_BaseFirst):
+    """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
+
+    newest_tokens: so many at the context's end are to be finer; a chunk counts that has any. ValueError below 1.
+    """
+
+    def __init__(self, newest_tokens: int) -> None:
+        if newest_tokens < 1:
+            raise ValueError(f"expected a number of newest tokens from 1 on, got {newest_tokens}")
+        self._newest_tokens = newest_tokens
+
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        is_newest = request.chunks[fetch.chunk].stop > request.tokens - self._newest_tokens
+        return (fetch.step - is_newest, not is_newest, -fetch.chunk)
 
 
 class TwoEnded(Layered):
@@ -110,7 +165,7 @@ class TwoEnded(Layered):
         chunks = len(request.chunks)
         front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
         chunk = self._next_to_compute(request, progress, front)
-        computes = () if chunk is None or chunk in progress.assigned else (chunk,)
+        computes = () if chunk is None or chunk in progress.assigned else _pass_from(chunk, request, progress)
         for first in (_floor(request, progress, front), front):
             backwards = range(chunks - 1, first - 1, -1)
             plan = _bases(request, progress, backwards) or self._refinements(request, progress, backwards)
@@ -127,6 +182,22 @@ class TwoEnded(Layered):
         if not progress.here[front] or stop_s <= request.deadline_s:
             return front
         return next((chunk for chunk in range(front, len(request.chunks)) if not progress.is_usable(chunk)), None)
+
+
+def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, ...]:
+    """Return `chunk` and those behind it that the engine should compute with it: short passes are dear.
+
+    Until the deadline all that ends in time; where both ends race, half of what nobody has begun with.
+    """
+    start, left = request.chunks[chunk].start, range(chunk, len(request.chunks))
+    reach = start
+    if not request.kl_goal and progress.now_s < request.deadline_s:
+        reach = math.floor(request.prefill.reach(start, _PASS_SHARE * (request.deadline_s - progress.now_s)))
+    begun = next((other for other in left if progress.asked[other] or progress.is_usable(other)), len(request.chunks))
+    untouched = (request.chunks[begun].start if begun < len(request.chunks) else request.tokens) - start
+    stop = max(reach, start + untouched // 2)
+    fits = takewhile(lambda other: other == chunk or request.chunks[other].stop <= stop, left)
+    return leading_pass(request, takewhile(lambda other: other not in progress.assigned, fits))
 
 
 def _check(request: Request) -> None:

@@ -9,8 +9,8 @@ constexpr u32 encode_tokens_max = 1024;
 struct TideRange {
   const i16* coefficients;  // (rows, tokens), in order of tokens
   const u32* apart;         // (tokens)
-  const u32* loud_rows;     // rows that loudness is measured on, and what one step of each is beside what is usual
-  const float* usual;
+  const i32* loud_rows;     // the row of each column that loudness is summed over, -1: none; sixteen of -2 end a group
+  const float* weights;     // of each column
   u8* parts;                // (tokens)
   i32* gains;               // (parts)
   u16* places;              // (tokens): the token at each place in coded order
@@ -26,6 +26,31 @@ struct TideRangeArgs {
   u64 rows_max;
 };
 
+constexpr u32 loud_lanes = 16;
+constexpr i32 end_of_group = -2;
+
+// Sums go by sixteen places and then in order, group by group, as on the processor.
+INLINE float loudness_of(const TideRange& r, u32 token) {
+  float loud = 0.0f, sums[loud_lanes] = {};
+  if (r.apart[token] != 0) return loud;
+  for (u32 first = 0; first < r.loud_count; first += loud_lanes) {
+    const bool is_end = r.loud_rows[first] == end_of_group;
+#pragma unroll
+    for (u32 i = 0; i < loud_lanes; ++i) {
+      const i32 row = r.loud_rows[first + i];
+      if (row >= 0) {
+        const i32 value = r.coefficients[static_cast<u64>(row) * r.tokens + token];
+        sums[i] += static_cast<float>(value < 0 ? -value : value) * r.weights[first + i];
+      }
+      if (is_end) {
+        loud += sums[i];
+        sums[i] = 0.0f;
+      }
+    }
+  }
+  return loud;
+}
+
 // Sorts tokens by how large their coefficients are, and cuts them into parts. A block for each range.
 KERNEL tide_loudness(TideRangeArgs args) {
   __shared__ float loud[encode_tokens_max];
@@ -34,13 +59,7 @@ KERNEL tide_loudness(TideRangeArgs args) {
     const TideRange& r = args.ranges[i];
     __syncthreads();
     for (u32 token = threadIdx.x; token < r.tokens; token += blockDim.x) {
-      double sum = 0.0;
-      for (u32 k = 0; r.apart[token] == 0 && k < r.loud_count; ++k) {
-        const i32 value = r.coefficients[u64{r.loud_rows[k]} * r.tokens + token];
-        sum += static_cast<double>(r.usual[k]) * (value < 0 ? -value : value);
-      }
-      const u32 count = r.loud_count > 1 ? r.loud_count : 1;
-      loud[token] = static_cast<float>(sum) / static_cast<float>(count * 0.75);
+      loud[token] = loudness_of(r, token);
     }
     __syncthreads();
     for (u32 token = threadIdx.x; token < r.tokens; token += blockDim.x) {

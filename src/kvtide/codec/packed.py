@@ -1,0 +1,179 @@
+"""The codec `packed-1`: every bit of a block, in chunks of tokens that belong together, over a rough base of all.
+
+Invariant: with all sections a block decodes to exactly its bits, whatever the order its tokens are stored in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.codec.profile import Profile
+from kvtide.codec.tide import TideCodec
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.importance.reorder import CHUNK_TOKENS, Orders, chunks_of, is_order
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire.object import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
+
+__all__ = ["BASE_QUALITY", "PackedBase", "PackedCodec", "put_chunk"]
+
+# KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
+BASE_QUALITY = 2e-2
+REPACKS_MAX = 65535
+
+_PREFIX = struct.Struct("<HH")
+
+
+class PackedBase(NamedTuple):
+    """What the base sections of an object say beside the rough values: how its tokens are stored."""
+
+    chunk_tokens: int
+    repacks: int
+    orders: Orders
+
+    def chunk(self, layer: int, number: int) -> NDArray[np.uint16]:
+        """Return the logical tokens of a layer's chunk, as they are stored."""
+        start = number * self.chunk_tokens
+        return self.orders[layer, start : start + self.chunk_tokens]
+
+
+class PackedCodec:
+    """Exact blocks whose tokens are stored in an order of their own; parts of them decode too."""
+
+    codec_id = "packed-1"
+    is_lossless = True
+
+    def __init__(
+        self, profile: Profile | None = None, quality: float = BASE_QUALITY, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
+        """quality: KL that the base alone is to have, as of `TideCodec`. Without a profile only whole blocks decode."""
+        if not 1 <= chunk_tokens <= 65535:
+            raise ValueError(f"a chunk has 1 to 65535 tokens, got {chunk_tokens}")
+        self._tide = TideCodec(profile, quality, 0)
+        self._chunk_tokens = chunk_tokens
+
+    @property
+    def profile(self) -> bytes | None:
+        """Return the digest of the base's profile."""
+        return self._tide.profile
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return tide's bound and a copy of the block."""
+        return self._tide.scratch_bytes(layout) + layout.raw_bytes
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return base and chunks, tokens as they come.
+
+        UnencodableBlock as of tide, or if base and chunks are more than an object may have.
+        """
+        check_bits(bits, meta.layout)
+        bases = self._tide.encode(meta, bits)
+        layers, tokens = meta.layout.layers, meta.layout.tokens
+        assert tokens <= 65536
+        orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1))
+        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders), bits)
+        size = HEADER_BYTES + sum(ENTRY_BYTES + len(section.data) for section in sections)
+        if size > object_bytes_max(meta.layout):
+            raise UnencodableBlock("the base takes too much beside exact values")
+        return sections
+
+    def repack(self, meta: BlockMeta, sections: Sequence[Section], orders: Orders) -> list[Section]:
+        """Return a whole block's sections with its tokens in other orders; the base stays.
+
+        CorruptPayload if sections are missing or not of this block; ValueError for orders that are none.
+        """
+        if orders.shape != (meta.layout.layers, meta.layout.tokens) or not is_order(orders):
+            raise ValueError(f"expected an order of {meta.layout.tokens} tokens a layer, got {orders.shape}")
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        base, bases = _split(meta, sections)
+        if _put_chunks(meta, base, sections, bits) < meta.layout.layers * meta.layout.tokens:
+            raise CorruptPayload(f"{meta.id}: chunks are missing, it can't be packed anew")
+        repacks = min(base.repacks + 1, REPACKS_MAX)
+        return _joined(bases, PackedBase(base.chunk_tokens, repacks, orders), bits)
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Write the block: exact where chunks are here, else as the base has it."""
+        check_bits(out, meta.layout)
+        base, bases = _split(meta, sections)
+        chunks = meta.layout.layers * len(chunks_of(meta.layout.tokens, base.chunk_tokens))
+        if len(sections) - len(bases) < chunks:
+            self._tide.decode(meta, bases, out)
+        _put_chunks(meta, base, sections, out)
+
+    def layout_of(self, meta: BlockMeta, sections: Sequence[Section]) -> PackedBase:
+        """Return how tokens are stored. CorruptPayload as for `decode`."""
+        return _split(meta, sections)[0]
+
+    def decode_base(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> PackedBase:
+        """Write the rough values of all tokens; return how they are stored. Sections: those of the base."""
+        base, bases = _split(meta, sections)
+        self._tide.decode(meta, bases, out)
+        return base
+
+
+def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list[Section]:
+    prefix = _PREFIX.pack(base.chunk_tokens, base.repacks)
+    sections = [
+        Section(id_, b"".join([prefix, base.orders[id_.layer_start : id_.layer_stop].astype("<u2").tobytes(), data]))
+        for id_, data in bases
+    ]
+    for layer, order in enumerate(base.orders):
+        stored = bits[layer][:, order]
+        for number, (start, stop) in enumerate(chunks_of(len(order), base.chunk_tokens)):
+            section_id = SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1)
+            sections.append(Section(section_id, stored[:, start:stop].tobytes()))
+    return sections
+
+
+def _split(meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
+    """Return how tokens are stored, and the base as tide has it. CorruptPayload if it is not whole."""
+    layers, tokens = meta.layout.layers, meta.layout.tokens
+    orders, bases, said = np.empty((layers, tokens), dtype=np.uint16), [], set()
+    layer = 0
+    for id_, data in sorted((each for each in sections if each.id.refinement == 0), key=lambda each: each.id):
+        size = _PREFIX.size + 2 * tokens * (id_.layer_stop - id_.layer_start)
+        if id_.kind is not SectionKind.DATA or id_.layer_start != layer or id_.layer_stop > layers or len(data) < size:
+            raise CorruptPayload(f"{meta.id}: {id_} is no base of layers from {layer} on, or has {len(data)} bytes")
+        view = memoryview(data)
+        said.add(_PREFIX.unpack_from(view))
+        orders[layer : id_.layer_stop] = np.frombuffer(view[_PREFIX.size : size], dtype="<u2").reshape(-1, tokens)
+        bases.append(Section(id_, view[size:]))
+        layer = id_.layer_stop
+    if layer != layers or len(said) != 1 or not is_order(orders):
+        raise CorruptPayload(f"{meta.id}: bases end at layer {layer} of {layers}, say {said}, or hold no orders")
+    chunk_tokens, repacks = said.pop()
+    if not chunk_tokens:
+        raise CorruptPayload(f"{meta.id}: chunks of no tokens")
+    return PackedBase(chunk_tokens, repacks, orders), bases
+
+
+def _put_chunks(meta: BlockMeta, base: PackedBase, sections: Sequence[Section], out: BlockBits) -> int:
+    """Write the chunks that are here; return how many tokens of all layers they have."""
+    seen: set[SectionId] = set()
+    written = 0
+    for section in sections:
+        id_ = section.id
+        if id_.refinement == 0:
+            continue
+        is_ours = id_.kind is SectionKind.DELTA and id_.layer_stop == id_.layer_start + 1 <= meta.layout.layers
+        if not is_ours or id_ in seen:
+            raise CorruptPayload(f"{meta.id}: {id_} is no chunk, or here twice")
+        seen.add(id_)
+        written += put_chunk(meta, base, section, out[id_.layer_start])
+    return written
+
+
+def put_chunk(meta: BlockMeta, base: PackedBase, section: Section, layer_out: BlockBits) -> int:
+    """Write a chunk's tokens to its layer, (2, tokens, kv_heads, head_dim); return how many. CorruptPayload."""
+    tokens = base.chunk(section.id.layer_start, section.id.refinement - 1)
+    layout = meta.layout
+    found = np.frombuffer(section.data, dtype=np.uint8)
+    if not len(tokens) or found.size != layout.layer_bytes // layout.tokens * len(tokens):
+        raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {len(tokens)} tokens")
+    layer_out[:, tokens] = found.view(layout.bits_dtype).reshape(2, len(tokens), layout.kv_heads, layout.head_dim)
+    return len(tokens)

@@ -1,0 +1,157 @@
+"""What past uses say of a block's tokens: average importance, kept in a side record beside the block (docs/format.md).
+
+Invariant: merging is commutative, associative and idempotent, so that processes and servers may do it in any order: a
+record has an entry for each writer, writers change none but their own, and the later version of an entry wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtide.errors import CorruptPayload
+from kvtide.importance.probe import Floats
+from kvtide.types import BlockKey, ObjectId
+
+__all__ = ["HALF_LIFE_S", "RECORD_BYTES_MAX", "WRITERS_MAX", "Entry", "UseRecord", "WriterId", "record_id"]
+
+WriterId = bytes
+WRITER_BYTES = 8
+# Writers that a record remembers: those that wrote last.
+WRITERS_MAX = 8
+# A use counts half after this long.
+HALF_LIFE_S = 7 * 86_400.0
+RECORD_BYTES_MAX = 16 << 20
+# Means are kept as float16.
+_MEAN_MAX = 60_000.0
+
+_MAGIC = b"\x89KVUSE\r\n"
+_VERSION = 1
+_HEAD = struct.Struct("<8sHH32sIII")
+_ENTRY = struct.Struct("<8sQdd")
+_DIGEST_BYTES = 16
+
+
+class Entry(NamedTuple):
+    """What one writer saw: the mean importance over its uses, each weighed by its age.
+
+    version: uses noted; weight: sum of the uses' weights at time_s (wall time of the last). mean: (layers, tokens).
+    """
+
+    version: int
+    time_s: float
+    weight: float
+    mean: NDArray[np.float16]
+
+    def weight_at(self, time_s: float) -> float:
+        """Return the weight at a time; clocks that go back don't make uses younger."""
+        return float(self.weight * 0.5 ** (max(0.0, time_s - self.time_s) / HALF_LIFE_S))
+
+
+def record_id(block: ObjectId) -> ObjectId:
+    """Return the id under which a block's record is stored."""
+    return ObjectId(block.namespace, BlockKey(hashlib.sha256(b"kvtide-uses-1" + block.key).digest()))
+
+
+@dataclass(frozen=True)
+class UseRecord:
+    """The uses of one block, by writer. Immutable: `noted` and `merged` return another."""
+
+    block: BlockKey
+    layers: int
+    tokens: int
+    entries: Mapping[WriterId, Entry] = field(default_factory=dict)
+
+    def noted(self, writer: WriterId, importance: Floats, time_s: float) -> UseRecord:
+        """Return the record with one more use. importance: (layers, tokens), finite, not negative."""
+        if importance.shape != (self.layers, self.tokens) or len(writer) != WRITER_BYTES:
+            raise ValueError(f"importance {importance.shape} of {self.layers} layers, {self.tokens} tokens; {writer!r}")
+        if not np.isfinite(importance).all() or (importance < 0).any():
+            raise ValueError("importance must be finite and not negative")
+        old = self.entries.get(writer)
+        before = old.weight_at(time_s) if old else 0.0
+        total = before + 1.0
+        mean = importance.astype(np.float64) / total
+        if old is not None:
+            mean += old.mean.astype(np.float64) * (before / total)
+        time_s = max(time_s, old.time_s) if old else time_s
+        entry = Entry(old.version + 1 if old else 1, time_s, total, np.minimum(mean, _MEAN_MAX).astype(np.float16))
+        return self._with({**self.entries, writer: entry})
+
+    def merged(self, other: UseRecord) -> UseRecord:
+        """Return what both know. ValueError for another block's record."""
+        if (self.block, self.layers, self.tokens) != (other.block, other.layers, other.tokens):
+            raise ValueError("records of two blocks can't be merged")
+        both = dict(self.entries)
+        for writer, entry in other.entries.items():
+            if writer not in both or _order(writer, entry) > _order(writer, both[writer]):
+                both[writer] = entry
+        return self._with(both)
+
+    def _with(self, entries: Mapping[WriterId, Entry]) -> UseRecord:
+        last = sorted(entries.items(), key=lambda item: _order(*item), reverse=True)[:WRITERS_MAX]
+        return UseRecord(self.block, self.layers, self.tokens, dict(sorted(last)))
+
+    def scores(self, time_s: float) -> Floats | None:
+        """Return the average importance of each token, (layers, tokens); None if there were no uses."""
+        weights = [entry.weight_at(time_s) for entry in self.entries.values()]
+        if not sum(weights) > 0:
+            return None
+        total = np.zeros((self.layers, self.tokens))
+        for entry, weight in zip(self.entries.values(), weights, strict=True):
+            total += entry.mean.astype(np.float64) * (weight / sum(weights))
+        return total.astype(np.float32)
+
+    def uses(self) -> int:
+        """Return the uses that all writers noted."""
+        return sum(entry.version for entry in self.entries.values())
+
+    @property
+    def bytes_max(self) -> int:
+        """Return how large a record of such a block can be."""
+        return _HEAD.size + WRITERS_MAX * (_ENTRY.size + 2 * self.layers * self.tokens) + _DIGEST_BYTES
+
+    def to_bytes(self) -> bytes:
+        """Return the record as it is stored."""
+        head = _HEAD.pack(_MAGIC, _VERSION, 0, self.block, self.layers, self.tokens, len(self.entries))
+        parts = [head]
+        for writer, (version, time_s, weight, mean) in self.entries.items():
+            parts += [_ENTRY.pack(writer, version, time_s, weight), mean.astype("<f2").tobytes()]
+        body = b"".join(parts)
+        return body + xxhash.xxh3_128_digest(body)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview, block: BlockKey, layers: int, tokens: int) -> UseRecord:
+        """Return a stored record of this block. CorruptPayload if it is none."""
+        view = memoryview(data)
+        entry_bytes = _ENTRY.size + 2 * layers * tokens
+        if not _HEAD.size + _DIGEST_BYTES <= len(view) <= RECORD_BYTES_MAX:
+            raise CorruptPayload(f"a use record can't have {len(view)} bytes")
+        magic, version, zero, *named, count = _HEAD.unpack_from(view)
+        if (magic, version, zero) != (_MAGIC, _VERSION, 0) or tuple(named) != (block, layers, tokens):
+            raise CorruptPayload(f"not a use record of version {_VERSION}, or not this block's")
+        if count > WRITERS_MAX or len(view) != _HEAD.size + count * entry_bytes + _DIGEST_BYTES:
+            raise CorruptPayload(f"{count} writers in a use record of {len(view)} bytes")
+        if xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
+            raise CorruptPayload("checksum of the use record does not match")
+        entries: dict[WriterId, Entry] = {}
+        for offset in range(_HEAD.size, len(view) - _DIGEST_BYTES, entry_bytes):
+            writer, uses, time_s, weight = _ENTRY.unpack_from(view, offset)
+            mean = np.frombuffer(view[offset + _ENTRY.size : offset + entry_bytes], dtype="<f2")
+            is_sound = np.isfinite(mean).all() and (mean >= 0).all() and np.isfinite([time_s, weight]).all()
+            if not is_sound or weight < 0 or (entries and writer <= max(entries)):
+                raise CorruptPayload("a use record's writers must be sorted, its numbers finite and not negative")
+            entries[writer] = Entry(uses, time_s, weight, mean.astype(np.float16).reshape(layers, tokens))
+        return cls(block, layers, tokens, entries)
+
+
+def _order(writer: WriterId, entry: Entry) -> tuple[float, int, bytes, float, bytes]:
+    # Total, so that whoever merges in whatever order keeps the same entries. A writer's own time never falls.
+    return (entry.time_s, entry.version, writer, entry.weight, entry.mean.tobytes())

@@ -1,0 +1,116 @@
+"""The requests for records: read, written, listed. At a region they are read here and written at the centre."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Caller, Scope
+from kvtide.server.central_records import CentralRecords
+from kvtide.server.exchange import Exchange
+from kvtide.server.records import Records, WriteCondition
+from kvtide.server.settings import ServerLimits
+from kvtide.wire.protocol import AS_OF_HEADER, is_tag_matched
+from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordName, RecordsRoute, checked_value
+
+__all__ = ["RecordRequests"]
+
+_Result = TypeVar("_Result")
+
+
+class RecordRequests:
+    """Answers for records. Runs on the event loop; what waits for the disk or the centre runs in `workers`.
+
+    `central` is None where no centre is behind us. Where records are not kept, none can be written.
+    """
+
+    def __init__(
+        self, records: Records, central: CentralRecords | None, workers: Executor, limits: ServerLimits, are_kept: bool
+    ) -> None:
+        self._records = records
+        self._central = central
+        self._workers = workers
+        self._limits = limits
+        self._are_kept = are_kept
+
+    async def answer(self, exchange: Exchange, route: RecordName | RecordsRoute) -> None:
+        """Answer GET, HEAD or PUT. RequestRefused if that is an error."""
+        if exchange.head.method == "PUT":
+            assert isinstance(route, RecordName)
+            await self._put(exchange, route)
+            return
+        exchange.caller.require(Scope.READ)
+        if self._central is not None and self._central.is_too_old_for(exchange.head.headers):
+            await self._in_thread(self._central.require_latest)
+        if isinstance(route, RecordsRoute):
+            await self._list(exchange, route)
+            return
+        record = self._records.get(exchange.caller.tenant, route)
+        if self._central is not None and self._central.as_of_s is None and (record is None or not record.version):
+            raise RequestRefused(503, "the centre, where records are, has not answered yet", retry_after_s=1.0)
+        if record is None:
+            raise RequestRefused(404, "no such record")
+        await self._reply(exchange, record)
+
+    async def _in_thread(self, action: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, action)
+
+    async def _list(self, exchange: Exchange, route: RecordsRoute) -> None:
+        caller = exchange.caller
+        look = partial(self._records.changes, caller.may_act_for, route.after)
+        found = await self._in_thread(look)
+        version = found.records[-1].version if found.records else route.after
+        headers = [("ETag", f'"{version}"'), *self._as_of()]
+        if not found.records and is_tag_matched(exchange.head.headers.get("if-none-match", ""), f'"{version}"'):
+            await exchange.reply(304, headers=headers)
+            return
+        shown = [_as_seen_by(caller, record) for record in found.records]
+        body = msgspec.json.encode(msgspec.structs.replace(found, records=shown)) + b"\n"
+        await exchange.reply(200, body, [*headers, ("Content-Type", "application/json")])
+
+    async def _reply(self, exchange: Exchange, record: Record) -> None:
+        headers = [("ETag", record.tag), *self._as_of()]
+        if is_tag_matched(exchange.head.headers.get("if-none-match", ""), record.tag):
+            await exchange.reply(304, headers=headers)
+            return
+        body = record.value.encode() + b"\n"
+        await exchange.reply(200, body, [*headers, ("Content-Type", "text/plain; charset=utf-8")], len(body))
+
+    def _as_of(self) -> list[tuple[str, str | int]]:
+        as_of_s = self._central.as_of_s if self._central is not None else None
+        return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
+
+    async def _put(self, exchange: Exchange, name: RecordName) -> None:
+        caller, headers = exchange.caller, exchange.head.headers
+        caller.require(Scope.WRITE)
+        size = exchange.head.content_length
+        if size is None or size > RECORD_BYTES_MAX:
+            raise RequestRefused(411 if size is None else 413, f"a record may have {RECORD_BYTES_MAX} bytes")
+        if not self._are_kept:
+            raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
+        body = bytearray(size)
+        await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
+        value = checked_value(name.kind, body)
+        if self._central is not None:
+            said = [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
+            write = partial(self._central.write, caller.tenant, name, value, said)
+        else:
+            condition = WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
+            write = partial(self._records.write, caller.tenant, name, value, condition)
+        await self._reply_written(exchange, await self._in_thread(write))
+
+    async def _reply_written(self, exchange: Exchange, record: Record) -> None:
+        body = record.value.encode() + b"\n"
+        headers = [("ETag", record.tag), *self._as_of(), ("Content-Type", "text/plain; charset=utf-8")]
+        await exchange.reply(200, body, headers)
+
+
+def _as_seen_by(caller: Caller, record: Record) -> Record:
+    """Return a record with nobody for its tenant if that is the caller's own."""
+    return msgspec.structs.replace(record, tenant="") if record.tenant == caller.tenant else record

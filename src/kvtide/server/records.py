@@ -1,0 +1,221 @@
+"""Records that may change, in a file: generations of namespaces, aliases, profiles. Read from memory, without waiting.
+
+Invariant: a record is visible only when it is on the disk, and a generation never sinks, whoever says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import xxhash
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused
+from kvtide.types import Namespace
+from kvtide.wire.records import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
+
+__all__ = ["Records", "WriteCondition"]
+
+_log = logging.getLogger(__name__)
+
+RECORDS_MAX = 16_384
+RECORDS_TENANT_MAX = 1024
+# The file is written anew when it has more lines than this.
+LINES_MAX = 4 * RECORDS_MAX
+_SUM_CHARACTERS = 16
+
+
+class WriteCondition(NamedTuple):
+    """What a conditional write wants of the record that is there, as ETags: If-Match and If-None-Match."""
+
+    if_match: str = ""
+    if_none_match: str = ""
+
+    def require(self, record: Record | None) -> None:
+        """RequestRefused (412) if it does not hold."""
+        tag = record.tag if record else ""
+        if self.if_match and not (tag and _names(self.if_match, tag)):
+            raise RequestRefused(412, "the record is not what If-Match says")
+        if self.if_none_match and tag and _names(self.if_none_match, tag):
+            raise RequestRefused(412, "the record is what If-None-Match says")
+
+
+def _names(tags: str, tag: str) -> bool:
+    return any(each.strip() in {tag, "*"} for each in tags.split(","))
+
+
+class Records:
+    """All tenants' records. Thread-safe between `open` and `close`. Without a path they last as long as the process."""
+
+    def __init__(self, path: Path | None, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._lines = 0
+        self._records: dict[tuple[str, RecordName], Record] = {}
+        # The same as the records of that kind say, to be read without the lock.
+        self._generations: dict[tuple[str, Namespace], int] = {}
+        self._version = 0
+        # Told of a namespace whose generation has risen; from any thread.
+        self.on_raised: Callable[[Namespace], None] = lambda namespace: None
+
+    def open(self) -> None:
+        """Read the file, and write it anew without what is out of date. OSError if that can't be done."""
+        if self._path is None:
+            return
+        with self._lock:
+            data = self._path.read_bytes() if self._path.exists() else b""
+            damaged = 0
+            for line in filter(None, data.splitlines()):
+                record = _parsed(line)
+                if record is None:
+                    damaged += 1
+                elif not self._is_old(record):
+                    self._keep(record)
+            if damaged:
+                # The last line may be torn by a crash; of others the centre, or whoever writes next, knows better.
+                _log.warning("%d records of %s can't be read and are dropped", damaged, self._path)
+            self._rewrite()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def generation(self, tenant: str, namespace: Namespace) -> int:
+        """Return a namespace's generation: 0 before the first invalidation."""
+        return self._generations.get((tenant, namespace), 0)
+
+    def get(self, tenant: str, name: RecordName) -> Record | None:
+        """Return a record; a generation that nobody raised is 0, version 0."""
+        found = self._records.get((tenant, name))
+        if found is None and name.kind is RecordKind.GENERATION:
+            return Record(tenant, name.kind, name.name, "0", 0)
+        return found
+
+    def write(self, tenant: str, name: RecordName, value: str, condition: WriteCondition | None = None) -> Record:
+        """Write a record and return it; a generation that is higher already stays. It is on the disk afterwards.
+
+        RequestRefused: 412 if the condition does not hold, 507 if the tenant or the server has too many.
+        """
+        with self._lock:
+            found = self._records.get((tenant, name))
+            (condition or WriteCondition()).require(found)
+            version = max(self._version + 1, int(self._clock.wall_s() * 1e6))
+            record = Record(tenant, name.kind, name.name, value, version)
+            if found is not None and name.kind is RecordKind.GENERATION and int(found.value) >= int(value):
+                return found
+            if found is None:
+                mine = sum(1 for owner, _ in self._records if owner == tenant)
+                if mine >= RECORDS_TENANT_MAX or len(self._records) >= RECORDS_MAX:
+                    raise RequestRefused(507, f"a tenant may have {RECORDS_TENANT_MAX} records, {RECORDS_MAX} in all")
+            self._append([record])
+        self._tell([record])
+        return record
+
+    def adopt(self, records: Sequence[Record]) -> None:
+        """Take over what the centre has written, as far as it is newer than what is here."""
+        with self._lock:
+            newer = [record for record in records if not self._is_old(record)]
+            known = {(record.tenant, RecordName(record.kind, record.name)) for record in newer} | self._records.keys()
+            if len(known) > RECORDS_MAX:
+                raise RequestRefused(507, f"the centre has more than {RECORDS_MAX} records")
+            self._append(newer)
+        self._tell(newer)
+
+    def changes(self, is_shown: Callable[[str], bool], after: int) -> RecordList:
+        """Return the records of these tenants that were written after a version, the oldest first."""
+        with self._lock:
+            found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
+        found.sort(key=lambda record: record.version)
+        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX)
+
+    def _is_old(self, record: Record) -> bool:
+        found = self._records.get((record.tenant, RecordName(record.kind, record.name)))
+        if found is None:
+            return False
+        if record.kind is RecordKind.GENERATION:
+            return int(record.value) <= int(found.value)
+        return record.version <= found.version
+
+    def _keep(self, record: Record) -> None:
+        self._records[record.tenant, RecordName(record.kind, record.name)] = record
+        self._version = max(self._version, record.version)
+        if record.kind is RecordKind.GENERATION:
+            self._generations[record.tenant, Namespace(bytes.fromhex(record.name))] = int(record.value)
+
+    def _append(self, records: Sequence[Record]) -> None:
+        """Write records behind the others, then make them visible. RequestRefused (503) if the disk won't."""
+        try:
+            if self._file is not None and records:
+                # The line's end first: whatever a fault left half written ends there.
+                data = b"\n" + b"".join(map(_packed, records))
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._file.fileno())
+                self._lines += len(records)
+            for record in records:
+                self._keep(record)
+            if self._lines > LINES_MAX:
+                self._rewrite()
+        except OSError as error:
+            raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+
+    def _tell(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.kind is RecordKind.GENERATION:
+                self.on_raised(Namespace(bytes.fromhex(record.name)))
+
+    def _rewrite(self) -> None:
+        """Write aside what is valid, rename, and go on behind it."""
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_name(self._path.name + ".new")
+        with aside.open("wb") as file:
+            file.write(b"".join(map(_packed, self._records.values())))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        if self._file is not None:
+            self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._lines = len(self._records)
+
+    def check(self) -> None:
+        """AssertionError if generations and records differ, or there are too many."""
+        with self._lock:
+            raised = [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
+            assert len(raised) == len(self._generations)
+            for each in raised:
+                assert self._generations[each.tenant, Namespace(bytes.fromhex(each.name))] == int(each.value)
+            assert len(self._records) <= RECORDS_MAX
+
+
+def _packed(record: Record) -> bytes:
+    text = msgspec.json.encode(record)
+    return xxhash.xxh3_64_hexdigest(text).encode() + text + b"\n"
+
+
+def _parsed(line: bytes) -> Record | None:
+    text = line[_SUM_CHARACTERS:]
+    if line[:_SUM_CHARACTERS] != xxhash.xxh3_64_hexdigest(text).encode():
+        return None
+    try:
+        return msgspec.json.decode(text, type=Record)
+    except msgspec.DecodeError:
+        return None

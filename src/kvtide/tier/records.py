@@ -1,0 +1,111 @@
+"""Records on servers, for their clients and for a region that asks its centre (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.tier.http import OPERATION_S_MAX, servers_of
+from kvtide.tier.link import Answer, Patience
+from kvtide.tier.peer import Call, Peer, PeerSettings
+from kvtide.tier.pool_url import POOL_SCHEMES, server_urls
+from kvtide.wire.protocol import FORCE_HEADER
+from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, record_target
+
+__all__ = ["RecordsClient", "raise_generation", "records_clients"]
+
+Headers = Sequence[tuple[str, str]]
+
+
+class RecordsClient:
+    """One server's records. TierUnavailable if it can't be asked, RequestRefused for what it answers with an error."""
+
+    def __init__(self, peer: Peer, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> None:
+        self._peer = peer
+        self._clock = clock
+        self._operation_s_max = operation_s_max
+
+    def open(self) -> None:
+        """Allow calls."""
+        self._peer.open()
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._peer.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read(self, name: RecordName, is_latest: bool = False) -> Record | None:
+        """Return a record, None if there is none; the centre's if `is_latest`."""
+        answer = self._ask("GET", record_target(name), [(FORCE_HEADER, "1")] if is_latest else [])
+        return None if answer.status == 404 else _record(name, answer)
+
+    def write(self, name: RecordName, value: str, headers: Headers = ()) -> Record:
+        """Write a record; return it as it is then."""
+        return _record(name, self._ask("PUT", record_target(name), headers, value.encode()))
+
+    def changes(self, after: int) -> RecordList:
+        """Return what was written after a version."""
+        tag = f'"{after}"'
+        answer = self._ask("GET", f"/v1/records?after={after}", [("If-None-Match", tag)])
+        if answer.status == 304:
+            return RecordList([], True)
+        try:
+            return msgspec.json.decode(answer.body, type=RecordList)
+        except msgspec.DecodeError as error:
+            raise TierUnavailable(f"the server's records can't be read: {error}") from error
+
+    def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Answer:
+        patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
+        answer = self._peer.call(Call(method, target, headers, body, None), patience)
+        if answer.status in {200, 304} or (answer.status == 404 and method == "GET"):
+            return answer
+        reason = answer.body[:200].decode(errors="replace").strip()
+        raise RequestRefused(answer.status, f"{self._peer.endpoint} refused: {reason}")
+
+    def __str__(self) -> str:
+        return str(self._peer.endpoint)
+
+
+def _record(name: RecordName, answer: Answer) -> Record:
+    version = answer.headers.get("etag", "").strip('"')
+    if not (version.isascii() and version.isdecimal()):
+        raise TierUnavailable("the server's record has no version")
+    return Record("", name.kind, name.name, answer.body.decode(errors="replace").strip(), int(version))
+
+
+def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> list[RecordsClient]:
+    """Return a client, not yet opened, of each server that an http:// or pool:// URL names.
+
+    ValueError as in `servers_of`; TierUnavailable if a pool's servers can't be found out.
+    """
+    clients: list[RecordsClient] = []
+    for each in server_urls(url) if urlsplit(url).scheme in POOL_SCHEMES else [url]:
+        servers = servers_of(each)
+        peers = (Peer(place, servers.headers, PeerSettings(), clock, time.sleep) for place in servers.endpoints)
+        clients += [RecordsClient(peer, clock, operation_s_max) for peer in peers]
+    return clients
+
+
+def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
+    """Raise a namespace's generation above all that these servers know, on all of them, and return it.
+
+    May be repeated. TierUnavailable if one can't be asked: then the others may have it already.
+    """
+    name = RecordName(RecordKind.GENERATION, namespace)
+    found = [client.read(name, is_latest=True) for client in clients]
+    generation = 1 + max((int(each.value) for each in found if each is not None), default=0)
+    for client in clients:
+        client.write(name, str(generation))
+    return generation

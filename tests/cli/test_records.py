@@ -1,0 +1,67 @@
+"""`kvtide invalidate` and `kvtide record` against servers in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from tests.server.worlds import ask, put
+from tests.servers import RunningServer, running_server
+from typer.testing import CliRunner
+
+from kvtide.cli.app import app
+from kvtide.testing.tier_suite import object_id
+
+SPACE = object_id(1).namespace.hex()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[RunningServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running_server()) for _ in range(2)]
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_invalidation_reaches_every_server_of_a_pool(servers: list[RunningServer]) -> None:
+    url = f"pool://{servers[0].address},{servers[1].address}"
+    for server in servers:
+        put(server, 1)
+    ask(servers[1], "PUT", f"/v1/records/generation/{SPACE}", b"4")
+    report = json.loads(run("invalidate", SPACE, "--server", url, "--json"))
+    assert (report["generation"], report["namespace"]) == (5, SPACE)
+    for server in servers:
+        assert ask(server, "GET", 1)[0].status == 404
+        assert server.records.generation("", object_id(1).namespace) == 5
+
+
+def test_alias_is_written_read_and_invalidated(servers: list[RunningServer]) -> None:
+    url = servers[0].url
+    assert run("record", "alias", "chat", SPACE, "--server", url).strip() == SPACE
+    assert json.loads(run("record", "alias", "chat", "--server", url, "--json"))["value"] == SPACE
+    assert "generation 1" in run("invalidate", "chat", "--server", url)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("invalidate", "nobody", "--server", "{url}"),
+        ("invalidate", "no/name", "--server", "{url}"),
+        ("invalidate", SPACE, "--server", "ftp://x"),
+        ("invalidate", SPACE, "--server", "http://127.0.0.1:9"),
+        ("invalidate", "Z" * 64, "--server", "{url}"),
+        ("record", "alias", "chat", "nonsense", "--server", "{url}"),
+        ("record", "profile", "absent", "--server", "{url}"),
+    ],
+)
+def test_mistakes_and_faults_are_one_clear_line(servers: list[RunningServer], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        run(*(word.format(url=servers[0].url) for word in words))
+    assert "\n" not in str(caught.value)

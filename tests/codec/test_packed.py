@@ -1,0 +1,95 @@
+"""Packed blocks: exact as a whole whatever the order, rough where chunks are missing, refused when damaged."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.codec.tide_profiles import LAYOUT, fitted
+
+from kvtide.block import BlockBits
+from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.importance import packing_orders
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.types import Section
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 12)
+META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
+SECTIONS = CODEC.encode(META, BITS)
+CHUNKS = [section for section in SECTIONS if section.id.refinement]
+BASES = SECTIONS[: len(SECTIONS) - len(CHUNKS)]
+
+
+def decoded(sections: list[Section]) -> BlockBits:
+    out = np.empty_like(BITS)
+    CODEC.decode(META, sections, out)
+    return out
+
+
+def orders_of(seed: int) -> np.ndarray:
+    return packing_orders(np.random.default_rng(seed).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+
+
+@given(st.lists(st.integers(0, 1000), max_size=3))
+@settings(max_examples=20, deadline=None)
+def test_a_block_is_exact_however_often_it_was_packed_anew(seeds: list[int]) -> None:
+    sections = SECTIONS
+    for seed in seeds:
+        sections = CODEC.repack(META, sections, orders_of(seed))
+    packed = pack_object(META, CODEC.codec_id, sections, CODEC.profile)
+    assert len(packed) <= object_bytes_max(LAYOUT)
+    assert np.array_equal(decoded(parse_object(packed, META.id).sections()), BITS)
+    assert CODEC.decode_base(META, sections, np.empty_like(BITS)).repacks == len(seeds)
+
+
+@given(st.sets(st.integers(0, len(CHUNKS) - 1)), st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_tokens_of_chunks_that_are_here_are_exact_the_rest_is_the_base(here: set[int], seed: int) -> None:
+    sections = CODEC.repack(META, SECTIONS, orders_of(seed))
+    chunks = [section for section in sections if section.id.refinement]
+    rough = np.empty_like(BITS)
+    base = CODEC.decode_base(META, sections, rough)
+    for chunk in (chunks[i] for i in here):
+        tokens = base.chunk(chunk.id.layer_start, chunk.id.refinement - 1)
+        rough[chunk.id.layer_start][:, tokens] = BITS[chunk.id.layer_start][:, tokens]
+    assert np.array_equal(decoded([*sections[: len(BASES)], *(chunks[i] for i in here)]), rough)
+
+
+def test_damaged_sections_are_refused() -> None:
+    base = bytearray(BASES[0].data)
+    base[4:6] = base[6:8]
+    for bad in (
+        SECTIONS[1:],
+        [*BASES, CHUNKS[0], CHUNKS[0]],
+        [*BASES, CHUNKS[0]._replace(data=CHUNKS[0].data[:-1])],
+        [*BASES, CHUNKS[0]._replace(id=CHUNKS[0].id._replace(refinement=99))],
+        [BASES[0]._replace(data=bytes(base)), *SECTIONS[1:]],
+        [BASES[0]._replace(data=b"12"), *SECTIONS[1:]],
+        [BASES[0]._replace(data=b"\0\0" + bytes(BASES[0].data[2:])), *SECTIONS[1:]],
+    ):
+        with pytest.raises(CorruptPayload):
+            decoded(bad)
+
+
+def test_what_can_not_be_packed_is_refused() -> None:
+    with pytest.raises(CorruptPayload, match="missing"):
+        CODEC.repack(META, SECTIONS[:-1], orders_of(0))
+    with pytest.raises(ValueError, match="order"):
+        CODEC.repack(META, SECTIONS, np.zeros((LAYOUT.layers, LAYOUT.tokens), dtype=np.uint16))
+    with pytest.raises(UnencodableBlock):
+        PackedCodec().encode(META, BITS)
+    with pytest.raises(ValueError, match="chunk"):
+        PackedCodec(fitted(LAYOUT), 1e-2, 0)
+
+
+def test_the_registry_makes_it_and_reads_whole_blocks_without_a_profile() -> None:
+    registry = CodecRegistry([])
+    codec = registry.get("packed-1", None)
+    assert codec is not None
+    out = np.empty_like(BITS)
+    codec.decode(META, SECTIONS, out)
+    assert np.array_equal(out, BITS)
+    for bad in ("packed:x", "packed:0.01:0"):
+        with pytest.raises(ValueError, match="packed"):
+            registry.make(bad)

@@ -1,0 +1,118 @@
+"""Probes and guards: who matters, and when not to believe it."""
+
+import numpy as np
+import pytest
+
+from kvtide.importance import (
+    AllHeads,
+    Ask,
+    CapturedMass,
+    Finding,
+    FirstHeads,
+    GroupHeads,
+    Guard,
+    HeadsAgree,
+    Known,
+    Random,
+    Recency,
+    top_tokens,
+)
+from kvtide.importance.guard import jaccard, random_jaccard
+
+PREFIX = 64
+
+
+def an_ask(seed: int = 0, sharp: float = 1.0) -> Ask:
+    """Four heads over two KV heads; key 7 is what every query looks for."""
+    rng = np.random.default_rng(seed)
+    queries = rng.normal(size=(4, 3, 8)).astype(np.float32)
+    keys = rng.normal(size=(2, PREFIX, 8)).astype(np.float32)
+    queries[..., 0], keys[:, 7, 0] = sharp * 4, sharp * 4
+    return Ask(0, queries, keys, rng.normal(size=(2, 3, 8)).astype(np.float32), 8**-0.5)
+
+
+def test_importance_is_attention_mass() -> None:
+    ask = an_ask()
+    found = AllHeads().importance(ask)
+    head, group = 3, 1
+    keys = np.concatenate([ask.keys[group], ask.suffix_keys[group]])
+    logits = ask.queries[head] @ keys.T * ask.scaling
+    logits[:, PREFIX:][np.triu_indices(3, 1)] = -np.inf
+    weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    assert np.allclose(found[head], PREFIX * weights[:, :PREFIX].mean(axis=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("selector", [AllHeads(), FirstHeads(3), GroupHeads()])
+def test_every_probe_finds_what_all_look_for(selector: AllHeads) -> None:
+    assert (selector.importance(an_ask()).argmax(axis=1) == 7).all()
+
+
+def test_group_heads_ask_every_kv_head_and_first_heads_may_not() -> None:
+    assert GroupHeads().heads(9, 3) == [0, 3, 6]
+    assert {head // 3 for head in FirstHeads(3).heads(9, 3)} == {0}
+
+
+def test_baselines_look_at_no_key() -> None:
+    ask = an_ask()
+    assert Recency().importance(ask)[0].argmax() == PREFIX - 1
+    assert np.array_equal(Known(np.eye(1, PREFIX, 5, dtype=np.float32)).importance(ask)[0].nonzero()[0], [5])
+    draws = [Random(np.random.default_rng(1)).importance(ask) for _ in range(2)]
+    assert np.array_equal(*draws)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    ask = an_ask()
+    for bad in (ask._replace(keys=ask.keys[..., :4]), ask._replace(queries=ask.queries[:3])):
+        with pytest.raises(ValueError, match=r"heads over|do not fit"):
+            AllHeads().importance(bad)
+    with pytest.raises(ValueError, match="at least one"):
+        FirstHeads(0)
+    with pytest.raises(ValueError, match="of 3 tokens"):
+        top_tokens(np.zeros(3, dtype=np.float32), 4)
+
+
+def test_jaccard_of_random_choices_is_the_stated_level() -> None:
+    rng = np.random.default_rng(0)
+    sets = [np.sort(rng.permutation(1000)[:200]) for _ in range(40)]
+    measured = np.mean([jaccard(a, b) for a, b in zip(sets[::2], sets[1::2], strict=True)])
+    assert measured == pytest.approx(random_jaccard(0.2), rel=0.1)
+
+
+def finding(importance: np.ndarray, count: int) -> Finding:
+    """Take the top tokens; the first four are kept anyway."""
+    return Finding(importance, top_tokens(importance.mean(axis=0), count), np.arange(4))
+
+
+def passes(guard: Guard, found: Finding) -> bool:
+    return guard.score(found) >= guard.limit(len(found.selected) / PREFIX)
+
+
+def test_heads_that_look_elsewhere_fail_the_papers_guard() -> None:
+    alike = np.tile(np.linspace(0, 1, PREFIX, dtype=np.float32), (3, 1))
+    assert passes(HeadsAgree(), finding(alike, 16))
+    apart = np.eye(3, dtype=np.float32).repeat(PREFIX // 3 + 1, axis=1)[:, :PREFIX]
+    assert not passes(HeadsAgree(), finding(apart, 16))
+
+
+def test_attention_that_is_spread_fails_our_guard() -> None:
+    """All heads agree exactly here, so that the paper's guard passes."""
+    spread = finding(np.ones((3, PREFIX), dtype=np.float32), 16)
+    sharp = np.full((3, PREFIX), 0.01, dtype=np.float32)
+    sharp[:, 20:30] = 5
+    assert passes(HeadsAgree(), spread) and not passes(CapturedMass(), spread)
+    assert passes(CapturedMass(), finding(sharp, 16))
+
+
+def test_attention_to_kept_tokens_does_not_count_as_captured() -> None:
+    sinks = np.ones((1, PREFIX), dtype=np.float32)
+    sinks[:, :4] = 1e6
+    assert not passes(CapturedMass(), finding(sinks, 16))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: HeadsAgree(0), lambda: CapturedMass(1.5), lambda: random_jaccard(0), lambda: CapturedMass().limit(0)],
+)
+def test_shares_out_of_range_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="in"):
+        make()  # type: ignore[operator]

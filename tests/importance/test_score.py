@@ -1,0 +1,79 @@
+"""Use records: what merging may never depend on, and bytes that are not a record."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.errors import CorruptPayload
+from kvtide.importance import UseRecord, record_id
+from kvtide.importance.score import HALF_LIFE_S, WRITERS_MAX, Entry
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+KEY = BlockKey(bytes(range(32)))
+EMPTY = UseRecord(KEY, 2, 3)
+ENTRIES = st.builds(
+    lambda version, time_s, weight, mean: Entry(version, time_s, weight, np.full((2, 3), mean, dtype=np.float16)),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 1.0, 2.0]),
+    st.sampled_from([1.0, 2.0]),
+    st.sampled_from([0.0, 1.5]),
+)
+# Few writers and few values, so that all kinds of ties come up; more writers than a record keeps.
+RECORDS = st.dictionaries(st.integers(0, 11).map(lambda n: bytes([n]) * 8), ENTRIES, max_size=12).map(
+    lambda entries: UseRecord(KEY, 2, 3).merged(UseRecord(KEY, 2, 3, entries))
+)
+
+
+@given(RECORDS, RECORDS, RECORDS)
+def test_merging_does_not_depend_on_order_or_repetition(a: UseRecord, b: UseRecord, c: UseRecord) -> None:
+    whole = a.merged(b).merged(c).to_bytes()
+    assert whole == a.merged(b.merged(c)).to_bytes() == c.merged(a).merged(b).merged(a).to_bytes()
+    assert a.merged(a).to_bytes() == a.to_bytes()
+    assert len(a.merged(b).merged(c).entries) <= WRITERS_MAX
+
+
+@given(RECORDS)
+def test_a_record_survives_its_bytes(record: UseRecord) -> None:
+    assert UseRecord.parse(record.to_bytes(), KEY, 2, 3).to_bytes() == record.to_bytes()
+
+
+@given(st.data())
+def test_damaged_records_are_refused(data: st.DataObject) -> None:
+    stored = bytearray(EMPTY.noted(b"writer-1", np.ones((2, 3), dtype=np.float32), 5.0).to_bytes())
+    stored[data.draw(st.integers(0, len(stored) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.integers(0, len(stored)))
+    with pytest.raises(CorruptPayload):
+        UseRecord.parse(stored[:cut], KEY, 2, 3)
+
+
+def test_a_record_of_another_block_is_refused() -> None:
+    with pytest.raises(CorruptPayload, match="not this block's"):
+        UseRecord.parse(EMPTY.to_bytes(), BlockKey(bytes(32)), 2, 3)
+    with pytest.raises(ValueError, match="two blocks"):
+        EMPTY.merged(UseRecord(BlockKey(bytes(32)), 2, 3))
+
+
+def test_scores_are_means_over_uses_of_all_writers() -> None:
+    one, other = np.full((2, 3), 1.0, dtype=np.float32), np.full((2, 3), 4.0, dtype=np.float32)
+    record = EMPTY.noted(b"writer-1", one, 0.0).noted(b"writer-1", one, 0.0).noted(b"writer-2", other, 0.0)
+    assert np.allclose(record.scores(0.0), 2.0)
+    assert record.uses() == 3
+    assert EMPTY.scores(0.0) is None
+
+
+def test_old_uses_fade() -> None:
+    old, new = np.full((2, 3), 3.0, dtype=np.float32), np.zeros((2, 3), dtype=np.float32)
+    record = EMPTY.noted(b"writer-1", old, 0.0).noted(b"writer-1", new, HALF_LIFE_S)
+    assert np.allclose(record.scores(HALF_LIFE_S), 1.0, rtol=1e-3)
+
+
+def test_importance_that_is_none_is_refused() -> None:
+    for bad in (np.ones((3, 2)), np.full((2, 3), np.nan), np.full((2, 3), -1.0)):
+        with pytest.raises(ValueError, match="importance"):
+            EMPTY.noted(b"writer-1", bad.astype(np.float32), 0.0)
+
+
+def test_a_record_lies_beside_its_block() -> None:
+    block = ObjectId(Namespace(bytes(32)), KEY)
+    assert record_id(block).namespace == block.namespace and record_id(block).key != KEY

@@ -1,0 +1,277 @@
+"""Records that may change: the file they are in, and what a server answers about them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.server.worlds import ask, put
+from tests.servers import RunningServer, running_server
+
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.errors import RequestRefused
+from kvtide.server.records import Records, WriteCondition
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.wire.records import Record, RecordKind, RecordName
+
+SPACE = object_id(1).namespace
+NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
+GENERATION = f"/v1/records/generation/{SPACE.hex()}"
+ALIAS = RecordName(RecordKind.ALIAS, "chat")
+CHAT = "/v1/records/alias/chat"
+
+
+def opened(path: Path | None) -> Records:
+    records = Records(path, ManualClock())
+    records.open()
+    return records
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
+
+
+def test_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    first = opened(tmp_path / "records")
+    first.write("a", NAME, "3")
+    first.write("", ALIAS, "x" * 64)
+    last = first.write("", ALIAS, "y" * 64)
+    first.check()
+    first.close()
+    second = opened(tmp_path / "records")
+    assert (second.generation("a", SPACE), second.generation("b", SPACE)) == (3, 0)
+    assert second.get("", ALIAS) == last
+    assert second.write("", ALIAS, "z").version > last.version
+    second.check()
+    second.close()
+
+
+def test_generation_never_sinks(tmp_path: Path) -> None:
+    records = opened(tmp_path / "records")
+    records.write("", NAME, "5")
+    assert records.write("", NAME, "4").value == "5"
+    records.adopt([Record("", *NAME, "2", 10**18)])
+    assert records.generation("", SPACE) == 5
+    records.adopt([Record("", *NAME, "6", 1)])
+    assert records.generation("", SPACE) == 6
+    records.close()
+
+
+def test_older_news_of_a_record_are_ignored() -> None:
+    records = opened(None)
+    records.adopt([Record("", *ALIAS, "new", 20)])
+    records.adopt([Record("", *ALIAS, "old", 10)])
+    found = records.get("", ALIAS)
+    assert found is not None and found.value == "new"
+
+
+def test_file_cut_off_anywhere_keeps_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    records = opened(path)
+    records.write("", NAME, "1")
+    whole = path.stat().st_size
+    records.write("", NAME, "2")
+    records.close()
+    data = path.read_bytes()
+    for size in range(whole, len(data) - 1, 5):
+        path.write_bytes(data[:size])
+        again = opened(path)
+        assert again.generation("", SPACE) == 1
+        again.close()
+    for place in range(0, len(data), 9):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        again = opened(path)
+        assert again.generation("", SPACE) in {0, 1, 2}, "a damaged line says nothing"
+        again.close()
+
+
+def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from kvtide.clock import SystemClock\n"
+        "from kvtide.server.records import Records; from kvtide.wire.records import RecordKind, RecordName\n"
+        "records = Records(Path(sys.argv[1]), SystemClock()); records.open()\n"
+        "for n in range(1, 10**9):\n"
+        "    records.write('', RecordName(RecordKind.GENERATION, 64 * 'a'), str(n)); print(n, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "records"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [int(process.stdout.readline()) for _ in range(50)][-1]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    again = opened(tmp_path / "records")
+    assert again.generation("", type(SPACE)(b"\xaa" * 32)) >= said
+    again.close()
+
+
+def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.records.LINES_MAX", 20)
+    records = opened(tmp_path / "records")
+    for number in range(1, 200):
+        records.write("", NAME, str(number))
+    assert (tmp_path / "records").stat().st_size < 22 * 250
+    records.close()
+    again = opened(tmp_path / "records")
+    assert again.generation("", SPACE) == 199
+    again.close()
+
+
+def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.records.RECORDS_TENANT_MAX", 2)
+    monkeypatch.setattr("kvtide.server.records.RECORDS_MAX", 3)
+    records = opened(None)
+    for tenant, name in (("a", "1"), ("a", "2"), ("b", "1")):
+        records.write(tenant, RecordName(RecordKind.PROFILE, name), "x")
+    for tenant in ("a", "c"):
+        with pytest.raises(RequestRefused, match="a tenant may have 2 records, 3 in all"):
+            records.write(tenant, RecordName(RecordKind.PROFILE, "9"), "x")
+    with pytest.raises(RequestRefused, match="more than 3"):
+        records.adopt([Record("d", RecordKind.PROFILE, "9", "x", 1)])
+    assert records.write("a", RecordName(RecordKind.PROFILE, "1"), "new").value == "new"
+
+
+def test_full_disk_changes_nothing(tmp_path: Path) -> None:
+    records = opened(tmp_path / "records")
+    records.write("", NAME, "1")
+    assert records._file is not None
+    records._file.close()
+    records._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    with pytest.raises(RequestRefused, match="can't be written"):
+        records.write("", NAME, "2")
+    assert records.generation("", SPACE) == 1
+    records.close()
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds_without", "holds_with"),
+    [
+        (WriteCondition(), True, True),
+        (WriteCondition(if_match="*"), False, True),
+        (WriteCondition(if_match='"99"'), False, False),
+        (WriteCondition(if_none_match="*"), True, False),
+    ],
+)
+def test_conditional_writes(condition: WriteCondition, holds_without: bool, holds_with: bool) -> None:
+    for has_one, holds in ((False, holds_without), (True, holds_with)):
+        records = opened(None)
+        if has_one:
+            records.write("", ALIAS, "there")
+        try:
+            records.write("", ALIAS, "new", condition)
+            assert holds
+        except RequestRefused as error:
+            assert error.status == 412 and not holds
+
+
+def test_record_is_written_read_and_listed(server: RunningServer) -> None:
+    assert ask(server, "GET", CHAT)[0].status == 404
+    written, _ = ask(server, "PUT", CHAT, SPACE.hex().encode())
+    tag = str(written.getheader("ETag"))
+    answer, content = ask(server, "GET", CHAT)
+    assert (answer.status, content.strip(), answer.getheader("ETag")) == (200, SPACE.hex().encode(), tag)
+    assert ask(server, "GET", CHAT, Own_If_None_Match=tag)[0].status == 304
+    assert ask(server, "PUT", CHAT, SPACE.hex().encode(), Own_If_Match='"9"')[0].status == 412
+    assert ask(server, "PUT", GENERATION, b"1")[0].status == 200
+    listed = json.loads(ask(server, "GET", "/v1/records")[1])
+    assert [(each["kind"], each["value"]) for each in listed["records"]] == [
+        ("alias", SPACE.hex()),
+        ("generation", "1"),
+    ]
+    last = listed["records"][-1]["version"]
+    assert json.loads(ask(server, "GET", f"/v1/records?after={last}")[1])["records"] == []
+    assert ask(server, "GET", f"/v1/records?after={last}", Own_If_None_Match=f'"{last}"')[0].status == 304
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("PUT", "/v1/records/alias/chat", b"not a namespace", 400),
+        ("PUT", GENERATION, b"-1", 400),
+        ("PUT", GENERATION, b"9" * 13, 400),
+        ("PUT", "/v1/records/profile/p", b"\xff", 400),
+        ("PUT", "/v1/records/profile/p", b"", 400),
+        ("PUT", "/v1/records/profile/p", bytes(1025), 413),
+        ("PUT", "/v1/records/other/p", b"x", 400),
+        ("PUT", "/v1/records/generation/p", b"1", 400),
+        ("GET", "/v1/records/profile/" + "p" * 65, None, 400),
+        ("GET", "/v1/records?after=-1", None, 400),
+        ("GET", "/v1/records?before=1", None, 400),
+        ("DELETE", CHAT, None, 405),
+        ("PUT", "/v1/records", b"x", 405),
+    ],
+)
+def test_bad_requests_are_refused(server: RunningServer, method: str, path: str, body: bytes, status: int) -> None:
+    assert ask(server, method, path, body)[0].status == status
+
+
+def test_invalidated_blocks_are_misses_and_may_be_stored_anew(tmp_path: Path) -> None:
+    disk = (f"disk://{tmp_path}/store",)
+    with running_server(tiers=disk) as server:
+        put(server, 1)
+        assert ask(server, "PUT", GENERATION, b"1")[0].status == 200
+        assert ask(server, "GET", 1)[0].status == 404
+        assert json.loads(ask(server, "GET", "/v1")[1])["namespaces"] == []
+    with running_server(tiers=disk) as server:
+        assert ask(server, "GET", 1)[0].status == 404, "also after a restart"
+        put(server, 1)
+        assert ask(server, "GET", 1)[1] == object_bytes(1)
+        assert json.loads(ask(server, "GET", "/v1")[1])["namespaces"] == [SPACE.hex()]
+        events = [event.kind for event in server.service.observatory.events.since(_start(server)).events]
+        assert events == ["stored"]
+        ask(server, "PUT", GENERATION, b"2")
+        events = [event.kind for event in server.service.observatory.events.since(_start(server)).events]
+        assert events == ["stored", "invalidated"]
+
+
+def _start(server: RunningServer):  # type: ignore[no-untyped-def]
+    return server.service.observatory.events.end()._replace(sequence=0)
+
+
+def test_object_of_another_generation_is_refused(server: RunningServer) -> None:
+    ask(server, "PUT", GENERATION, b"2")
+    assert ask(server, "PUT", 1, object_bytes(1), Generation="1")[0].status == 409
+    put(server, 1, Generation="2")
+    assert ask(server, "GET", 1, Generation="1")[0].status == 404
+    assert ask(server, "GET", 1, Generation="x")[0].status == 400
+    assert ask(server, "GET", 1, Generation="3")[0].status == 404, "who may write may say that it has risen"
+    assert server.records.generation("", SPACE) == 3
+
+
+def test_server_without_a_place_for_records_writes_none(tmp_path: Path) -> None:
+    tiers = (f"http+unix://{tmp_path}/elsewhere",)
+    with running_server(tiers=tiers) as server:
+        answer, content = ask(server, "PUT", GENERATION, b"1")
+        assert answer.status == 409 and b"--records" in content
+    with running_server(tiers=tiers, records=tmp_path / "records") as server:
+        assert ask(server, "PUT", GENERATION, b"1")[0].status == 200
+
+
+def test_clock_that_went_back_does_not_hide_changes() -> None:
+    clock = ManualClock()
+    records = Records(None, clock)
+    clock.advance(100.0)
+    first = records.write("", ALIAS, "x" * 64)
+    records._clock = ManualClock()
+    assert records.write("", NAME, "1").version > first.version
+    assert [each.kind for each in records.changes(lambda tenant: True, first.version).records] == ["generation"]
+
+
+def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.records.CHANGES_MAX", 3)
+    records = Records(None, SystemClock())
+    for number in range(7):
+        records.write("", RecordName(RecordKind.PROFILE, str(number)), "x")
+    after, came = 0, []
+    while True:
+        part = records.changes(lambda tenant: True, after)
+        came += [each.name for each in part.records]
+        if part.is_whole:
+            break
+        after = part.records[-1].version
+    assert came == [str(number) for number in range(7)]

@@ -1,0 +1,68 @@
+"""Regions for tests: two and their centre, each a server in this process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+
+from tests.servers import RunningServer
+
+from kvtide.bench.services import free_ports
+from kvtide.server.settings import ServerSettings
+from kvtide.testing.tier_suite import object_bytes, object_id
+
+
+class World:
+    """A centre and two regions. The centre asks the regions where a client wants the latest."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        central: dict[str, object] | None = None,
+        scheme: str = "http://127.0.0.1",
+        options: tuple[str, str] = ("", ""),
+        **settings: object,
+    ) -> None:
+        ports = free_ports(3)
+        down, up = options
+        self.folder = folder
+        regions = tuple(f"{scheme}:{port}{down}" for port in ports[1:])
+        self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
+        self.regions = [
+            self._start(
+                stack,
+                listen=f"127.0.0.1:{port}",
+                central=f"{scheme}:{ports[0]}{up}",
+                manifest=folder / f"manifest-{number}",
+                **settings,
+            )
+            for number, port in enumerate(ports[1:])
+        ]
+
+    def _start(self, stack: ExitStack, **settings: object) -> RunningServer:
+        server = RunningServer(ServerSettings(**settings))  # type: ignore[arg-type]
+        server.start()
+        stack.callback(server.stop)
+        return server
+
+
+def ask(
+    server: RunningServer, method: str, what: int | str, body: bytes | None = None, **headers: str
+) -> tuple[HTTPResponse, bytes]:
+    """Ask for an object by number, or for a path. A header `Own_X` goes as `X`, others with our prefix."""
+    name = object_id(what) if isinstance(what, int) else None
+    path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
+    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    names = {key.replace("_", "-"): value for key, value in headers.items()}
+    sent = {key[4:] if key.startswith("Own-") else f"Kvtide-{key}": value for key, value in names.items()}
+    connection.request(method, path, body, sent)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+def put(server: RunningServer, number: int, size: int = 1000, **headers: str) -> None:
+    assert ask(server, "PUT", number, object_bytes(number, size), **headers)[0].status == 201
