@@ -1,4 +1,4 @@
-"""Tide decoded by the kernels, run by the twin, against the processor's codec: the same bits in the pages."""
+"""Tide decoded by the kernels, run by the kernels, against the processor's codec: the same bits in the pages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
-from tests.gpu.twin import TwinKernels, needs_compiler
+from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile, TideCodec
 from kvtide.codec.tide.model import TideModel
+from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.targets import PageTarget, block_target, page_target
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel
@@ -40,26 +41,26 @@ def on_processor(codec: TideCodec, meta: BlockMeta, sections: list[Section]) -> 
     return out
 
 
-def empty_block(layout: BlockLayout) -> torch.Tensor:
-    return torch.full(layout.shape, 0x55, dtype=INT[layout.dtype.item_bytes])
+def empty_block(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    return torch.full(layout.shape, 0x55, dtype=INT[layout.dtype.item_bytes], device=device)
 
 
 def bits_of(block: torch.Tensor, layout: BlockLayout) -> BlockBits:
-    return block.numpy().view(layout.bits_dtype)
+    return block.cpu().numpy().view(layout.bits_dtype)
 
 
-def tide_on(twin: TwinKernels, layout: BlockLayout, cost: str, target: PageTarget) -> DeviceTide:
-    return DeviceTide(DeviceModel(twin, TideModel(fitted(layout, cost, 1))), target)
+def tide_on(kernels: Kernels, layout: BlockLayout, cost: str, target: PageTarget) -> DeviceTide:
+    return DeviceTide(DeviceModel(kernels, TideModel(fitted(layout, cost, 1))), target)
 
 
-def decoded(twin: TwinKernels, cost: str, layout: BlockLayout, codec: TideCodec, meta: BlockMeta, seed: int) -> None:
+def decoded(kernels: Kernels, cost: str, layout: BlockLayout, codec: TideCodec, meta: BlockMeta, seed: int) -> None:
     try:
         sections = codec.encode(meta, smooth_bits(layout, seed))
     except UnencodableBlock:
         reject()
-    block = empty_block(layout)
+    block = empty_block(layout, kernels.device)
     target = block_target(block, layout)
-    tide = tide_on(twin, layout, cost, target)
+    tide = tide_on(kernels, layout, cost, target)
     under_way = tide.block(meta, target.token_starts([0]))
     tide.feed([(under_way, sections)])
     tide.write([under_way])
@@ -80,7 +81,7 @@ def decoded(twin: TwinKernels, cost: str, layout: BlockLayout, codec: TideCodec,
 )
 @QUICK
 def test_blocks_are_those_of_the_processor(
-    twin: TwinKernels,
+    kernels: Kernels,
     tokens: int,
     heads: int,
     head_dim: int,
@@ -93,16 +94,16 @@ def test_blocks_are_those_of_the_processor(
 ) -> None:
     layout = BlockLayout(5 if cost == "deep" else 2, tokens, heads, head_dim, dtype)
     codec = TideCodec(fitted(layout, cost, 1), quality, refinements)
-    decoded(twin, cost, layout, codec, block_meta(layout, seed, position), seed)
+    decoded(kernels, cost, layout, codec, block_meta(layout, seed, position), seed)
 
 
-def test_golden_object_decodes_to_its_bits(twin: TwinKernels) -> None:
+def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:
     profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
     stored = parse_object((GOLDEN / "tide.kvt").read_bytes())
     layout = stored.meta.layout
-    block = empty_block(layout)
+    block = empty_block(layout, kernels.device)
     target = block_target(block, layout)
-    tide = DeviceTide(DeviceModel(twin, TideModel(profile)), target)
+    tide = DeviceTide(DeviceModel(kernels, TideModel(profile)), target)
     under_way = tide.block(stored.meta, target.token_starts([0]))
     tide.feed([(under_way, stored.sections())])
     tide.write([under_way])
@@ -114,20 +115,20 @@ LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.
 CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
 
 
-def pages(count: int) -> tuple[list[torch.Tensor], PageTarget]:
+def pages(count: int, device: torch.device) -> tuple[list[torch.Tensor], PageTarget]:
     """Pages of 8 tokens in one storage, heads outside of tokens, as some of vLLM's kernels like it."""
-    storage = torch.zeros((LAYOUT.layers, 2, count, 8, 16), dtype=torch.int16)
+    storage = torch.zeros((LAYOUT.layers, 2, count, 8, 16), dtype=torch.int16, device=device)
     layers = [layer.permute(1, 0, 2, 3) for layer in storage]
     return layers, page_target(layers, LAYOUT)
 
 
 def read_pages(layers: list[torch.Tensor], order: list[int]) -> BlockBits:
-    return DevicePages([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order)()
+    return DevicePages([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order).block()
 
 
-def test_many_blocks_go_to_their_pages_and_nowhere_else(twin: TwinKernels) -> None:
-    layers, target = pages(14)
-    tide = tide_on(twin, LAYOUT, "layer", target)
+def test_many_blocks_go_to_their_pages_and_nowhere_else(kernels: Kernels) -> None:
+    layers, target = pages(14, kernels.device)
+    tide = tide_on(kernels, LAYOUT, "layer", target)
     metas = [block_meta(LAYOUT, 3, position) for position in range(3)]
     coded = [CODEC.encode(meta, smooth_bits(LAYOUT, 40 + i)) for i, meta in enumerate(metas)]
     orders = [[9, 2, 0, 13], [4, 5, 6, 7], [1, 3, 8]]
@@ -144,12 +145,12 @@ def test_many_blocks_go_to_their_pages_and_nowhere_else(twin: TwinKernels) -> No
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_refinements_improve_what_is_written_as_they_arrive(twin: TwinKernels, is_reversed: bool) -> None:
+def test_refinements_improve_what_is_written_as_they_arrive(kernels: Kernels, is_reversed: bool) -> None:
     meta = block_meta(LAYOUT, 0, 1)
     sections = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
-    block = empty_block(LAYOUT)
+    block = empty_block(LAYOUT, kernels.device)
     target = block_target(block, LAYOUT)
-    tide = tide_on(twin, LAYOUT, "layer", target)
+    tide = tide_on(kernels, LAYOUT, "layer", target)
     under_way = tide.block(meta, target.token_starts([0]))
     here: list[Section] = []
     for refinement in (0, 2, 1) if is_reversed else (0, 1, 2):
@@ -174,9 +175,9 @@ def spoiled(sections: list[Section], which: int, change: str) -> list[Section]:
 
 
 @pytest.mark.parametrize(("which", "change"), [(0, "word"), (0, "short"), (1, "word"), (1, "step"), (2, "word")])
-def test_spoiled_block_is_refused_and_its_neighbour_is_not(twin: TwinKernels, which: int, change: str) -> None:
-    layers, target = pages(8)
-    tide = tide_on(twin, LAYOUT, "layer", target)
+def test_spoiled_block_is_refused_and_its_neighbour_is_not(kernels: Kernels, which: int, change: str) -> None:
+    layers, target = pages(8, kernels.device)
+    tide = tide_on(kernels, LAYOUT, "layer", target)
     meta = block_meta(LAYOUT, 0, 1)
     sections = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
     good, bad = (tide.block(meta, target.token_starts(order)) for order in ([4, 5, 6, 7], [0, 1, 2, 3]))
@@ -189,20 +190,20 @@ def test_spoiled_block_is_refused_and_its_neighbour_is_not(twin: TwinKernels, wh
     assert np.array_equal(read_pages(layers, [4, 5, 6, 7]), on_processor(CODEC, meta, sections))
 
 
-def test_block_without_all_bases_is_not_written(twin: TwinKernels) -> None:
-    block = empty_block(LAYOUT)
+def test_block_without_all_bases_is_not_written(kernels: Kernels) -> None:
+    block = empty_block(LAYOUT, kernels.device)
     target = block_target(block, LAYOUT)
-    tide = tide_on(twin, LAYOUT, "layer", target)
+    tide = tide_on(kernels, LAYOUT, "layer", target)
     meta = block_meta(LAYOUT, 0, 1)
     under_way = tide.block(meta, target.token_starts([0]))
     tide.write([under_way])
     (fault,) = tide.check([under_way])
     assert isinstance(fault, CorruptPayload)
-    assert torch.equal(block, empty_block(LAYOUT))
+    assert torch.equal(block, empty_block(LAYOUT, kernels.device))
 
 
-def test_bad_targets_are_refused(twin: TwinKernels) -> None:
-    _, target = pages(4)
+def test_bad_targets_are_refused(kernels: Kernels) -> None:
+    _, target = pages(4, kernels.device)
     with pytest.raises(ValueError, match="a block has 4 pages"):
         target.token_starts([0, 1, 2], 2)
     with pytest.raises(ValueError, match="contiguous"):
@@ -213,6 +214,6 @@ def test_bad_targets_are_refused(twin: TwinKernels) -> None:
         page_target([torch.zeros((4, 2, 8, 32), dtype=torch.int16)[..., ::2]] * 4, LAYOUT)
     other = BlockLayout(2, 32, 2, 8, KVDtype.BFLOAT16)
     with pytest.raises(ValueError, match="profile"):
-        DeviceTide(DeviceModel(twin, TideModel(fitted(other, "layer", 1))), target)
+        DeviceTide(DeviceModel(kernels, TideModel(fitted(other, "layer", 1))), target)
     with pytest.raises(ValueError, match="a place for each"):
-        tide_on(twin, LAYOUT, "layer", target).block(block_meta(LAYOUT), np.zeros(3, dtype=np.int64))
+        tide_on(kernels, LAYOUT, "layer", target).block(block_meta(LAYOUT), np.zeros(3, dtype=np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import struct
 import subprocess
@@ -20,10 +21,14 @@ from kvtide.engines.gpu.program import COMPILE_OPTIONS
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src/kvtide/engines/gpu/kernels"
 
+# Set by tools/gpu.py, which preloads the sanitizers' libraries; fibers have stacks that they know nothing of.
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "--param", "asan-stack=0")
+FLAGS = SANITIZED if os.environ.get("KVTIDE_TWIN_SANITIZED") else ("-O1",)
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def compile_twin(folder: Path, flags: Sequence[str] = ("-O1",)) -> Path:
+def compile_twin(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
     """Return the library, made in `folder`."""
     assert "--fmad=false" in COMPILE_OPTIONS
     target = folder / "twin.so"
@@ -66,6 +71,9 @@ class TwinKernels:
 
     def queue(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def follow(self) -> None:
+        pass
 
     def finish(self) -> None:
         pass

@@ -26,7 +26,7 @@ from kvtide.codec.tide.section import (
 from kvtide.codec.tide.values import Stored, keep_apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section"]
+__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section", "loudness_weights"]
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
@@ -75,7 +75,7 @@ def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.
     """
     rows = place_groups(model, stored.layer_start, steps.final_units)
     projected = [_projected(model, place, steps.final_units, stored, apart, path) for place in rows.places]
-    weights = _loudness_weights(rows.scales, steps.final_units)
+    weights = loudness_weights(rows.scales, steps.final_units)
     loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
     for found, place in zip(projected, rows.places, strict=True):
         # A token that only a later group was too loud for.
@@ -111,7 +111,7 @@ def _projected(
     return out
 
 
-def _loudness_weights(scales: Units, final_units: int) -> Floats:
+def loudness_weights(scales: Units, final_units: int) -> Floats:
     """Return what each component's magnitude counts: large ones have a say, beside what is usual for them."""
     over = final_units - scales
     usual_max = int(np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))

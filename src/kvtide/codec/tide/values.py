@@ -15,7 +15,7 @@ from kvtide.codec.rotary import Rotary, RotaryTables
 from kvtide.codec.tide.section import Apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["Floats", "Stored", "Turns", "keep_apart", "load_values"]
+__all__ = ["Floats", "Stored", "Turns", "keep_apart", "kept_tokens", "load_values"]
 
 # (layers, 2, tokens, kv_heads, head_dim)
 Floats = NDArray[np.float32]
@@ -116,7 +116,11 @@ def keep_apart(stored: Stored, positions: NDArray[np.uint16]) -> Apart:
     if not len(positions):
         nothing = np.empty((layers, 2, 0, *heads), dtype=np.int8)
         return Apart(positions, np.empty(nothing.shape[:-1], dtype=np.uint16), nothing)
-    tokens = load_values(stored)[:, :, positions]
+    return kept_tokens(load_values(stored)[:, :, positions], positions)
+
+
+def kept_tokens(tokens: Floats, positions: NDArray[np.uint16]) -> Apart:
+    """Return tokens, keys before RoPE, as they are kept. UnencodableBlock if a value is too large for bfloat16."""
     peaks = np.abs(tokens).max(axis=-1, initial=0.0) / np.float32(_BYTE_MAX)
     scales = (peaks.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
     if scales.size and int(scales.max()) >= 0x7F80:

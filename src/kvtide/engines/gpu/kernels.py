@@ -19,7 +19,8 @@ from kvtide.errors import DeviceFault
 
 __all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address"]
 
-WARP = 32
+# 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
+BLOCKS_PER_MULTIPROCESSOR = 4
 # What device memory is aligned to inside one upload: streams are read by words, tables by vectors.
 ALIGNMENT = 16
 
@@ -30,12 +31,17 @@ def address(tensor: torch.Tensor) -> int:
 
 
 class Budget(NamedTuple):
-    """How much of the device kernels may take: blocks that run at a time, of at most BLOCK_THREADS threads.
+    """How much of the device kernels may take: blocks that run at a time, of 256 threads or 128.
 
     Kernels walk their jobs in a loop, so that any number is right; fewer blocks leave more to the engine.
     """
 
     blocks: int
+
+    @classmethod
+    def of_multiprocessors(cls, count: int) -> Self:
+        """Return what so many multiprocessors hold at a time. The device spreads it over all that it has."""
+        return cls(count * BLOCKS_PER_MULTIPROCESSOR).checked()
 
     def checked(self) -> Self:
         """Return itself. ValueError unless there is a block at least."""
@@ -54,6 +60,9 @@ class Kernels(Protocol):
 
     def queue(self) -> AbstractContextManager[Any]:
         """Return a context in which torch queues on the kernels' stream too."""
+
+    def follow(self) -> None:
+        """Put what is queued from now on behind what torch's current stream has queued so far: the engine's work."""
 
     def finish(self) -> None:
         """Wait for all that is queued."""
@@ -118,6 +127,7 @@ class CudaKernels:
         self._priority = priority
         self._stream: torch.cuda.Stream | None = None
         self._module: Any = None
+        self._context: Any = None
         self._functions: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -138,6 +148,7 @@ class CudaKernels:
         major, minor = torch.cuda.get_device_capability(self.device)
         machine_code = compile_kernels(f"sm_{major}{minor}")
         self._stream = torch.cuda.Stream(self.device, priority=self._priority)
+        self._context = _checked(driver.cuCtxGetCurrent())
         self._module = _checked(driver.cuModuleLoadData(machine_code))
 
     def close(self) -> None:
@@ -163,16 +174,20 @@ class CudaKernels:
         fields = np.array([field % (1 << 64) for field in args], dtype=np.uint64)
         pointers = np.array([fields.ctypes.data], dtype=np.uint64)
         grid = (min(blocks, self._budget.blocks), 1, 1)
-        stream = self._stream.cuda_stream
-        with torch.cuda.device(self.device):
-            _checked(
-                driver.cuLaunchKernel(self._functions[name], *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0)
-            )
+        stream, function = self._stream.cuda_stream, self._functions[name]
+        # Threads that have not used the device yet have no context of their own.
+        _checked(driver.cuCtxSetCurrent(self._context))
+        _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0))
 
     def queue(self) -> AbstractContextManager[Any]:
         """Return a context in which torch queues on the kernels' stream too."""
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return context
+
+    def follow(self) -> None:
+        """Go behind torch's current stream; see Kernels."""
+        assert self._stream is not None, "follow before open"
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
         """Wait for all that is queued."""

@@ -5,6 +5,7 @@ The bytes are those of `kvtide.codec.tide`. Nothing comes back to the host but, 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.rows import place_groups
 from kvtide.codec.tide.section import SectionBytes, split_base, split_refinement
-from kvtide.engines.gpu.kernels import Kernels, address
+from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
-from kvtide.engines.gpu.tide_jobs import DeviceRange, GroupJobs, SectionJobs
+from kvtide.engines.gpu.tide_jobs import DeviceRange, GroupJobs, RangePlan, SectionJobs
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionKind
@@ -26,6 +26,8 @@ from kvtide.types import Section, SectionKind
 __all__ = ["DeviceBlock", "DeviceTide"]
 
 MATRIX_THREADS = 128
+# Ranges at a final step that are remembered: objects of one store have few steps.
+PLANS_MAX = 512
 
 
 class DeviceBlock:
@@ -69,6 +71,19 @@ class DeviceTide:
         self._model = model
         self._kernels = model.kernels
         self._target = target
+        staging = Staging(self._kernels)
+        staging.add(target.bases)
+        self._bases = staging.send()
+        self._plans: OrderedDict[tuple[int, int], RangePlan] = OrderedDict()
+
+    def _plan(self, layers: tuple[int, int], final_units: int) -> RangePlan:
+        key = (layers[0], final_units)
+        if key not in self._plans:
+            self._plans[key] = RangePlan(self._model, layers, final_units)
+            if len(self._plans) > PLANS_MAX:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key]
 
     def block(self, meta: BlockMeta, token_starts: NDArray[np.int64]) -> DeviceBlock:
         """Return a block to be fed."""
@@ -112,8 +127,8 @@ class DeviceTide:
         data = memoryview(section.data)
         if known is None:
             coded, base = split_base(data, (stop - start, *block.meta.layout.shape[1:]))
-            rows = place_groups(self._model.model, start, coded.steps.final_units)
-            known = DeviceRange(self._kernels, (start, stop), coded.steps, base, rows)
+            plan = self._plan((start, stop), coded.steps.final_units)
+            known = DeviceRange(self._kernels, plan, coded.steps, base)
             block.ranges[start] = known
         else:
             coded = split_refinement(data)
@@ -135,22 +150,26 @@ class DeviceTide:
     def write(self, blocks: Sequence[DeviceBlock]) -> None:
         """Queue writing blocks to their pages, each range of layers at the step that has come so far.
 
-        Blocks without all bases are left out; a later call writes finer values over these.
+        It is done behind what torch's current stream has queued, which may still use the pages. Blocks without all
+        bases are left out; a later call writes finer values over these.
         """
-        jobs = GroupJobs(self._model, self._target)
+        jobs = GroupJobs(self._model, self._target, address(self._bases))
         for block in filter(self._has_bases, blocks):
+            starts_at = jobs.add_starts(block.token_starts)
             for known in block.ranges.values():
-                jobs.add(known, block.meta, block.token_starts, address(block.status))
-        if not len(jobs):
+                jobs.add(known, block.meta, starts_at, address(block.status))
+        if not jobs.count:
             return
+        self._kernels.follow()
         jobs_at, _kept = jobs.send()
-        args = (jobs_at, len(jobs), jobs.tiles_max)
-        tiles = len(jobs) * jobs.tiles_max
-        if jobs.is_ordered:
+        args = (jobs_at, jobs.count, jobs.tiles_max)
+        tiles = jobs.count * jobs.tiles_max
+        if self._model.model.groups[0].order.size:
             self._kernels.launch("tide_restore_ordered", args, warp_blocks(tiles), THREADS)
-            return
-        self._kernels.launch("tide_pull", args, warp_blocks(tiles), THREADS)
-        self._kernels.launch("tide_restore", args, tiles, MATRIX_THREADS)
+        else:
+            self._kernels.launch("tide_pull", args, warp_blocks(tiles), THREADS)
+            self._kernels.launch("tide_restore", args, tiles, MATRIX_THREADS)
+        self._model.trim()
 
     def _has_bases(self, block: DeviceBlock) -> bool:
         ranges = self._model.model.profile.layers // self._model.model.section_layers

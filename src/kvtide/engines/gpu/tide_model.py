@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtide.block import BlockMeta
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, TideModel
@@ -112,6 +113,8 @@ class DeviceGroup:
         self._sent = staging.send()
         self._scales: dict[tuple[int, int], torch.Tensor] = {}
         self._targets: dict[tuple[int, int], torch.Tensor] = {}
+        self._inverse_scales: dict[int, torch.Tensor] = {}
+        self._components: tuple[torch.Tensor, list[int]] | None = None
 
     @property
     def mean(self) -> int:
@@ -131,6 +134,34 @@ class DeviceGroup:
             scale = step_of(units, thirds) / (SIXTEENTHS * ONE) / self._weight.astype(np.float64)
             self._scales[key] = self._kept(_by_column(scale.astype(np.float32), self.pairs.columns))
         return address(self._scales[key])
+
+    @property
+    def values_depth(self) -> int:
+        """Return the values of a token, padded for products over them."""
+        return -(-self.group.shape[1] // DEPTH) * DEPTH
+
+    def components(self) -> tuple[int, int, int]:
+        """Return the addresses of the matrix the other way, high and low bytes, and of the order."""
+        if self._components is None:
+            staging, order = Staging(self._kernels), self.group.order
+            halves = (np.empty(0, np.uint8), np.empty(0, np.uint8))
+            if not order.size:
+                count, values = self.group.shape
+                padded = np.zeros((-(-count // TILE) * TILE, self.values_depth), dtype=np.int16)
+                padded[:count, :values] = self.group.matrix
+                halves = _split_bytes(padded)
+            places = [staging.add(array) for array in (*halves, order)]
+            self._components = (staging.send(), places)
+        sent, places = self._components
+        high, low, order_at = (address(sent) + place for place in places)
+        return high, low, order_at
+
+    def inverse_scale(self, units: int) -> int:
+        """Return the address of what columns are multiplied by to be in 16ths of a step."""
+        if units not in self._inverse_scales:
+            scale = (self._weight * (SIXTEENTHS / step_of(units, 0))).astype(np.float32)
+            self._inverse_scales[units] = self._kept(_by_column(scale, self.pairs.columns))
+        return address(self._inverse_scales[units])
 
     def pairs_at(self, target: PageTarget) -> int:
         """Return the address of the columns' places in such pages."""
@@ -162,7 +193,7 @@ class DeviceModel:
         staging.add(model.pulls)
         self._pulls = staging.send()
         self._groups: dict[int, DeviceGroup] = {}
-        self._turns: OrderedDict[tuple[object, int, int], torch.Tensor] = OrderedDict()
+        self._turns: OrderedDict[tuple[int, int, bool], torch.Tensor] = OrderedDict()
 
     @property
     def pulls(self) -> int:
@@ -180,17 +211,32 @@ class DeviceModel:
             self._groups[group.layer_start] = DeviceGroup(self.kernels, self.model, group)
         return self._groups[group.layer_start]
 
-    def turns(self, layer: int, start: int, tokens: int) -> int:
-        """Return the address of the cosines, then the sines, of a block's tokens in a layer; 0 if keys don't turn."""
-        rotary = self.model.rotary
-        if rotary is None:
-            return 0
-        key = (rotary.frequencies(layer), start, tokens)
+    def turns(self, meta: BlockMeta, is_back: bool = False) -> int:
+        """Return the address of a table (layers, 2): where the cosines, then the sines, of a block's tokens are.
+
+        0 stands for no turning: values, and keys of a model that does not rotate.
+        """
+        key = (meta.start, meta.layout.tokens, is_back)
         if key not in self._turns:
-            staging = Staging(self.kernels)
-            staging.add(np.stack(rotary.tables(start, tokens, layer)))
-            self._turns[key] = staging.send()
-            if len(self._turns) > TURNS_MAX:
-                self._turns.popitem(last=False)
+            self._turns[key] = self._made_turns(meta, is_back)
         self._turns.move_to_end(key)
         return address(self._turns[key])
+
+    def trim(self) -> None:
+        """Forget what was not used for longest, if there is much. Not before what uses it is queued."""
+        while len(self._turns) > TURNS_MAX:
+            self._turns.popitem(last=False)
+
+    def _made_turns(self, meta: BlockMeta, is_back: bool) -> torch.Tensor:
+        rotary, staging = self.model.rotary, Staging(self.kernels)
+        table = np.zeros((self.model.profile.layers, 2), dtype=np.uint64)
+        staging.add(table)
+        if rotary is not None:
+            make = rotary.inverse_tables if is_back else rotary.tables
+            kinds = [rotary.frequencies(layer) for layer in range(len(table))]
+            places = {
+                kind: staging.add(np.stack(make(meta.start, meta.layout.tokens, kinds.index(kind))))
+                for kind in dict.fromkeys(kinds)
+            }
+            table[:, 0] = [staging.base + places[kind] for kind in kinds]
+        return staging.send()

@@ -36,13 +36,13 @@ struct RansWords {
   u32 next, stop;
 };
 
-// Takes the next symbol of each lane that is active.
+// Takes the next symbol of each lane that is active: the lowest five bits of the result.
 INLINE u32 rans_step(u32& state, const RansLane& table, RansWords& words, u32 lane, bool is_active) {
   const u32 bucket = state >> 7;
   const u32 own = shuffle(table.own, bucket), other = shuffle(table.other, bucket);
   const bool is_other = (state & 127u) >= (own & 255u);
   const u32 entry = is_other ? other : own;
-  const u32 symbol = is_other ? other & 255u : bucket & 31u;
+  const u32 symbol = is_other ? other : bucket;
   u32 moved = (entry >> 20) * (state >> 12) + ((state + (entry >> 8)) & 4095u);
   const bool is_short = is_active && moved < rans_state_min;
   const u32 mask = ballot(is_short);
@@ -78,7 +78,7 @@ struct RansDecodeArgs {
   u64 has_escapes;
 };
 
-template <class Element>
+template <class Element, bool has_escapes>
 INLINE bool decode_stream(const RansDecodeArgs& args, const RansStream& job, u32 lane) {
   if (job.count == 0) return job.stream_bytes == 0 && job.escape_count == 0;
   u32 state;
@@ -93,23 +93,30 @@ INLINE bool decode_stream(const RansDecodeArgs& args, const RansStream& job, u32
     const u32 table = args.run_tables[job.runs_start + run];
     const RansLane buckets = load_lane(args.tables, table, lane);
     const u32 value = values[table * rans_symbols + lane];
-    const auto put = [&](u32 position, bool is_active) {
+    Element* to = out + first + lane;
+    const auto put = [&](bool is_active) {
       const u32 symbol = rans_step(state, buckets, words, lane, is_active);
       Element element = static_cast<Element>(shuffle(value, symbol));
-      if (args.has_escapes != 0) {
-        const bool is_escape = is_active && symbol == rans_escape;
+      if constexpr (has_escapes) {
+        const bool is_escape = is_active && symbol % rans_symbols == rans_escape;
         const u32 mask = ballot(is_escape), rank = escapes_taken + count_bits(mask & lanes_below(lane));
         if (is_escape && rank < job.escape_count) element = escapes[rank];
         escapes_taken += count_bits(mask);
       }
-      if (is_active) out[position] = element;
+      if (is_active) *to = element;
+      to += warp_lanes;
     };
-    u32 position = first + lane;
-    for (; position - lane + warp_lanes <= stop; position += warp_lanes) put(position, true);
-    if (position - lane < stop) put(position, position < stop);
+#pragma unroll 4
+    for (u32 rows = (stop - first) / warp_lanes; rows != 0; --rows) put(true);
+    if ((stop - first) % warp_lanes != 0) put(lane < (stop - first) % warp_lanes);
     if (stop == job.count) break;  // first + run_symbols may not fit 32 bits
   }
   return rans_is_whole(state, words) && escapes_taken == job.escape_count;
+}
+
+template <class Element>
+INLINE bool decode_stream(const RansDecodeArgs& args, const RansStream& job, u32 lane) {
+  return args.has_escapes != 0 ? decode_stream<Element, true>(args, job, lane) : decode_stream<Element, false>(args, job, lane);
 }
 
 KERNEL rans_decode(RansDecodeArgs args) {

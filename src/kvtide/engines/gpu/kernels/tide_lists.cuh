@@ -208,15 +208,23 @@ INLINE bool decode_runs(const TideSection& s, const u32* tables, u32 stream, u32
     const i32 centre = table < tide_tops ? top_centre : 1;
     // Only tables that can code the escape are asked for it.
     const bool has_escape = (shuffle(buckets.own, rans_escape) >> 20) != 0;
-    for (; run < table_stop; ++run) {
-      const u32 symbol = rans_step(state, buckets, words, lane, true);
+    i16* to = items + u64{run} * run_symbols;
+    const auto put = [&](bool asks) {
+      const u32 symbol = rans_step(state, buckets, words, lane, true) % rans_symbols;
       i16 item = static_cast<i16>(static_cast<i32>(symbol) - centre);
-      if (has_escape) {
+      if (asks) {
         const u32 mask = ballot(symbol == rans_escape), rank = escapes_taken + count_bits(mask & lanes_below(lane));
         if (symbol == rans_escape && rank < escape_count) item = escapes[rank];
         escapes_taken += count_bits(mask);
       }
-      items[u64{run} * run_symbols] = item;
+      *to = item;
+      to += run_symbols;
+    };
+    if (has_escape) {
+      for (; run < table_stop; ++run) put(true);
+    } else {
+#pragma unroll 4
+      for (; run < table_stop; ++run) put(false);
     }
   }
   return rans_is_whole(state, words) && escapes_taken == escape_count;
