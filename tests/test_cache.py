@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,18 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.cache import STORE_NICE, Cache, MissReason, PendingBlock
-from kvtide.codec import CodecRegistry
+from kvtide.cache import Cache, MissReason, PendingBlock, cache_for
+from kvtide.codec import CodecRegistry, TideCodec
+from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
+from kvtide.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
-from kvtide.tier import MemoryTier
+from kvtide.tier import DiskTier, MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import object_bytes_max
+from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.stores import stored_records
 
 OpenCache = Callable[..., Cache]
@@ -122,20 +125,48 @@ def test_restored_and_found_blocks_are_known_to_be_on_disk(
     assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
 
 
-def test_what_follows_a_loaded_run_is_read_ahead(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    metas, sink = metas_of(layout, 5), Collector()
-    contents = fill(open_cache(tmp_path), metas)
-    cache = open_cache(tmp_path)
-    assert cache.load(metas[:2], sink, following=metas[2:]).blocks == 2
+def test_index_hears_what_recomputing_costs(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 2)
+    bits = smooth_bits(layout, 1)
+    costs = (1.0, 2.0)
+    cache.store([PendingBlock(meta, lambda: bits, cost) for meta, cost in zip(metas, costs, strict=True)])
+    assert cache.flush(10)
+    assert isinstance(cache.index, RadixIndex)
+    run = cache.index._tree.run_of(metas[1].id.key)
+    assert run is not None
+    assert run.given_cost == 1.5
+
+
+def test_loads_are_counted_as_decisions_and_told_to_the_store(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+    fill(cache, metas[:3])
+    cache.load(metas, Collector())
+    assert cache.stats().decisions == "abandoned:not_there=1,load:in_time=3"
+    cache.close()
+    other = open_cache(tmp_path)
+    disk = other.tiers._tiers[1]
+    assert isinstance(disk, DiskTier)
+    assert decisions_text(disk.decisions()) == "abandoned:not_there=1,load:in_time=3"
+
+
+def test_slow_tier_does_not_hold_up_what_memory_has(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 6)
+    fill(cache, metas)
     memory, disk = cache.tiers._tiers
-    for _ in range(500):
-        if all(memory.contains(meta.id) for meta in metas[2:]):
-            break
-        time.sleep(0.01)
-    reads = disk.stats().hits
-    assert cache.load(metas[2:], sink).blocks == 3
-    assert disk.stats().hits == reads == 5
-    assert np.array_equal(sink.blocks[2], contents[4])
+    for meta in metas[2:]:
+        memory.delete(meta.id, "evicted")
+    go_on = threading.Event()
+    monkeypatch.setattr(disk, "get_into", lambda *arguments: go_on.wait(20) and None)
+    slow = threading.Thread(target=cache.load, args=(metas[2:], Collector()))
+    slow.start()
+    assert cache.load(metas[:2], Collector(), deadline_s=10.0).blocks == 2
+    assert slow.is_alive()
+    go_on.set()
+    slow.join()
 
 
 def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -176,6 +207,27 @@ def test_damaged_object_is_a_counted_miss_and_removed(
     assert reader.stats().misses == {"corrupt": 1}
     assert [record.header.id for record in stored_records(tmp_path)] == [metas[1].id]
     assert reader.match(ids(metas)) == 0
+
+
+@pytest.mark.parametrize(("quality", "flipped", "blocks"), [(2e-2, -9, 1), (1e-4, -9, 0), (2e-2, 700, 0)])
+def test_flipped_bit_loses_a_refinement_where_the_quality_allows_it(
+    quality: float, flipped: int, blocks: int, tmp_path: Path
+) -> None:
+    profile, layout = fitted(LAYOUT), LAYOUT
+    metas, sink = metas_of(layout, 1), Collector()
+    with cache_for(str(tmp_path), TideCodec(profile, 1e-4, 3), [profile]) as writer:
+        fill(writer, metas)
+    (record,) = stored_records(tmp_path)
+    data = bytearray(record.body())
+    data[flipped] ^= 4  # in the last range's last refinement, or in a base
+    record.write_body(bytes(data))
+    with cache_for(str(tmp_path), TideCodec(profile, quality, 3), [profile]) as reader:
+        assert reader.load(metas, sink).blocks == blocks
+        assert (reader.stats().blocks_damaged, reader.stats().misses.get("corrupt", 0)) == (blocks, 1 - blocks)
+    if blocks:
+        exact, found = smooth_bits(layout, 0).view(np.float32), sink.blocks[0].view(np.float32)
+        errors = np.sqrt(np.mean((found - exact)[:, :, 4:] ** 2, axis=(1, 2, 3, 4)))
+        assert errors[-1] > 2 * errors[0]
 
 
 def test_object_of_a_codec_that_is_not_here_is_a_miss(
@@ -298,7 +350,8 @@ def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_c
 
 def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
-    cache._queued_bytes += 1
+    assert cache._storer is not None
+    cache._storer._queued_bytes += 1
     with pytest.raises(AssertionError, match="1 bytes"):
         cache.check()
 
@@ -308,8 +361,8 @@ def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLay
     cache = open_cache(tmp_path)
     fill(cache, metas_of(layout, 1))
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert cache._storer is not None and cache._storer.native_id is not None
-    assert os.getpriority(os.PRIO_PROCESS, cache._storer.native_id) == min(19, own + STORE_NICE)
+    assert cache._storer is not None and cache._storer.thread.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, cache._storer.thread.native_id) == min(19, own + STORE_NICE)
 
 
 def test_block_that_the_codec_cannot_keep_is_stored_losslessly(

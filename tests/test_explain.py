@@ -9,9 +9,12 @@ from kvtide.block import BlockLayout
 from kvtide.cache import Cache
 from kvtide.codec import CachegenCodec, CodecRegistry
 from kvtide.codec.calibrate import ProfileFitter
-from kvtide.explain import Verdict, explain, weigh
+from kvtide.errors import CorruptPayload
+from kvtide.explain import Verdict, explain, read_header, read_object, weigh
+from kvtide.server.auth import tenant_namespace
 from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.types import ObjectId
 from kvtide.wire import pack_object
 from tests.stores import stored_records
 from tests.test_cache import fill, metas_of
@@ -102,3 +105,17 @@ def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, 
     assert (found.hit_blocks, found.verdict) == (0, Verdict.CODEC_ABSENT)
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
     assert explain(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
+
+
+def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cache, layout: BlockLayout) -> None:
+    first, second = metas_of(layout, 2)
+    data = bytearray(1 << 20)
+    packed = data[: stored.tiers.get_into(first.id, memoryview(data))]
+    hashed = tenant_namespace("a", first.id.namespace)
+    for key in (first.id.key, second.id.key):
+        stored.tiers.put_from(ObjectId(hashed, key), packed)
+    for read in (read_header, read_object):
+        found = read(stored.tiers, ObjectId(hashed, first.id.key))
+        assert found is not None and found.meta.id == first.id
+        with pytest.raises(CorruptPayload, match="the bytes are those of"):
+            read(stored.tiers, ObjectId(hashed, second.id.key))

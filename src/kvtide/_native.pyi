@@ -67,8 +67,16 @@ def rans_read_tables(data: NDArray[np.uint8], frequencies: NDArray[np.uint16]) -
 def prefix_lengths(counts: NDArray[np.uint64], lengths: NDArray[np.uint8]) -> None: ...
 def prefix_write_tables(lengths: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
 def prefix_read_tables(data: NDArray[np.uint8], lengths: NDArray[np.uint8]) -> bool: ...
+
+# Cosines and sines of (kinds, tokens, pairs), the kind of each layer, the first dim that turns, pairs are neighbours.
+_Turns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
+
 def tide_paths() -> list[str]: ...
+
+TIDE_SLACK: int
+
 def tide_count(
+    path: str,
     values: NDArray[np.int16],
     which: NDArray[np.uint32],
     tables: NDArray[np.uint16],
@@ -99,13 +107,23 @@ def tide_put(
 def tide_pack(matrix: NDArray[np.int16], panels: NDArray[np.int16]) -> None: ...
 def tide_project(
     path: str,
-    values: NDArray[np.float32],
+    bits: NDArray[np.uint8],
+    block: tuple[int, ...],
+    type: int,
+    turns: _Turns,
     mean: NDArray[np.float32],
     scale: NDArray[np.float32],
     panels: NDArray[np.int16],
     shape: tuple[int, int],
-    order: NDArray[np.uint16],
+    is_coded: NDArray[np.uint8],
     apart: NDArray[np.uint8],
+    out: NDArray[np.int16],
+) -> bool: ...
+def tide_arrange(
+    path: str,
+    steps: NDArray[np.int16],
+    places: NDArray[np.uint16],
+    rows: NDArray[np.uint16],
     out: NDArray[np.int16],
 ) -> None: ...
 def tide_restore(
@@ -119,8 +137,17 @@ def tide_restore(
     panels: NDArray[np.int16],
     shape: tuple[int, int],
     order: NDArray[np.uint16],
-    out: NDArray[np.float32],
+    apart: tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.int8]],
+    turns: _Turns,
+    bits: NDArray[np.uint8],
+    block: tuple[int, ...],
+    type: int,
 ) -> None: ...
+def tide_loudness(
+    path: str, steps: NDArray[np.int16], weights: NDArray[np.float32], loud: NDArray[np.float32]
+) -> None: ...
+def tide_third(path: str, values: NDArray[np.int16], out: NDArray[np.int16]) -> None: ...
+def tide_symbols(path: str, items: NDArray[np.int16], tops: int, out: NDArray[np.uint8]) -> None: ...
 
 class _Tables:
     def encode(

@@ -6,10 +6,8 @@ Invariant: what `load` hands to the sink has passed every check of the object fo
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -22,27 +20,28 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
+from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
 from kvtide.config import Limits
+from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
+from kvtide.storing import BlockSource, PendingBlock, Storer
 from kvtide.tier import TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.types import ObjectId
-from kvtide.wire import object_bytes_max, pack_object, parse_object
+from kvtide.tier.ranking import Ranking
+from kvtide.types import ObjectId, Section
+from kvtide.wire import StoredObject, object_bytes_max, pack_object, parse_object
 
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
-# Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
-STORE_NICE = 10
 _Result = TypeVar("_Result")
+# Curves are float32.
+_QUALITY_SLACK = 1e-3
 
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]
-# Returns the block's bits; called later, from the storing thread.
-BlockSource = Callable[[], BlockBits]
 
 
 class MissReason(Enum):
@@ -63,23 +62,21 @@ class LoadReport(NamedTuple):
     reason: MissReason | None
 
 
-class PendingBlock(NamedTuple):
-    """A block to be stored in the background."""
-
-    meta: BlockMeta
-    source: BlockSource
-
-
 class CacheStats(NamedTuple):
-    """Counters since the cache was opened."""
+    """Counters since the cache was opened; decisions as `decisions_text` writes them.
+
+    Damaged blocks were loaded from the sections of theirs that were good.
+    """
 
     blocks_loaded: int
+    blocks_damaged: int
     blocks_stored: int
     blocks_dropped: int
     blocks_unencodable: int
     raw_bytes_stored: int
     bytes_stored: int
     misses: dict[str, int]
+    decisions: str
     tiers: list[TierStats]
 
 
@@ -105,7 +102,8 @@ class _Scratch(NamedTuple):
 class Cache:
     """Blocks of many namespaces over one stack of tiers.
 
-    Owns a storing thread and `limits.load_threads` loading threads between `open` and `close`; use it with `with`.
+    Owns a storing thread and, twice, `limits.load_threads` loading threads between `open` and `close`; use it with
+    `with`. The second ones load what the fastest tier has, so that a slow tier never holds that up.
     Faults of tiers and payloads never leave it.
     """
 
@@ -119,14 +117,14 @@ class Cache:
         self._clock = clock
         self._limits = limits
         self._loaders: ThreadPoolExecutor | None = None
-        self._storer: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._queue: deque[PendingBlock] = deque()
-        self._queued_bytes = 0
-        self._is_closing = False
+        self._near_loaders: ThreadPoolExecutor | None = None
+        self._storer: Storer | None = None
+        self._lock = threading.Lock()
         self._scratch: list[_Scratch] = []
         self._counts: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
+        # What engines decide about stored blocks; told to the tiers in the background.
+        self.decisions = DecisionCounter()
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
@@ -137,8 +135,9 @@ class Cache:
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
-        self._storer = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
-        self._storer.start()
+        self._near_loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load-near")
+        self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
+        self._storer.open()
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
@@ -146,17 +145,13 @@ class Cache:
 
     def close(self) -> None:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
-        if self._storer is None or self._loaders is None:
+        if self._storer is None or self._loaders is None or self._near_loaders is None:
             return
-        self.flush(self._limits.close_s_max)
-        with self._changed:
-            self._is_closing = True
-            self._queue.clear()
-            self._queued_bytes = 0
-            self._changed.notify_all()
-        self._storer.join(self._limits.close_s_max)
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._storer = self._loaders = None
+        self._storer.close(self._limits.close_s_max)
+        self._tell_decisions()
+        for loaders in (self._loaders, self._near_loaders):
+            loaders.shutdown(wait=False, cancel_futures=True)
+        self._storer = self._loaders = self._near_loaders = None
         self.tiers.close()
 
     def __enter__(self) -> Self:
@@ -181,36 +176,32 @@ class Cache:
             known += 1
         return known
 
-    def load(
-        self,
-        metas: Sequence[BlockMeta],
-        sink: BlockSink,
-        deadline_s: float | None = None,
-        following: Sequence[BlockMeta] = (),
-    ) -> LoadReport:
+    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
-        `following` are the next blocks of the matched run, which the caller will load later: once all of these came,
-        they are brought into the faster tiers in the background as far as those admit them.
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
-        assert self._loaders is not None, "load before open"
+        near, far = self._near_loaders, self._loaders
+        assert near is not None and far is not None, "load before open"
         give_up_s = self._clock.monotonic_s() + (self._limits.load_s_max if deadline_s is None else deadline_s)
         keys = [meta.id.key for meta in metas]
         self.index.pin(keys)
         try:
-            pending = [self._loaders.submit(self._load_one, i, meta, sink) for i, meta in enumerate(metas)]
+            pending = []
+            for position, meta in enumerate(metas):
+                is_near = self.guarded("look up", partial(self.tiers.is_near, meta.id), False)
+                pending.append((near if is_near else far).submit(self._load_one, position, meta, sink))
             report = self._leading(pending, give_up_s)
         finally:
             self.index.unpin(keys)
-        with self._changed:
+        with self._lock:
             self._counts["loaded"] += report.blocks
             if report.reason is not None:
                 self._misses[report.reason] += 1
-        if report.reason is None and following:
-            ids = [meta.id for meta in following]
-            self.guarded("read ahead", partial(self.tiers.prefetch, ids, object_bytes_max(following[0].layout)), 0)
+        self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
+        why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
+        self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
         return report
 
     def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
@@ -244,7 +235,7 @@ class Cache:
             codec = self._registry.get(stored.codec_id, stored.profile)
             if codec is None:
                 return MissReason.UNKNOWN_CODEC
-            codec.decode(meta, stored.sections(), scratch.bits)
+            codec.decode(meta, self._sections(stored, codec), scratch.bits)
             sink(position, scratch.bits)
             return size
         except CorruptPayload as error:
@@ -253,10 +244,24 @@ class Cache:
         finally:
             self._scratch.append(scratch)
 
+    def _sections(self, stored: StoredObject, codec: Codec) -> list[Section]:
+        """Return the sections, without bad ones if what is left is as good as the own codec would have made it."""
+        good = stored.good_sections()
+        if len(good) == len(stored.entries):
+            return good
+        if not (isinstance(codec, EmbeddedCodec) and isinstance(self._codec, EmbeddedCodec)):
+            raise CorruptPayload(f"{stored.meta.id}: {len(stored.entries) - len(good)} sections are not those stored")
+        left = codec.quality_of(good)
+        if left > self._codec.quality * (1 + _QUALITY_SLACK):
+            raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
+        with self._lock:
+            self._counts["damaged"] += 1
+        return good
+
     def _drop_corrupt(self, object_id: ObjectId, error: CorruptPayload) -> None:
         self.index.remove(object_id.key)
         self.tiers.delete(object_id, "corrupt")
-        with self._changed:
+        with self._lock:
             self._counts["corrupt"] += 1
             is_first = self._counts["corrupt"] == 1
         if is_first:
@@ -273,65 +278,54 @@ class Cache:
         return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
-        """Queue blocks to be encoded and stored in the background; return how many the queue's bound let in.
-
-        The first that does not fit ends it: blocks behind a gap could not be matched.
-        """
-        with self._changed:
-            for count, block in enumerate(blocks):
-                raw_bytes = block.meta.layout.raw_bytes
-                if self._is_closing or self._queued_bytes + raw_bytes > self._limits.store_queue_bytes_max:
-                    self._counts["dropped"] += len(blocks) - count
-                    return count
-                self._queue.append(block)
-                self._queued_bytes += raw_bytes
-                self._changed.notify_all()
-        return len(blocks)
+        """Queue blocks to be encoded and stored in the background; return how many leading ones had room."""
+        count = self._storer.put(blocks) if self._storer is not None else 0
+        with self._lock:
+            self._counts["dropped"] += len(blocks) - count
+        return count
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._queued_bytes == 0, timeout_s)
+        return self._storer is None or self._storer.flush(timeout_s)
 
     def check(self) -> None:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
-        with self._changed:
-            assert self._queued_bytes == 0, f"{self._queued_bytes} bytes are still taken for queued"
-        assert len(self._scratch) <= self._limits.load_threads, f"{len(self._scratch)} buffers"
+        if self._storer is not None:
+            self._storer.check()
+        assert len(self._scratch) <= 2 * self._limits.load_threads, f"{len(self._scratch)} buffers"
         self.index.check()
         self.tiers.check()
 
-    def _store_until_closed(self) -> None:
-        _step_back()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
-                if self._is_closing:
-                    return
-                block = self._queue.popleft()
-            self.guarded("store", partial(self._store_block, block), None)
-            with self._changed:
-                # Close may have dropped the queue meanwhile.
-                self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
-                self._changed.notify_all()
+    def _tell_decisions(self) -> None:
+        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
 
     def _store_block(self, block: PendingBlock) -> None:
-        meta = block.meta
+        pack = partial(self._packed, block)
+        self.guarded("store", partial(self._place, block.meta, pack, block.cost), False)
+
+    def _packed(self, block: PendingBlock) -> bytearray | None:
+        return self._encoded(block.meta, block.source())
+
+    def keep(self, meta: BlockMeta, packed: bytes) -> bool:
+        """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
+        return self.guarded("keep", partial(self._place, meta, lambda: packed), False)
+
+    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
         if not self.tiers.contains(meta.id):
-            packed = self._encoded(meta, block.source())
-            if packed is None or not self.tiers.put_from(meta.id, packed):
-                with self._changed:
-                    self._counts["dropped"] += 1
-                return
-            with self._changed:
-                self._counts["stored"] += 1
-                self._counts["raw_bytes"] += meta.layout.raw_bytes
-                self._counts["bytes"] += len(packed)
+            packed = pack()
+            is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
+            with self._lock:
+                self._counts["stored" if is_stored else "dropped"] += 1
+                self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
+                self._counts["bytes"] += len(packed) if is_stored and packed else 0
+            if not is_stored:
+                return False
         for number, tier in enumerate(self.tiers.places(meta.id)):
             if number:
                 self.index.place(meta.id.key, tier)
             else:
-                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
+                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
+        return True
 
     def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
@@ -341,7 +335,7 @@ class Cache:
             try:
                 return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
             except UnencodableBlock as error:
-                with self._changed:
+                with self._lock:
                     self._counts["unencodable"] += 1
                 _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
         return None
@@ -351,7 +345,7 @@ class Cache:
         try:
             return action()
         except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
-            with self._changed:
+            with self._lock:
                 self._counts[f"fault {verb}"] += 1
                 is_first = self._counts[f"fault {verb}"] == 1
             if is_first:
@@ -361,37 +355,38 @@ class Cache:
 
     def stats(self) -> CacheStats:
         """Return the counters."""
-        with self._changed:
+        with self._lock:
             counts = self._counts.copy()
             misses = {reason.value: count for reason, count in self._misses.items()}
         return CacheStats(
             blocks_loaded=counts["loaded"],
+            blocks_damaged=counts["damaged"],
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
             blocks_unencodable=counts["unencodable"],
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
             misses=misses,
+            decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(),
         )
 
 
-def _step_back() -> None:
-    """Let this thread give way: what it stores can wait, the engine's threads can't."""
-    if sys.platform == "linux":  # where a thread has a niceness of its own
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + STORE_NICE))
-
-
 def cache_for(
-    store: str, codec: Codec, profiles: Sequence[Profile] = (), limits: Limits | None = None, clock: Clock | None = None
+    store: str,
+    codec: Codec,
+    profiles: Sequence[Profile] = (),
+    limits: Limits | None = None,
+    clock: Clock | None = None,
+    ranking: Ranking | None = None,
 ) -> Cache:
     """Return a cache, not yet opened, of memory in front of the store that the URL names.
 
-    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. ValueError for a
-    bad URL.
+    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` says
+    what memory keeps, as in `stack_of`. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
     index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
-    return Cache(stack_of(store, limits, clock, index.is_pinned), index, codec, CodecRegistry(profiles), clock, limits)
+    tiers = stack_of(store, limits, clock, index.is_pinned, ranking)
+    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits)

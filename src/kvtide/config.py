@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "engine_environment", "wait_passively"]
+__all__ = ["Limits", "cache_home", "engine_environment", "leave_a_core", "step_back", "wait_passively"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,21 @@ def wait_passively() -> None:
     beside one busy process. Works only before torch is imported, so that the command line calls it first.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def leave_a_core() -> None:
+    """Have the engine compute on all cores but one, unless the user said otherwise: what is measured runs there too.
+
+    Works only before torch is imported. One core stays where there is no other.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
+
+
+def step_back(niceness: int) -> None:
+    """Let this thread give way to others by so much, where a thread has a niceness of its own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
 
 
 def cache_home() -> Path:

@@ -7,6 +7,7 @@ KvtideError
 │   ├── TierFull                no room for this object: it is not stored
 │   └── WrongServer             a pool's server that does not keep this object, as its newer map says
 ├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
+├── DeviceFault                 a GPU can't compile or run the kernels: the processor does it
 ├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "CorruptPayload",
+    "DeviceFault",
     "KvtideError",
     "QueueFull",
     "RequestRefused",
@@ -50,6 +52,10 @@ class TierFull(TierUnavailable):
 
 class WrongServer(TierUnavailable):
     """A server of a pool sends us to another one; our map of the pool may be old."""
+
+
+class DeviceFault(KvtideError):
+    """A GPU, its driver or its compiler refuses the kernels."""
 
 
 class RequestRefused(KvtideError):

@@ -109,6 +109,8 @@ def _state(tier: Tier, object_id: ObjectId) -> StoredObject | Verdict:
     """Return an object that is good, else why it can't be loaded."""
     try:
         stored = read_object(tier, object_id)
+        if stored is not None and stored.meta.id != object_id:
+            raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
         if stored is not None:
             return stored
     except CorruptPayload:
@@ -121,11 +123,19 @@ def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     """Read and verify header and section table alone. None and CorruptPayload as in `read_object`."""
     buffer = bytearray(HEADER_AND_TABLE_BYTES_MAX)
     size = tier.get_into(object_id, memoryview(buffer))
-    return None if size is None else parse_header(memoryview(buffer)[:size], object_id)
+    if size is None:
+        return None
+    stored = parse_header(memoryview(buffer)[:size])
+    if stored.meta.id.key != object_id.key:
+        raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
+    return stored
 
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
-    """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its id says."""
+    """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its key says.
+
+    Its namespace may be another: servers store a tenant's objects under a hash of the tenant and the namespace.
+    """
     header = read_header(tier, object_id)
     if header is None:
         return None
@@ -134,7 +144,7 @@ def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     size = tier.get_into(object_id, memoryview(buffer))
     if size is None:
         return None
-    stored = parse_object(memoryview(buffer)[:size], object_id)
+    stored = parse_object(memoryview(buffer)[:size], header.meta.id)
     stored.sections()
     return stored
 

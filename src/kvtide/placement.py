@@ -93,7 +93,7 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"a pool's map has at most {MAP_BYTES_MAX} bytes, got {len(data)}")
         try:
             return msgspec.json.decode(data, type=PoolMap)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"not a pool's map: {error}") from error
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple, NewType
 
-__all__ = ["DIGEST_BYTES", "BlockKey", "Namespace", "ObjectId", "Section", "SectionId", "SectionKind"]
+import msgspec
+
+__all__ = ["DIGEST_BYTES", "BlockKey", "Namespace", "ObjectId", "Section", "SectionId", "SectionKind", "TierStats"]
 
 DIGEST_BYTES = 32
 
@@ -46,3 +49,22 @@ class Section(NamedTuple):
 
     id: SectionId
     data: bytes | bytearray | memoryview
+
+
+class TierStats(msgspec.Struct, frozen=True):
+    """What a tier holds now, and what it has done since it was opened. Servers send it as JSON."""
+
+    name: str
+    objects: int
+    used_bytes: int
+    bytes_max: int
+    hits: int
+    misses: int
+    evictions: int
+    faults: int
+
+    @classmethod
+    def sum_of(cls, name: str, parts: Iterable[TierStats]) -> TierStats:
+        """Return the sums over several tiers under a name; an object in two of them counts twice."""
+        columns = zip([0] * 7, *(msgspec.structs.astuple(part)[1:] for part in parts), strict=True)
+        return cls(name, *map(sum, columns))

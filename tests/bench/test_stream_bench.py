@@ -12,8 +12,8 @@ from kvtide.bench.stream_rig import Speeds
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.calibrate import ProfileFitter
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import capture_blocks
-from kvtide.engines.transformers import model_layout
 from kvtide.sim.links import Link
 from kvtide.sim.stream import Costs
 from kvtide.stream.plan import PrefillSpeed

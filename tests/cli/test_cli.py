@@ -12,6 +12,9 @@ from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.cache import Cache
+from kvtide.clock import SystemClock
+from kvtide.decisions import Choice, Decided, Why
+from kvtide.tier import DiskTier
 
 
 def kvtide(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -74,9 +77,16 @@ def test_rm_without_a_clear_choice_removes_nothing(arguments: list[str], store: 
 def test_explain_names_the_reason(store: Path, layout: BlockLayout, tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text(json.dumps(list(range(60))))
     kvtide("rm", metas_of(layout, 2)[1].id.key.hex(), "--store", store)
+    tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
+    tier.open()
+    tier.note_decisions({Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
+    tier.close()
     result = kvtide_json("explain", "--tokens", tmp_path / "tokens.json", "--block-tokens", 16, "--store", store)
     assert (result["hit_tokens"], result["prompt_tokens"], result["full_blocks"]) == (16, 60, 3)
     assert "removed" in result["reason"]
+    meaning = "loading would not have been faster"
+    decided = {"decision": "recompute", "reason": "link_slower", "meaning": meaning, "blocks": 5}
+    assert result["decided"] == [decided]
 
 
 def test_explain_weighs_loading_against_recomputing(store: Path, layout: BlockLayout, tmp_path: Path) -> None:

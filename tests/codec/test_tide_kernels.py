@@ -12,6 +12,22 @@ from kvtide import _native
 
 PATHS = _native.tide_paths()
 NO_ORDER, NO_PANELS = np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int16)
+NO_CODED = np.empty(0, dtype=np.uint8)
+
+
+def block_of(values: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], int]:
+    """(2, tokens, channels) float32 as a layer of one head, as kernels take it."""
+    return values.reshape(-1).view(np.uint8), (1, *values.shape[:2], 1, values.shape[2]), 1
+
+
+def no_turns(tokens: int) -> tuple:
+    nothing = np.empty((1, tokens, 0), dtype=np.float32)
+    return nothing, nothing, np.zeros(1, dtype=np.uint8), 0, False
+
+
+def no_apart(channels: int) -> tuple:
+    shape = (1, 2, 0, 1)
+    return np.empty(0, np.uint16), np.empty(shape, np.uint16), np.empty((*shape, channels), np.int8)
 
 
 def packed(matrix: np.ndarray) -> np.ndarray:
@@ -32,16 +48,26 @@ def test_lists_are_the_twins_and_taking_undoes_putting(path: str, seed: int, row
     tables = (3 * rng.integers(0, 5, (len(which), 4))).astype(np.uint16)
     expected = twin.put(values, which, tables, mode, parents)
     counts = np.zeros(15, dtype=np.int64)
-    _native.tide_count(parents, which, tables, mode, counts)
+    _native.tide_count(path, parents, which, tables, mode, counts)
     assert [len(expected.get(table, [])) for table in range(15)] == counts.tolist()
     stops = np.cumsum(counts)
-    items, cursors = np.zeros(int(stops[-1]) + 8, dtype=np.int16), stops - counts
+    items, cursors = np.zeros(int(stops[-1]) + _native.TIDE_SLACK, dtype=np.int16), stops - counts
     assert _native.tide_put(path, values, which, tables, mode, parents, items, cursors, stops)
     assert np.array_equal(cursors, stops)
     assert items[: stops[-1]].tolist() == [item for table in range(15) for item in expected.get(table, [])]
     taken = parents.copy()
     assert _native.tide_take(path, taken, which, tables, mode, items, stops - counts, stops)
     assert np.array_equal(taken[which], values[which])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_lowest_value_takes_digits_as_others_do(path: str) -> None:
+    parents = np.full((1, 40), -32768, dtype=np.int16)
+    which, tables = np.zeros(1, dtype=np.uint32), np.zeros((1, 4), dtype=np.uint16)
+    cursors, stops = np.zeros(3, dtype=np.int64), np.array([0, 0, 40], dtype=np.int64)
+    items = np.ones(40 + _native.TIDE_SLACK, dtype=np.int16)
+    assert _native.tide_take(path, parents, which, tables, 2, items, cursors, stops)
+    assert set(parents[0].tolist()) == {32767}  # three times it and one less, in 16 bits
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -67,10 +93,12 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     values = rng.normal(size=(2, tokens, channels)).astype(np.float32)
     mean = rng.normal(size=count).astype(np.float32)
     scale = rng.uniform(20, 60, count).astype(np.float32)
-    out, apart = np.empty((used, tokens), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
-    transposed = packed(np.ascontiguousarray(matrix.T))
-    _native.tide_project(path, values, mean, scale, transposed, (count, count), NO_ORDER, apart, out)
+    steps, apart = np.empty((tokens, used), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
+    transposed, turns = packed(np.ascontiguousarray(matrix.T)), no_turns(tokens)
+    block = (*block_of(values), turns)
+    assert _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_CODED, apart, steps)
     assert not apart.any()
+    out = np.ascontiguousarray(steps.T)
     assert np.array_equal(out, twin.project(values, mean, scale, matrix[:used]))
 
     # Mostly zeros, as at a coarse step: whole pairs of components are zero in neighbouring tokens.
@@ -82,7 +110,9 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     back = np.empty((2, tokens, channels), dtype=np.float32)
     factor = (1 / scale / 8192).astype(np.float32)
     panels = packed(matrix)
-    _native.tide_restore(path, out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER, back)
+    coded = (out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER)
+    bits, shape, code = block_of(back)
+    _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
     expected = twin.restore(out, classes, pulls, places, mean, factor, matrix)
     assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), expected)
 
@@ -93,18 +123,83 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     values = rng.normal(size=(2, 50, 20)).astype(np.float32)
     order = rng.permutation(40)[:33].astype(np.uint16)
     mean, scale = np.zeros(40, dtype=np.float32), np.full(40, 160, dtype=np.float32)
-    out, apart = np.empty((33, 50), dtype=np.int16), np.zeros(50, dtype=np.uint8)
-    _native.tide_project(path, values, mean, scale, NO_PANELS, (40, 33), order, apart, out)
+    steps, apart = np.empty((50, 40), dtype=np.int16), np.zeros(50, dtype=np.uint8)
+    is_coded = np.isin(np.arange(40), order).astype(np.uint8)
+    block = (*block_of(values), no_turns(50))
+    assert _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), is_coded, apart, steps)
+    places, row_of = np.arange(50, dtype=np.uint16), np.full(40, 65535, dtype=np.uint16)
+    row_of[order] = np.arange(33)
+    out = np.empty((33, 50), dtype=np.int16)
+    _native.tide_arrange(path, steps, places, row_of, out)
     by_value = values.transpose(0, 2, 1).reshape(40, 50)
     assert np.abs(out - 10 * by_value[order]).max() <= 0.54
     back = np.empty_like(values)
     classes, pulls = np.zeros((33, 4), dtype=np.uint16), np.zeros((1, 4), dtype=np.int8)
-    places = np.arange(50, dtype=np.uint16)
     factor = np.full(40, 0.1 / 131072, dtype=np.float32)
-    _native.tide_restore(path, out, classes, pulls, places, mean, factor, NO_PANELS, (33, 40), order, back)
+    coded = (out, classes, pulls, places, mean, factor, NO_PANELS, (33, 40), order)
+    bits, shape, code = block_of(back)
+    _native.tide_restore(path, *coded, no_apart(20), no_turns(50), bits, shape, code)
     restored = back.transpose(0, 2, 1).reshape(40, 50)
     assert np.abs(restored - by_value)[order].max() <= 0.054
     assert not np.delete(restored, order, axis=0).any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(seed=st.integers(0, 2**32), tokens=st.integers(1, 70), columns=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_arranging_sorts_tokens_and_turns_columns_into_rows(path: str, seed: int, tokens: int, columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = rng.integers(-999, 999, (tokens, columns)).astype(np.int16)
+    places, rows = (rng.permutation(count).astype(np.uint16) for count in (tokens, columns))
+    out = np.empty((columns, tokens), dtype=np.int16)
+    _native.tide_arrange(path, steps, places, rows, out)
+    assert np.array_equal(out[rows], steps[places].T)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_turning_and_storing_are_those_of_rope(path: str, neighbours: bool, code: int) -> None:
+    rng = np.random.default_rng(4)
+    tokens, heads, head_dim, pairs = 21, 3, 10, 4
+    cos, sin = rng.normal(size=(2, 2, tokens, pairs)).astype(np.float32)
+    turns = (cos, sin, np.ones(1, dtype=np.uint8), 1, neighbours)
+    count, item = 2 * heads * head_dim, 4 if code == 1 else 2
+    coded = rng.integers(-9, 9, (count, tokens)).astype(np.int16)
+    mean, scale = rng.normal(size=(2, count)).astype(np.float32) * np.float32(1e-4)
+    places, order = rng.permutation(tokens).astype(np.uint16), np.arange(count, dtype=np.uint16)
+    args = (coded, np.zeros((count, 4), np.uint16), np.zeros((1, 4), np.int8), places, mean, scale, NO_PANELS)
+    apart = (np.array([5], np.uint16), np.full((1, 2, 1, heads), 0x3F80, np.uint16))
+    kept = (*apart, rng.integers(-127, 127, (1, 2, 1, heads, head_dim)).astype(np.int8))
+    out = np.empty(2 * tokens * heads * head_dim * item, dtype=np.uint8)
+    shape = (1, 2, tokens, heads, head_dim)
+    _native.tide_restore(path, *args, (count, count), order, kept, turns, out, shape, code)
+
+    values = np.empty((tokens, count), dtype=np.float32)
+    values[places] = (16 * coded.T).astype(np.float32) * (scale * np.float32(8192)) + mean
+    values[5] = kept[2].reshape(-1)
+    half = np.ascontiguousarray(values.reshape(tokens, 2, heads, head_dim).transpose(1, 0, 2, 3))
+    nothing = np.empty((tokens, 0), dtype=np.float32)
+    for which, tables in enumerate(((cos[1], sin[1]), (nothing, nothing))):
+        expected = np.empty(len(out) // 2, dtype=np.uint8)
+        _native.rope_store(half[which], 1, neighbours, *tables, code, expected)
+        assert np.array_equal(out.reshape(2, -1)[which], expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_thirds_symbols_and_loudness_are_numpys(path: str) -> None:
+    every = np.arange(-32768, 32768, dtype=np.int16).reshape(1, -1)
+    out = np.empty_like(every)
+    _native.tide_third(path, every, out)
+    assert np.array_equal(out, (every.astype(np.int32) + 1) // 3)
+    items = np.array([-16, -15, 0, 15, 16, 30000, -30000, -1, 0, 1], dtype=np.int16)
+    symbols = np.empty(10, dtype=np.uint8)
+    _native.tide_symbols(path, items, 7, symbols)
+    assert symbols.tolist() == [31, 0, 15, 30, 31, 31, 31, 0, 1, 2]
+    steps = np.random.default_rng(5).integers(-50, 50, (7, 37)).astype(np.int16)
+    weights, loud = np.arange(37, dtype=np.float32), np.ones(7, dtype=np.float32)
+    _native.tide_loudness(path, steps, weights, loud)
+    assert np.array_equal(loud, 1 + np.abs(steps) @ weights)  # whole numbers: exact in any order
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -113,10 +208,13 @@ def test_tokens_that_are_too_loud_are_put_apart(path: str) -> None:
     values[0, 5, 2], values[1, 7, 0] = 1e20, 150.0
     matrix = np.eye(8, dtype=np.int16) * np.int16(8192)
     mean, scale = np.zeros(8, dtype=np.float32), np.full(8, 1600, dtype=np.float32)
-    out, apart = np.ones((8, 9), dtype=np.int16), np.zeros(9, dtype=np.uint8)
-    _native.tide_project(path, values, mean, scale, packed(matrix), (8, 8), NO_ORDER, apart, out)
+    out, apart = np.ones((9, 8), dtype=np.int16), np.zeros(9, dtype=np.uint8)
+    rest = (no_turns(9), mean, scale, packed(matrix), (8, 8), NO_CODED, apart, out)
+    assert _native.tide_project(path, *block_of(values), *rest)
     assert np.flatnonzero(apart).tolist() == [5, 7]
     assert not out.any()
+    values[1, 3, 1] = np.inf
+    assert not _native.tide_project(path, *block_of(values), *rest)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from kvtide.codec import Profile, TideCodec
 from kvtide.engines.calibration import TideCalibration
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import Judge
 from kvtide.engines.sensitivity import cache_sensitivity
-from kvtide.engines.transformers import model_layout
 
 
 def texts(count: int) -> list[list[int]]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, LosslessCodec
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import Judge
-from kvtide.engines.transformers import model_layout
 
 
 @pytest.fixture(scope="module")

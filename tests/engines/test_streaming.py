@@ -14,9 +14,11 @@ from tests.fetch.sources import MadeSource
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
+from kvtide.decisions import Choice, Decided, Why, parse_decisions
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import capture_blocks
 from kvtide.engines.streaming import StreamedPrefill
-from kvtide.engines.transformers import CachedModel, Streaming, attach, model_layout
+from kvtide.engines.transformers import CachedModel, Streaming, attach
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate
@@ -219,6 +221,21 @@ def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path) -> No
     assert torch.equal(answer, stored.plain_answer())
     assert cached.last is not None and cached.last.streamed is not None
     assert cached.last.hit_tokens == 96 or cached.last.streamed.fetch is None
+
+
+def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: Path) -> None:
+    source = stored_elsewhere(stored, tmp_path / "far")
+    with attached(stored, tmp_path / "near", source) as cached:
+        first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        assert cached.keeper is not None and cached.keeper.flush(10)
+        assert cached.cache.flush(10)
+        source.objects.clear()
+        second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        decided = parse_decisions(cached.cache.stats().decisions)
+    assert torch.equal(first, second)
+    assert cached.last is not None and cached.last.streamed is None
+    assert cached.last.hit_tokens == 96
+    assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 6
 
 
 def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ PORT = 7421
 MBIT_S = 100
 OBJECTS = 20
 OBJECT_BYTES = 500_000
+CHAT = "/v1/records/alias/chat"
+GENERATION = f"/v1/records/generation/{object_id(0).namespace.hex()}"
 
 
 class Regions:
@@ -57,9 +59,9 @@ class Regions:
         stack.callback(process.kill)
 
     def ask(
-        self, region: int, method: str, number: int, body: bytes | None = None, **headers: str
+        self, region: int, method: str, what: int | str, body: bytes | None = None, **headers: str
     ) -> tuple[HTTPResponse, bytes]:
-        return _ask(self.hosts[region].address, PORT, method, number, body, **headers)
+        return _ask(self.hosts[region].address, PORT, method, what, body, **headers)
 
     def sent_bytes(self, region: int) -> int:
         """Return how many bytes a host's cable has taken from it so far."""
@@ -68,13 +70,14 @@ class Regions:
 
 
 def _ask(
-    host: str, port: int, method: str, number: int, body: bytes | None = None, **headers: str
+    host: str, port: int, method: str, what: int | str, body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
-    name = object_id(number)
+    name = object_id(what) if isinstance(what, int) else None
+    path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
     connection = HTTPConnection(host, port, timeout=30)
     try:
         names = {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
-        connection.request(method, f"/v1/{name.namespace.hex()}/{name.key.hex()}", body, names)
+        connection.request(method, path, body, names)
         answer = connection.getresponse()
         return answer, answer.read()
     finally:
@@ -113,6 +116,21 @@ def test_other_region_finds_the_latest_at_once(regions: Regions, tally: Tally) -
     assert ratio <= 1.1, "heads, acknowledgements and the one object that was fetched early included"
 
 
+def test_other_region_sees_the_latest_record_and_invalidation(regions: Regions, tally: Tally) -> None:
+    wrong = 0
+    for value in (letter * 64 for letter in "abcdef"):
+        assert regions.ask(0, "PUT", CHAT, value.encode())[0].status == 200
+        wrong += regions.ask(1, "GET", CHAT, Force_Latest="1")[1].strip().decode() != value
+    assert regions.ask(0, "PUT", 50, object_bytes(50, OBJECT_BYTES))[0].status == 201
+    assert regions.ask(1, "GET", 50, Force_Latest="1")[0].status == 200
+    assert regions.ask(0, "PUT", GENERATION, b"1")[0].status == 200
+    wrong += regions.ask(0, "GET", 50)[0].status != 404
+    wrong += regions.ask(1, "GET", 50, Force_Latest="1")[0].status != 404
+    wrong += regions.ask(1, "GET", 50)[0].status != 404
+    tally.count("regions: records", wrong, 0)
+    assert wrong == 0
+
+
 def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> None:
     data = object_bytes(100, OBJECT_BYTES)
     assert regions.ask(0, "PUT", 100, data)[0].status == 201
@@ -127,14 +145,20 @@ def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> 
     subprocess.run(host.command("nft", "add", "rule", "inet", "cut", "output", *rule.split()), check=True)
     try:
         cut_s = time.time()
-        time.sleep(2)
+        assert _ask("127.0.0.1", regions.port, "PUT", GENERATION, b"2")[0].status == 200
+        time.sleep(1)
         answer, content = regions.ask(0, "GET", 100)
         assert (answer.status, content) == (200, data)
         assert float(answer.getheader("Kvtide-As-Of") or "inf") <= cut_s
         forced, reason = regions.ask(0, "GET", 101, Force_Latest="1")
         assert forced.status == 503 and b"can't be had" in reason
-        assert regions.ask(0, "GET", 100, Max_Staleness="1")[0].status == 503
+        assert regions.ask(0, "GET", 100, Force_Latest="1")[0].status == 503, "it may have been invalidated"
+        assert regions.ask(0, "GET", 100, Max_Staleness="0.5")[0].status == 503
+        written, reason = regions.ask(0, "PUT", CHAT, b"f" * 64)
+        assert written.status == 503 and b"can't be asked" in reason
     finally:
         host.heal()
     wait_until(lambda: regions.ask(0, "GET", 101, Force_Latest="1")[0].status == 404, "the cable to heal", 30)
+    assert regions.ask(0, "GET", 100)[0].status == 404, "invalidated meanwhile"
+    assert float(regions.ask(0, "GET", 100)[0].getheader("Kvtide-As-Of") or 0) > cut_s
     tally.count("regions cut off", 0, 0)

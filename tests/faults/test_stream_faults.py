@@ -114,7 +114,7 @@ def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, st
     report = run(job, receiver, TwoEnded(), servers.sources, link, CLOCK, engine, FetchLimits())
     # 2.5 s to what is computed in 3.5 s, and the last bases in 1.5 s before the cut: in time, or computed at once.
     assert report.ready_s <= 3.5 + 2.5
-    assert len(engine.spans) >= 4
+    assert engine.spans[-1][1] >= 40
 
 
 def test_answer_is_right_whatever_fails(

@@ -10,6 +10,7 @@ from kvtide.importance import (
     Finding,
     FirstHeads,
     GroupHeads,
+    Guard,
     HeadsAgree,
     Known,
     Random,
@@ -82,11 +83,15 @@ def finding(importance: np.ndarray, count: int) -> Finding:
     return Finding(importance, top_tokens(importance.mean(axis=0), count), np.arange(4))
 
 
+def passes(guard: Guard, found: Finding) -> bool:
+    return guard.score(found) >= guard.limit(len(found.selected) / PREFIX)
+
+
 def test_heads_that_look_elsewhere_fail_the_papers_guard() -> None:
     alike = np.tile(np.linspace(0, 1, PREFIX, dtype=np.float32), (3, 1))
-    assert HeadsAgree().passes(finding(alike, 16))
+    assert passes(HeadsAgree(), finding(alike, 16))
     apart = np.eye(3, dtype=np.float32).repeat(PREFIX // 3 + 1, axis=1)[:, :PREFIX]
-    assert not HeadsAgree().passes(finding(apart, 16))
+    assert not passes(HeadsAgree(), finding(apart, 16))
 
 
 def test_attention_that_is_spread_fails_our_guard() -> None:
@@ -94,17 +99,20 @@ def test_attention_that_is_spread_fails_our_guard() -> None:
     spread = finding(np.ones((3, PREFIX), dtype=np.float32), 16)
     sharp = np.full((3, PREFIX), 0.01, dtype=np.float32)
     sharp[:, 20:30] = 5
-    assert HeadsAgree().passes(spread) and not CapturedMass().passes(spread)
-    assert CapturedMass().passes(finding(sharp, 16))
+    assert passes(HeadsAgree(), spread) and not passes(CapturedMass(), spread)
+    assert passes(CapturedMass(), finding(sharp, 16))
 
 
 def test_attention_to_kept_tokens_does_not_count_as_captured() -> None:
     sinks = np.ones((1, PREFIX), dtype=np.float32)
     sinks[:, :4] = 1e6
-    assert not CapturedMass().passes(finding(sinks, 16))
+    assert not passes(CapturedMass(), finding(sinks, 16))
 
 
-@pytest.mark.parametrize("make", [lambda: HeadsAgree(0), lambda: CapturedMass(1.5), lambda: random_jaccard(0)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: HeadsAgree(0), lambda: CapturedMass(1.5), lambda: random_jaccard(0), lambda: CapturedMass().limit(0)],
+)
 def test_shares_out_of_range_are_refused(make: object) -> None:
     with pytest.raises(ValueError, match="in"):
         make()  # type: ignore[operator]

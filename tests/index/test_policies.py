@@ -137,3 +137,11 @@ def test_reuse_weighs_costs_that_it_is_told(
 def test_cost_that_is_not_positive_is_refused(cost: float) -> None:
     with pytest.raises(ValueError, match="cost must be positive"):
         RadixIndex(ManualClock(), policy_named("reuse"), 10).insert(namespace(), chain(1), cost=cost)
+
+
+def test_costs_of_a_run_that_grows_are_those_of_its_blocks() -> None:
+    index, keys = RadixIndex(ManualClock(), policy_named("gdsf"), 10), chain(1, 1, 1, 1)
+    parents = [None, *keys]
+    for key, parent, cost in zip(keys, parents, (1.0, 2.0, 3.0, 6.0), strict=False):
+        index.insert(namespace(), [key], parent, cost=cost)
+    assert index._tree.run_of(keys[-1]).given_cost == pytest.approx(3.0)

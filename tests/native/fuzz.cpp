@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "fuzz_tide.hpp"
 #include "prefix.hpp"
 #include "rans_cases.hpp"
 
@@ -164,7 +165,7 @@ struct Target {
   void (*run)(Rng&);
 };
 constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}, {"prefix", fuzz_prefix},
-    {"prefix_tables", fuzz_prefix_tables}};
+    {"prefix_tables", fuzz_prefix_tables}, {"tide", fuzz_tide::run}};
 
 }  // namespace
 

@@ -86,6 +86,12 @@ inline simde__m512i shim_mask_sub_epi16(simde__m512i kept, std::uint32_t k, simd
   }
   return row.vector();
 }
+inline simde__m512i shim_dpwssd_epi32(simde__m512i sums, simde__m512i a, simde__m512i b) {
+  shim::U32 row(sums);
+  const shim::S16 x(a), y(b);
+  for (int i = 0; i < 32; ++i) row.at[i / 2] += static_cast<std::uint32_t>(x.at[i] * y.at[i]);
+  return row.vector();
+}
 inline simde__m512i shim_mask_expand_epi16(simde__m512i kept, std::uint32_t k, simde__m512i a) {
   return shim::expand(shim::U16(kept), k, shim::U16(a)).vector();
 }
@@ -141,6 +147,8 @@ inline void shim_mask_storeu256_epi16(void* to, std::uint32_t k, simde__m256i a)
 #define _mm512_mask_testn_epi16_mask shim_mask_testn_epi16
 #define _mm512_mulhi_epu16 shim_mulhi_epu16
 #define _mm512_mask_sub_epi16 shim_mask_sub_epi16
+#undef _mm512_dpwssd_epi32
+#define _mm512_dpwssd_epi32 shim_dpwssd_epi32
 #define _mm512_mask_expand_epi16 shim_mask_expand_epi16
 #define _mm512_maskz_expand_epi32 shim_maskz_expand_epi32
 #define _mm512_maskz_compress_epi16 shim_maskz_compress_epi16

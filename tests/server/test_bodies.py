@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtide.errors import QueueFull
 from kvtide.server.bodies import BodyBuffers
 from kvtide.tier.buffers import is_aligned
 
@@ -29,6 +30,21 @@ def test_cap_holds_over_sizes_and_frees_what_nobody_uses() -> None:
     buffers.check()
 
 
+def test_tenant_has_its_share_and_no_more() -> None:
+    buffers = BodyBuffers(1 << 20, 256 << 10)
+    held = [buffers.take(64 << 10, "a") for _ in range(4)]
+    with pytest.raises(QueueFull, match="for a tenant"):
+        buffers.take(1, "a")
+    other, nobody = buffers.take(256 << 10, "b"), buffers.take(512 << 10)
+    assert other is not None and nobody is not None and buffers.take(1, "c") is None
+    for buffer in held:
+        assert buffer is not None
+        buffers.give_back(buffer, "a")
+    again = buffers.take(200 << 10, "a")
+    assert again is not None
+    buffers.check()
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=60))
 def test_any_order_keeps_the_accounts(steps: list[tuple[bool, int]]) -> None:
     buffers, lent = BodyBuffers(4 << 20), []
@@ -46,5 +62,6 @@ def test_any_order_keeps_the_accounts(steps: list[tuple[bool, int]]) -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_cap_must_be_positive(size: int) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        BodyBuffers(size)
+    for bounds in ((size,), (1 << 20, size)):
+        with pytest.raises(ValueError, match="positive"):
+            BodyBuffers(*bounds)

@@ -17,9 +17,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.servers import running_server
 
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.dashboard import DASHBOARD_POLICY, dashboard_page
-from kvtide.server.metrics import Decision, Metrics
+from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.status import LinkStatus, Status, server_status, status_body
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -57,7 +58,7 @@ def made_up_status(polls: int = 0) -> Status:
         metrics.count_hit()
     for _ in range(100 + 30 * polls + (polls * 7919) % 23):
         metrics.count_miss()
-    metrics.count_decisions(Decision.LOAD, 812)
+    metrics.count_decisions({Decided(Choice.LOAD, Why.IN_TIME): 812})
     metrics.connection_opened()
     tiers = [
         TierStats("memory", 120, 700 << 20, 1 << 30, 200, 200, 31, 0),

@@ -15,9 +15,12 @@ import pytest
 from tests.servers import RunningServer, running_server
 
 from kvtide.bench.services import wait_until
+from kvtide.clock import SystemClock
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.http import http_tier
 from kvtide.types import ObjectId
 from kvtide.wire import version_tag
 
@@ -348,3 +351,19 @@ def test_events_follow_objects(server: RunningServer) -> None:
             came += sock.recv(1000)
     assert came.index(b"event: stored") < came.index(b"event: removed")
     assert came.count(object_id(1).key.hex().encode()) == 2
+
+
+def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningServer) -> None:
+    tier = http_tier(server.url, SystemClock())
+    tier.open()
+    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
+    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
+    tier.note_decisions({})
+    tier.close()
+    metrics = ask(server, "GET", "/metrics")[1].decode()
+    assert 'kvtide_decisions_total{decision="load",reason="both_ends"} 8.0' in metrics
+    assert 'kvtide_decisions_total{decision="recompute",reason="link_slower"} 2.0' in metrics
+    status = json.loads(ask(server, "GET", "/v1/status")[1])
+    assert status["decisions"] == {"load": 8, "recompute": 2, "abandoned": 0}
+    for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
+        assert ask(server, "GET", "/v1", headers={"Kvtide-Decisions": nonsense})[0].status == 400

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtide.server.metrics import OTHER_TENANTS, Decision, Metrics, Route, SourceCollector, metrics_body
+from kvtide.decisions import Choice, Decided, Why
+from kvtide.server.metrics import OTHER_TENANTS, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
 
@@ -29,7 +31,7 @@ def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metric
     metrics.count_received("a", 30)
     metrics.count_wait("a", 0.015)
     metrics.count_corrupt()
-    metrics.count_decisions(Decision.RECOMPUTE, 5)
+    metrics.count_decisions({Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
     body = metrics_body(registry).decode()
     for line in (
         'kvtide_requests_total{route="object",status="200"} 1.0',
@@ -37,12 +39,12 @@ def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metric
         'kvtide_sent_bytes_total{tenant="a"} 700.0',
         'kvtide_queue_wait_seconds_bucket{le="0.02",tenant="a"} 1.0',
         "kvtide_corrupt_objects_total 1.0",
-        'kvtide_decisions_total{decision="recompute"} 5.0',
+        'kvtide_decisions_total{decision="recompute",reason="link_slower"} 5.0',
     ):
         assert line in body
     assert metrics.lookups() == (2, 1)
     assert metrics.corrupt_objects() == 1
-    assert metrics.decisions() == {Decision.LOAD: 0, Decision.RECOMPUTE: 5, Decision.ABANDONED: 0}
+    assert metrics.decisions() == {Choice.LOAD: 0, Choice.RECOMPUTE: 5, Choice.ABANDONED: 0}
     assert metrics.tenants() == [("a", 700, 30, 1, 0.015, 0.02)]
 
 
@@ -94,7 +96,7 @@ def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) ->
         "kvtide_unsent_bytes 614500.0",
     ):
         assert line in body
-    stats[0] = stats[0]._replace(hits=8)
+    stats[0] = msgspec.structs.replace(stats[0], hits=8)
     assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in metrics_body(registry).decode()
 
 

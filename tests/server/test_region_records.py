@@ -11,9 +11,11 @@ from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer
 
 from kvtide.bench.services import wait_until
+from kvtide.clock import SystemClock
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.http import http_tier
 
 SPACE = object_id(1).namespace
 GENERATION = f"/v1/records/generation/{SPACE.hex()}"
@@ -185,3 +187,26 @@ def test_centre_and_regions_talk_under_tls_with_certificates(certificates: Path,
         assert ask(two, "GET", 1)[1] == object_bytes(1)
         assert ask(one, "PUT", CHAT, SPACE.hex().encode())[0].status == 200
         assert ask(two, "GET", CHAT, Force_Latest="1")[0].status == 200
+
+
+def test_region_looks_up_a_run_at_its_centre_in_few_questions(world: World) -> None:
+    one, two = world.regions
+    for number in range(30):
+        put(one, number)
+    wait_until(lambda: world.centre.store.stats().objects == 30, "the centre to have it", 10)
+    tier = http_tier(two.url, SystemClock())
+    tier.open()
+    before = asked_for_objects(world.centre)
+    assert tier.count_leading([object_id(number) for number in range(100)]) == 30
+    assert asked_for_objects(world.centre) - before <= 4
+    tier.close()
+
+
+def asked_for_objects(server: RunningServer) -> int:
+    registry = server.service.observatory.registry
+    counts = (
+        registry.get_sample_value("kvtide_requests_total", {"route": route, "status": status})
+        for route in ("object", "exists")
+        for status in ("200", "404")
+    )
+    return int(sum(count or 0 for count in counts))

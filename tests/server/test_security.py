@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import subprocess
 import time
@@ -10,14 +11,17 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
+from kvtide.bench.services import wait_until
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_access_log
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
-from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
+from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
 from kvtide.types import ObjectId
@@ -284,3 +288,53 @@ def test_foreign_hit_takes_the_time_of_a_miss(kind: str, tmp_path: Path) -> None
     print({"p_foreign": foreign, "p_own": own})
     assert own < 1e-6
     assert foreign > 0.01
+
+
+def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
+    limits = ServerLimits(object_bytes_max=1 << 20, tenant_buffer_bytes_max=1 << 20)
+    with running_server(grants=GRANTS, limits=limits) as server, server.connect() as held:
+        size = 700_000
+        lines = (
+            f"PUT {OBJECT} HTTP/1.1",
+            "Host: x",
+            f"Authorization: Bearer {TOKENS['writer']}",
+            f"Content-Length: {size}",
+        )
+        held.sendall("\r\n".join([*lines, "", ""]).encode() + b"x")
+        wait_until(lambda: server.service.buffers.lent_bytes > 0, "the first upload to hold its buffer")
+        status, reason = ask(server, "PUT", OBJECT, "writer", object_bytes(1, size))
+        assert (status, b"for a tenant" in reason) == (429, True)
+        assert ask(server, "PUT", OBJECT, "other", object_bytes(1, size))[0] == 201
+        assert ask(server, "PUT", OBJECT, "writer", bytes((1 << 20) + 1))[0] == 413
+
+
+def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
+    path, logger = tmp_path / "access", logging.getLogger(ACCESS_LOGGER)
+    write_access_log(path)
+    try:
+        with running_server(grants=GRANTS) as server:
+            data = object_bytes(1)
+            for method, token in (("PUT", "writer"), ("GET", "reader"), ("GET", "other"), ("GET", "unknown")):
+                ask(server, method, OBJECT, token, data if method == "PUT" else None)
+            wait_until(lambda: path.read_text().count("\n") == 4, "every request's line")
+    finally:
+        for handler in logger.handlers[:]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+    text = path.read_text()
+    lines = [msgspec.json.decode(line, type=AccessLine) for line in text.splitlines()]
+    assert [(line.tenant, line.method, line.status) for line in lines] == [
+        ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)
+    ]  # fmt: skip
+    assert [line.route for line in lines] == ["object"] * 4
+    assert (lines[0].received_bytes, lines[1].sent_bytes) == (len(data), len(data))
+    assert not any(
+        secret in text for secret in (*TOKENS.values(), object_id(1).key.hex(), object_id(1).namespace.hex())
+    )
+
+
+def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="directory"):
+        write_access_log(tmp_path / "absent" / "access")

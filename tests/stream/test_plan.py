@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvtide.stream.plan import (
     Chunk,
     Fetch,
+    PrefillMeter,
     PrefillSpeed,
     Progress,
     Request,
@@ -153,3 +154,26 @@ def test_cuts_that_can_not_be_are_refused(tokens: int, chunk_tokens: int) -> Non
 def test_block_longer_than_a_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match="1 to 100 tokens"):
         cut_for_meeting(1000, 200, SPEED, 1.0, chunk_tokens=100)
+
+
+def test_meter_learns_speed_and_growth_and_follows_changes() -> None:
+    meter, true = PrefillMeter(), PrefillSpeed(1000, 4000)
+    assert meter.speed() is None
+    meter.note(0, 500, true.seconds(0, 500))
+    assert meter.speed() == PrefillSpeed(500 / true.seconds(0, 500))
+    for start in (4000, 1000, 8000):
+        meter.note(start, start + 500, true.seconds(start, start + 500))
+    found = meter.speed()
+    assert found is not None
+    assert (found.tokens_per_s, found.double_at) == (pytest.approx(1000), pytest.approx(4000))
+    for _ in range(40):
+        meter.note(0, 500, 1.0)
+    slower = meter.speed()
+    assert slower is not None
+    assert slower.tokens_per_s == pytest.approx(500, rel=0.01)
+
+
+@pytest.mark.parametrize("sample", [(0, 0, 1.0), (5, 3, 1.0), (-1, 3, 1.0), (0, 5, 0.0), (0, 5, float("nan"))])
+def test_meter_refuses_what_is_no_pass(sample: tuple[int, int, float]) -> None:
+    with pytest.raises(ValueError, match="takes time for some tokens"):
+        PrefillMeter().note(*sample)

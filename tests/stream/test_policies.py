@@ -9,7 +9,9 @@ from kvtide.stream.plan import (
     Fetch,
     FixedLevel,
     ImportanceFirst,
+    ImportanceWeighted,
     Layered,
+    NewestFiner,
     Policy,
     PrefillSpeed,
     Progress,
@@ -74,6 +76,16 @@ class TestImportanceFirst(PlanSuite):
         return ImportanceFirst(range(len(request.chunks)))
 
 
+class TestImportanceWeighted(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return ImportanceWeighted([[1.0] * request.steps] * len(request.chunks))
+
+
+class TestNewestFiner(PlanSuite):
+    def policy_for(self, request: Request) -> Policy:
+        return NewestFiner(1500)
+
+
 class TestTwoEnded(PlanSuite):
     def policy_for(self, request: Request) -> Policy:
         return TwoEnded()
@@ -126,6 +138,30 @@ def test_anchors_of_all_come_before_single_deltas_of_each() -> None:
 def test_importance_goes_by_the_order_given() -> None:
     request = context(3, (9, 3), (0.9, 0.1), 1.0)
     assert asked(request, ImportanceFirst([2, 0, 1]), 2)[3:] == [(2, 1), (0, 1), (1, 1)]
+
+
+def test_weights_decide_between_refinements_of_equal_gain() -> None:
+    request = context(3, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
+    weights = [[0, 1, 5], [0, 2, 1], [0, 4, 1]]
+    assert asked(request, ImportanceWeighted(weights), 3)[3:] == [(2, 1), (1, 1), (0, 1), (0, 2), (2, 2), (1, 2)]
+    alike = ImportanceWeighted([[1, 1, 1]] * 3)
+    assert asked(request, alike, 3) == asked(request, Layered(), 3)
+
+
+@pytest.mark.parametrize("weights", [[[1, -1]], [[1, float("nan")]], [[1, float("inf")]]])
+def test_weights_that_can_not_be_are_refused(weights: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="finite and not negative"):
+        ImportanceWeighted(weights)
+    request = context(2, (1, 1), (0.1, 0.0), 1.0)
+    with pytest.raises(ValueError, match="expected weights of 2 chunks and 2 steps"):
+        ImportanceWeighted([[1, 1]]).plan(request, Progress.start(request))
+
+
+def test_newest_tokens_are_one_refinement_ahead() -> None:
+    request = context(3, (9, 3, 3), (0.9, 0.2, 0.1), 1.0)
+    expected = [(2, 1), (2, 2), (1, 1), (0, 1), (1, 2), (0, 2)]
+    assert asked(request, NewestFiner(1000), 3)[3:] == expected
+    assert asked(request, NewestFiner(1001), 3)[3:] == [(2, 1), (1, 1), (2, 2), (1, 2), (0, 1), (0, 2)]
 
 
 def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
@@ -197,7 +233,7 @@ def test_level_policies_refuse_layered_contexts(policy: Policy) -> None:
         policy.plan(request, Progress.start(request))
 
 
-@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), TwoEnded()])
+@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), NewestFiner(1), TwoEnded()])
 def test_layered_policies_refuse_levels(policy: Policy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):
@@ -212,5 +248,7 @@ def test_parameters_that_can_not_be_are_refused() -> None:
         FixedLevel(3).plan(context(2, (1,), (0.0,), 1.0, is_layered=False), Progress.start(request))
     with pytest.raises(ValueError, match="names each of 2 chunks once"):
         ImportanceFirst([1, 1])
+    with pytest.raises(ValueError, match="newest"):
+        NewestFiner(0)
     with pytest.raises(ValueError, match="order of 3 chunks for a context of 2"):
         ImportanceFirst([0, 1, 2]).plan(request, Progress.start(request))

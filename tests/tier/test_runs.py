@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Counting, MemoryTier, TierStack
-from kvtide.tier.runs import LOOK_UPS_MAX, run_places
+from kvtide.tier.runs import LOOK_UPS_MAX
 from kvtide.types import ObjectId
 
 IDS = [object_id(number) for number in range(12)]
 
 
+class Remote(Counting):
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        self.before("count_leading", 0)
+        return sum(1 for _ in takewhile(self.tier.contains, object_ids))
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
 def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[int]) -> None:
-    def places(object_id: ObjectId, stop: int | None) -> Iterator[int]:
-        return (tier for tier in sorted(held[IDS.index(object_id)]) if stop is None or tier < stop)
-
-    def contains_many(tier: int, ids: Sequence[ObjectId]) -> list[bool]:
-        return [tier in held[IDS.index(object_id)] for object_id in ids] if tier in batched else []
-
-    expected = []
-    for tiers in held:
-        if not tiers:
-            break
-        expected.append(min(tiers))
-    assert run_places(IDS, places, contains_many) == expected
-
-
-class Remote(Counting):
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        self.before("contains_many", 0)
-        return [self.tier.contains(each) for each in object_ids]
+    plain = [MemoryTier(1 << 16, SystemClock(), lambda key: False) for _ in range(3)]
+    stack = TierStack([Remote(tier) if number in batched else tier for number, tier in enumerate(plain)])
+    stack.open()
+    for number, tiers in enumerate(held):
+        for tier in tiers:
+            plain[tier].put_from(IDS[number], b"x")
+    expected = [min(tiers) for tiers in takewhile(bool, held)]
+    assert stack.run_places(IDS) == expected
+    stack.close()
 
 
 def test_long_run_behind_memory_takes_few_questions() -> None:

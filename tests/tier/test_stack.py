@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -281,7 +280,7 @@ def test_prefetch_leaves_what_is_being_read_to_its_reader() -> None:
         assert gate.arrived.acquire(timeout=10)
     gate.is_open.set()
     reader.join()
-    wait(set(stack._fetched), 10)
+    assert stack._prefetcher.wait(10)
     assert in_memory(memory) == [1, 2, 3]
     stack.close()
 

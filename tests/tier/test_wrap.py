@@ -9,6 +9,7 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Counting, Faulty, MemoryTier, Slow, Tier
+from kvtide.tier.wrap import Paced
 
 
 def memory() -> MemoryTier:
@@ -89,3 +90,17 @@ def test_bad_settings_are_refused() -> None:
         Slow(memory(), lambda seconds: None, latency_s=-1.0)
     with pytest.raises(ValueError, match="shares"):
         Faulty(memory(), random.Random(1), fault_share=2.0)
+
+
+def test_paced_reads_share_one_device() -> None:
+    clock = ManualClock()
+    tier = Paced(MemoryTier(1 << 20, clock, lambda key: False), clock, clock.advance, 1e4)
+    tier.open()
+    tier.put_from(object_id(1), bytes(1000))
+    buffer = memoryview(bytearray(2000))
+    for _ in range(3):
+        assert tier.get_into(object_id(1), buffer) == 1000
+    assert clock.monotonic_s() == pytest.approx(0.3)
+    assert tier.read_bytes == 3000
+    with pytest.raises(ValueError, match="bandwidth"):
+        Paced(tier, clock, clock.advance, 0)

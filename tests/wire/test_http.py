@@ -25,7 +25,7 @@ from kvtide.wire.protocol import (
     ObjectRoute,
     PageRoute,
     deadline_ms,
-    parse_keys,
+    parse_look_ups,
     parse_range,
     parse_target,
     urgency,
@@ -106,7 +106,7 @@ def test_any_range_lies_in_the_object_or_is_refused(value: str, size: int) -> No
 @given(st.binary(max_size=200) | st.lists(st.text(max_size=70), max_size=4).map(lambda keys: repr(keys).encode()))
 def test_any_question_is_keys_or_refused(body: bytes) -> None:
     with contextlib.suppress(RequestRefused):
-        assert all(len(key) == 32 for key in parse_keys(body))
+        assert all(len(key) == 32 for key in parse_look_ups(body).keys)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -140,5 +140,12 @@ def test_urgency_is_that_of_the_rfc(value: str, expected: int) -> None:
 def test_deadline_is_read_or_refused() -> None:
     assert deadline_ms({}) is None
     assert deadline_ms({"kvtide-deadline-ms": "250"}) == 250
+    # More digits than Python turns into a number; and a number that begins like a good one.
+    for text in ("0", "9" * 5000, "0" * 17 + "1" + "9"):
+        with pytest.raises(RequestRefused):
+            deadline_ms({"kvtide-deadline-ms": text})
+
+
+def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        deadline_ms({"kvtide-deadline-ms": "0"})
+        parse_look_ups(b'{"keys": ["\xfc"]}')

@@ -22,7 +22,7 @@ from rich.table import Table
 from kvtide.codec.entropy import EntropyTables, PrefixCoder, RansCoder, Runs, Streams
 from kvtide.codec.entropy.rans import rans_paths
 
-__all__ = ["CodecSpeed", "PathSpeed", "render", "run"]
+__all__ = ["CodecSpeed", "PathSpeed", "render", "run", "with_tide"]
 
 TABLES = 128
 RUN_SYMBOLS = 256
@@ -48,9 +48,10 @@ class PathSpeed(msgspec.Struct, frozen=True):
 
 
 class TideSpeed(msgspec.Struct, frozen=True):
-    """One profile, all refinements decoded; 10^9 elements a second, median, 10th and 90th percentile.
+    """One profile, all refinements decoded; 10^9 elements in a second of CPU, median, 10th and 90th percentile.
 
-    `decode_over_prefill` is decoding on one core over prefill on all.
+    `decode_over_prefill` is decoding on one core over prefill on all, `encode_over_decode` the time of encoding over
+    that of decoding.
     """
 
     profile: str
@@ -65,10 +66,14 @@ class TideSpeed(msgspec.Struct, frozen=True):
     decode_s_per_token: float
     prefill_s_per_token: float
     decode_over_prefill: float
+    encode_over_decode: float
 
 
 class CodecSpeed(msgspec.Struct, frozen=True):
-    """Best rANS path on top, every path and coder in `rows`, whole blocks through tide in `tide`."""
+    """Best rANS path on top, every path and coder in `rows`, whole blocks through tide in `tide`.
+
+    `tide_decode_gelem_s` is each profile's fastest object.
+    """
 
     decode_gsym_s: float
     decode_vs_memcpy: float
@@ -83,6 +88,7 @@ class CodecSpeed(msgspec.Struct, frozen=True):
     stream_symbols: int
     output_mb: float
     rows: list[PathSpeed]
+    tide_decode_gelem_s: dict[str, float] = {}
     tide: list[TideSpeed] = []
 
 
@@ -131,6 +137,14 @@ def run(quick: bool) -> CodecSpeed:
         output_mb=round(work.out.nbytes / 1e6, 1),
         rows=rows,
     )
+
+
+def with_tide(result: CodecSpeed, rows: list[TideSpeed]) -> CodecSpeed:
+    """Return the result with what was measured of tide."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row.profile] = max(row.decode_gelem_s, best.get(row.profile, 0.0))
+    return msgspec.structs.replace(result, tide_decode_gelem_s=best, tide=rows)
 
 
 def render(result: CodecSpeed) -> Group:
@@ -229,15 +243,20 @@ def measure_memcpy(out: NDArray[np.uint16], seconds: float) -> Measured:
     return measure(lambda: np.copyto(out, source), out.size, seconds)
 
 
-def measure(call: Callable[[], object], symbols: int, seconds: float) -> Measured:
-    """Return 10^9 symbols a second over at least 5 calls and about `seconds`, after one call that does not count."""
+def measure(
+    call: Callable[[], object], symbols: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> Measured:
+    """Return 10^9 symbols a second over at least 5 calls and about `seconds`, after one call that does not count.
+
+    clock: what a call is timed by.
+    """
     call()
     rates: list[float] = []
     stop = time.perf_counter() + seconds
     while len(rates) < 5 or time.perf_counter() < stop:
-        start = time.perf_counter()
+        start = clock()
         call()
-        rates.append(symbols / (time.perf_counter() - start) / 1e9)
+        rates.append(symbols / (clock() - start) / 1e9)
     low, *_, high = statistics.quantiles(rates, n=10)
     return Measured(round(statistics.median(rates), 4), (round(low, 4), round(high, 4)))
 

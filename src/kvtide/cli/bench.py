@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
+from kvtide.cli.bench_importance import bench_importance
 from kvtide.cli.bench_stream import bench_stream
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
@@ -28,21 +28,22 @@ TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of 
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
 app.command("stream")(bench_stream)
+app.command("importance")(bench_importance)
 
 
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
     from kvtide.bench import texts, tide_speed
-    from kvtide.engines import profiles, smollm2, transformers
+    from kvtide.engines import fingerprint, profiles, smollm2, transformers
 
     result = codec_speed.run(quick)
     folder = smollm2.converted_folder()
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    layout = transformers.model_layout(model, transformers.BLOCK_TOKENS)
+    layout = fingerprint.model_layout(model, transformers.BLOCK_TOKENS)
     ids = tokenizer(texts.evaluation_texts()[0].content).input_ids
     rows = tide_speed.run(model, ids, layout, profiles.shipped_profiles(), quick)
-    emit(msgspec.structs.replace(result, tide=rows), codec_speed.render, as_json)
+    emit(codec_speed.with_tide(result, rows), codec_speed.render, as_json)
 
 
 @app.command("disk")
@@ -120,13 +121,13 @@ def bench_codec_quality(
 ) -> None:
     """Bits per element against what the model then says, for every codec."""
     from kvtide.bench import codec_quality, texts
-    from kvtide.engines import profiles, smollm2, transformers
+    from kvtide.engines import fingerprint, profiles, smollm2, transformers
 
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
     known = [profiles.read_profile(path) for path in profile] if profile else profiles.shipped_profiles()
     folder = model or str(smollm2.converted_folder())
     tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    layout = transformers.model_layout(loaded, transformers.BLOCK_TOKENS)
+    layout = fingerprint.model_layout(loaded, transformers.BLOCK_TOKENS)
     size = codec_quality.QUICK if quick else codec_quality.FULL
     with progress_bars() as show:
         result = codec_quality.run(

@@ -11,6 +11,7 @@ import typer
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
+from kvtide.config import leave_a_core
 from kvtide.sim.links import Link, link_named, read_link
 
 __all__ = ["bench_stream"]
@@ -29,8 +30,10 @@ def bench_stream(
     as_json: JsonOption = False,
 ) -> None:
     """Misses, quality and TTFT of every policy for real, beside what the simulator says."""
+    # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
+    leave_a_core()
     from kvtide.bench import stream, texts
-    from kvtide.engines import profiles, smollm2, transformers
+    from kvtide.engines import fingerprint, profiles, smollm2
 
     if trace is not None and not trace.is_file():
         raise ValueError(f"no trace at {trace}")
@@ -44,7 +47,7 @@ def bench_stream(
     links = [step, _cellular(trace, mean_mbit * MBIT), constant]
     folder = str(smollm2.converted_folder())
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    layout = transformers.model_layout(model, stream.BLOCK_TOKENS)
+    layout = fingerprint.model_layout(model, stream.BLOCK_TOKENS)
     fitting = [profile for profile in profiles.shipped_profiles() if profile.fits(layout)]
     size = stream.QUICK if quick else stream.FULL
     ids = tokenizer(texts.evaluation_texts()[2].content[:40_000]).input_ids

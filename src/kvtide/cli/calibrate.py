@@ -29,12 +29,12 @@ class _Subject:
     """The model and the texts as token ids."""
 
     def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
-        from kvtide.engines import smollm2, transformers
+        from kvtide.engines import fingerprint, smollm2, transformers
 
         tokenizer = smollm2.load_tokenizer(folder)
         self.model = smollm2.load_model(folder)
         self.name = Path(folder).name
-        self.layout = transformers.model_layout(self.model, transformers.BLOCK_TOKENS)
+        self.layout = fingerprint.model_layout(self.model, transformers.BLOCK_TOKENS)
         self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
 
 

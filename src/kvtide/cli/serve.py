@@ -13,6 +13,7 @@ import typer
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PoolServer
+from kvtide.server.access import write_access_log
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.member import Member
 from kvtide.server.service import Service, backing_for
@@ -45,6 +46,10 @@ def serve(
         str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Its name in the pool; default: where it listens.")] = None,
+    access_log: Annotated[
+        Path | None,
+        typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
+    ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
     """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
@@ -57,6 +62,7 @@ def serve(
         "records": records,
         "regions": region_url,
         "is_open_to_all": open_to_all,
+        "access_log": access_log and access_log.absolute(),
     }
     changes = {key: value for key, value in given.items() if value}
     settings = read_settings(config, changes)
@@ -65,6 +71,8 @@ def serve(
     member = _member(settings, pool, name) if pool is not None else None
     service = Service(settings, backing, clock, member)
     try:
+        if settings.access_log is not None:
+            write_access_log(settings.access_log)
         backing.open()
         if member is not None:
             member.open()

@@ -22,7 +22,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import Explanation, Verdict, read_header, read_object, weigh
 from kvtide.explain import explain as explain_prompt
 from kvtide.stream.plan import PrefillSpeed
-from kvtide.tier import ObjectInfo, Tier, open_tier
+from kvtide.tier import DiskTier, ObjectInfo, Tier, open_tier
 from kvtide.types import Namespace
 
 __all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "open_store", "rm", "stats"]
@@ -193,6 +193,15 @@ class DecisionRow(msgspec.Struct, frozen=True):
     both_s: float | None
 
 
+class DecidedRow(msgspec.Struct, frozen=True):
+    """What engines did with blocks of this store, as far back as its journal goes."""
+
+    decision: str
+    reason: str
+    meaning: str
+    blocks: int
+
+
 class ExplainRow(msgspec.Struct, frozen=True):
     """An explanation as the command prints it; `decision` only where link and engine were given."""
 
@@ -207,6 +216,7 @@ class ExplainRow(msgspec.Struct, frozen=True):
     elsewhere: list[str]
     needs: str
     decision: DecisionRow | None
+    decided: list[DecidedRow]
 
 
 def explain(
@@ -236,7 +246,8 @@ def explain(
             assert tokens is not None
             digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
         found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known))
-    row = _explain_row(url, digest, found, _decision_row(found, link, prefill))
+        decided = _decided_rows(tier)
+    row = _explain_row(url, digest, found, _decision_row(found, link, prefill), decided)
     if as_json:
         emit_json(row)
         return
@@ -251,6 +262,15 @@ def explain(
     if row.decision:
         seconds = f"loading {_seconds(row.decision.load_s)}, computing {_seconds(row.decision.recompute_s)}"
         CONSOLE.print(f"{row.decision.way}: {row.decision.reason} ({seconds}, both {_seconds(row.decision.both_s)})")
+    for past in row.decided:
+        CONSOLE.print(f"decided before: {past.decision} {past.blocks} blocks, {past.meaning}")
+
+
+def _decided_rows(tier: Tier) -> list[DecidedRow]:
+    if not isinstance(tier, DiskTier):
+        return []
+    counts = sorted(tier.decisions().items())
+    return [DecidedRow(kind.choice, kind.why, kind.why.meaning, blocks) for kind, blocks in counts]
 
 
 def _seconds(value: float | None) -> str:
@@ -268,7 +288,9 @@ def _decision_row(found: Explanation, link_mbit_s: float | None, prefill_tokens_
     return DecisionRow(way.name.lower(), way.value, load_s, decision.recompute_s, both_s)
 
 
-def _explain_row(url: str, digest: Namespace, found: Explanation, decision: DecisionRow | None) -> ExplainRow:
+def _explain_row(
+    url: str, digest: Namespace, found: Explanation, decision: DecisionRow | None, decided: list[DecidedRow]
+) -> ExplainRow:
     left_over = found.prompt_tokens - found.hit_tokens
     reason = found.verdict.value
     if found.verdict is Verdict.ALL_FULL_BLOCKS and left_over:
@@ -285,6 +307,7 @@ def _explain_row(url: str, digest: Namespace, found: Explanation, decision: Deci
         elsewhere=[other.hex() for other in found.elsewhere],
         needs=found.needs,
         decision=decision,
+        decided=decided,
     )
 
 

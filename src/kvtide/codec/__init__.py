@@ -1,6 +1,6 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers."""
 
-from kvtide.codec.base import Codec
+from kvtide.codec.base import Codec, EmbeddedCodec
 from kvtide.codec.cachegen import CachegenCodec
 from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.lossless import LosslessCodec
@@ -16,6 +16,7 @@ __all__ = [
     "Codec",
     "CodecRegistry",
     "CodecSpec",
+    "EmbeddedCodec",
     "LosslessCodec",
     "PackedBase",
     "PackedCodec",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,21 @@ class Codec(Protocol):
         Sections come verified, in any order. A codec with refinements takes any of them, as long as every layer has its
         base, and uses those that count (docs/codec.md). CorruptPayload if they are not a block of this codec and
         layout; `out` then holds anything. ValueError if `out` is not of this layout.
+        """
+
+
+@runtime_checkable
+class EmbeddedCodec(Codec, Protocol):
+    """A codec whose objects can be read without some of their sections, at a quality that it knows."""
+
+    @property
+    def quality(self) -> float:
+        """Return the quality that is encoded at: a KL divergence, in nats."""
+
+    def quality_of(self, sections: Sequence[Section]) -> float:
+        """Return what a block has that is decoded from these sections: that of its worst layers.
+
+        CorruptPayload if they can't be decoded.
         """
 
 

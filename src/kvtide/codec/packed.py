@@ -105,6 +105,10 @@ class PackedCodec:
             self._tide.decode(meta, bases, out)
         _put_chunks(meta, base, sections, out)
 
+    def layout_of(self, meta: BlockMeta, sections: Sequence[Section]) -> PackedBase:
+        """Return how tokens are stored. CorruptPayload as for `decode`."""
+        return _split(meta, sections)[0]
+
     def decode_base(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> PackedBase:
         """Write the rough values of all tokens; return how they are stored. Sections: those of the base."""
         base, bases = _split(meta, sections)

@@ -14,10 +14,19 @@ import xxhash
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvtide.block import KVDtype
+from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import UnsupportedModel
+from kvtide.keys import NamespaceSpec
+from kvtide.types import Namespace
 
-__all__ = ["ModelShape", "model_fingerprint", "model_shape", "weights_version"]
+__all__ = [
+    "ModelShape",
+    "NamespaceSettings",
+    "model_fingerprint",
+    "model_layout",
+    "model_shape",
+    "weights_version",
+]
 
 TORCH_DTYPES = {
     KVDtype.FLOAT32: torch.float32,
@@ -115,3 +124,28 @@ def model_fingerprint(model: Any) -> bytes:
 def weights_version(model: Any) -> int:
     """Return a number that changes when a weight is replaced or written in place; cheap, reads no weight."""
     return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
+
+
+class NamespaceSettings(NamedTuple):
+    """What besides the model decides which blocks it may use."""
+
+    block_tokens: int
+    tenant_salt: bytes
+    fingerprint: bytes | None
+    is_exact: bool
+
+    def namespace(self, model: Any, layout: BlockLayout) -> Namespace:
+        """Return the namespace of the model's blocks; reads all weights unless a fingerprint was given.
+
+        Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
+        """
+        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
+        text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
+        fingerprint = self.fingerprint or model_fingerprint(model)
+        return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
+
+
+def model_layout(model: Any, block_tokens: int) -> BlockLayout:
+    """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
+    shape = model_shape(model)
+    return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import GenerationMode
+from transformers import DynamicCache, StoppingCriteriaList
 
-from kvtide.block import BlockLayout, BlockMeta
+from kvtide.block import BlockMeta
 from kvtide.cache import Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
-from kvtide.engines.fingerprint import model_fingerprint, model_shape, weights_version
+from kvtide.decisions import Choice, Why
+from kvtide.engines.fingerprint import NamespaceSettings, model_layout, weights_version
+from kvtide.engines.generation import FirstToken, bypass_reason
+from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
+from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.errors import UnsupportedModel
-from kvtide.fetch import ContextLoader, ContextReport, Wish
-from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.keys import block_keys
+from kvtide.stream.plan import PrefillMeter, PrefillSpeed
+from kvtide.tier.ranking import ScoreRanking
 from kvtide.tier.source import Source
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, ObjectId
 
 __all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
 
@@ -41,21 +47,13 @@ BLOCK_TOKENS = 256
 PREFILL_SAMPLE_TOKENS_MIN = 128
 # Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
 PREFILL_GUESS = 1000.0
-# What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
-_NEUTRAL_ARGUMENTS = {
-    "attention_mask",
-    "generation_config",
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
-    "streamer",
-}
 
 
 class GenerateReport(NamedTuple):
     """What the cache did for the last call. `bypass` names the reason if it was left out.
 
-    streamed: the decision and what came of it, where blocks are streamed.
+    streamed: the decision and what came of it, where blocks are streamed. selected: what was loaded of the restored
+    tokens, where only a part was.
     """
 
     prompt_tokens: int
@@ -65,44 +63,22 @@ class GenerateReport(NamedTuple):
     blocks_queued: int
     bypass: str | None
     streamed: ContextReport | None = None
+    selected: SelectedLayers | None = None
 
 
 class Streaming(NamedTuple):
     """Where blocks are streamed from, and until when.
 
     kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
-    0 for as soon as it can. kl_goal: loss at which it starts earlier.
+    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
+    and stored in the cache's own tiers afterwards, in the background.
     """
 
     sources: Sequence[Source]
     kl: Sequence[float]
     deadline_s: float = 0.0
     kl_goal: float = 0.0
-
-
-class NamespaceSettings(NamedTuple):
-    """What besides the model decides which blocks it may use."""
-
-    block_tokens: int
-    tenant_salt: bytes
-    fingerprint: bytes | None
-    is_exact: bool
-
-    def namespace(self, model: Any, layout: BlockLayout) -> Namespace:
-        """Return the namespace of the model's blocks; reads all weights unless a fingerprint was given.
-
-        Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
-        """
-        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-        text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
-        fingerprint = self.fingerprint or model_fingerprint(model)
-        return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
-
-
-def model_layout(model: Any, block_tokens: int) -> BlockLayout:
-    """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
-    shape = model_shape(model)
-    return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
+    is_kept: bool = True
 
 
 class CachedModel:
@@ -117,13 +93,27 @@ class CachedModel:
         self._weights_version = weights_version(model)
         self.layout = model_layout(model, settings.block_tokens)
         self.namespace = settings.namespace(model, self.layout)
-        self._prefill_tokens_per_s = math.inf
+        self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
+        self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
+        # Completes loaded blocks, where blocks are streamed and kept.
+        self.keeper: Keeper | None = None
         self._bypass_logged: set[str] = set()
 
     def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
         """From now on stream what the cache's own tiers do not have, computing meanwhile."""
+        self._close_keeper()
         self._streaming = (streaming, loader)
+        self.keeper = Keeper(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+
+    def _close_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
+
+    def select(self, importance: Importance, learner: Learner, registry: CodecRegistry) -> None:
+        """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
+        self._importance = (importance, learner, registry)
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -132,6 +122,9 @@ class CachedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._importance is not None:
+            self._importance[1].close()
+        self._close_keeper()
         self.cache.close()
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
@@ -147,24 +140,78 @@ class CachedModel:
         """
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
-        bypass = _bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
+        bypass = bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
         prompt = self._prompt(input_ids)
+        selected = self._select(prompt)
+        if selected is not None:
+            return self._generate_selected(input_ids, prompt, *selected, arguments)
         past, report = self._restore(prompt)
-        first_token = _FirstToken(self._clock)
+        first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
         started_s = self._clock.monotonic_s()
         arguments.setdefault("attention_mask", torch.ones_like(input_ids))
         output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
-        self._note_prefill(len(prompt) - report.hit_tokens, first_token.seen_s - started_s)
+        self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        is_own = report.streamed is not None and report.streamed.fetch is None
-        stored_tokens = 0 if is_own else report.hit_tokens
-        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, stored_tokens), 0)
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
+
+    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, float] | None:
+        """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be loaded."""
+        if self._importance is None:
+            return None
+        started_s = self._clock.monotonic_s()
+        hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
+        metas = self._metas(prompt[:-1])[:hits]
+        importance, _, registry = self._importance
+        ahead = importance.tokens_ahead(self.layout.tokens)
+        found = self.cache.guarded("select", partial(load.open, metas, registry, ahead), 0)
+        if not found:
+            load.close()
+        return (load, started_s) if found else None
+
+    def _generate_selected(
+        self,
+        input_ids: torch.Tensor,
+        prompt: np.ndarray[Any, Any],
+        load: SelectiveLoad,
+        started_s: float,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Answer on rough blocks of which each layer loads what matters. New blocks are not stored: none is exact."""
+        assert self._importance is not None
+        importance, learner, _ = self._importance
+        pages = Pages(self.layout, load.blocks)
+        for position, bits in enumerate(load.rough):
+            pages.write(position, bits)
+        past = DynamicCache(config=self.model.config)
+        pages.fill(past, load.blocks, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        selection = Selection(load, importance)
+        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
+        with closing(load):
+            self._probe(input_ids[:, load.blocks * self.layout.tokens : -1], past, selection)
+            with selection.active(self.model):
+                output = self.model.generate(input_ids, past_key_values=past, **arguments)
+        metas = self._metas(prompt[:-1])[: load.blocks]
+        self.cache.guarded("learn", partial(learner.note, self.cache, metas, selection.importance), False)
+        tokens = load.blocks * self.layout.tokens
+        report = GenerateReport(len(prompt), tokens, load_s, load.read_bytes, 0, None)
+        self.last = report._replace(selected=selection.report())
+        return output
+
+    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
+        """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
+        if suffix.shape[1] == 0:
+            return
+        with torch.inference_mode(), selection.active(self.model):
+            self.model(suffix, past_key_values=past, use_cache=True, logits_to_keep=1)
+        if selection.is_refused:
+            selection.fall_back(past)
 
     def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
         prompt: np.ndarray[Any, Any] = input_ids[0].cpu().numpy()
@@ -219,9 +266,10 @@ class CachedModel:
         stored_bytes = 0
         if hits:
             pages = Pages(self.layout, hits)
-            recompute_s = hits * self.layout.tokens / self._prefill_tokens_per_s
-            # Longer than recompute is of no use to anybody; unknown speed (0 s) leaves the cache's own bound.
-            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s or None)
+            speed = self._meter.speed()
+            # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
+            recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
+            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
@@ -231,77 +279,67 @@ class CachedModel:
         self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
     ) -> tuple[DynamicCache, GenerateReport]:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
-        speed = self._prefill_tokens_per_s
-        wish = Wish(PrefillSpeed(speed if speed < math.inf else PREFILL_GUESS), streaming.deadline_s, streaming.kl_goal)
-        streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
+        wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
+        with self.keeper.paused() if self.keeper is not None else nullcontext():
+            streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        if streamed.decision is not None:
+            loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
+            why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
+            self.cache.decisions.add(Choice.LOAD, why, blocks)
+            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens // self.layout.tokens - blocks)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
 
-    def _note_prefill(self, tokens: int, seconds: float) -> None:
-        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            self._prefill_tokens_per_s = tokens / seconds
+    def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
+        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            self._meter.note(start, stop, seconds)
 
-    def _store(self, sequence: torch.Tensor, past: DynamicCache, hit_tokens: int) -> int:
+    def _cost(self, meta: BlockMeta) -> float | None:
+        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
+        speed = self._meter.speed()
+        if speed is None or math.isinf(speed.double_at):
+            return None
+        tokens = meta.layout.tokens
+        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
+
+    def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequence[: past.get_seq_length()].cpu().numpy()
-        fresh = self._metas(tokens)[hit_tokens // self.layout.tokens :]
-        return self.cache.store([PendingBlock(meta, partial(block_bits, past, meta)) for meta in fresh])
-
-
-class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
-    """Notes when the first token is there; never stops anything."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.seen_s = math.nan
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **arguments: Any) -> torch.Tensor:
-        if math.isnan(self.seen_s):
-            self.seen_s = self._clock.monotonic_s()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:
-    """Return why the cache can't help with this call, or None if it can."""
-    if input_ids.shape[0] != 1:
-        return f"{input_ids.shape[0]} sequences in one call; kvtide restores one"
-    if model.training:
-        return "the model is in training mode"
-    settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
-    given = {name: value for name, value in arguments.items() if value is not None}
-    foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
-    if foreign:
-        return f"the answer may depend on {', '.join(foreign)}"
-    mode = settings.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or settings.cache_implementation is not None:
-        return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
-    if (settings.num_return_sequences or 1) != 1:
-        return f"num_return_sequences={settings.num_return_sequences}"
-    mask = arguments.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        return "the attention mask hides tokens"
-    return None
+        loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
+        if report.streamed is not None:
+            left = report.streamed.left
+            loaded = frozenset(left.blocks) if left is not None else ()
+            if left is not None and self.keeper is not None:
+                self.keeper.offer(left)
+        fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
+        return self.cache.store(
+            [PendingBlock(meta, partial(block_bits, past, meta), self._cost(meta)) for meta in fresh]
+        )
 
 
 def attach(
     model: Any,
     store: str,
     *,
-    codec: str = "lossless",
+    codec: str | None = None,
     profiles: Sequence[Profile] = (),
     block_tokens: int = BLOCK_TOKENS,
     tenant_salt: bytes = b"",
     limits: Limits | None = None,
     fingerprint: bytes | None = None,
+    importance: float | Importance | None = None,
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. codec: `lossless`, `tide[:quality[:refinements]]`, `tide-light`,
+    store: `disk:///path`, a path, or `memory://`. codec: `lossless`
+    (the default), `tide[:quality[:refinements]]`, `tide-light`,
     `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
     needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in payloads without.
+    importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
+    attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
+    profile as tide does. None, the default: all of it exactly.
     The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
     whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
@@ -310,6 +348,16 @@ def attach(
             output = cached.generate(input_ids, max_new_tokens=64)
     """
     clock = SystemClock()
-    made = CodecRegistry(profiles).make(codec, model_layout(model, block_tokens))
-    cache = cache_for(store, made, profiles, limits, clock)
-    return CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless))
+    registry, layout = CodecRegistry(profiles), model_layout(model, block_tokens)
+    settings = importance if importance is None or isinstance(importance, Importance) else Importance(importance)
+    made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
+    learner = Learner(registry, clock)
+    ranking = None if settings is None else ScoreRanking(learner.important_tokens)
+    cache = cache_for(store, made, profiles, limits, clock, ranking)
+    cached = CachedModel(
+        model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless)
+    )
+    if settings is not None:
+        check_ratio(settings.ratio)
+        cached.select(settings, learner, registry)
+    return cached

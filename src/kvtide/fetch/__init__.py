@@ -3,6 +3,7 @@
 from kvtide.fetch.bring import Brought, LoadedBlock, bring
 from kvtide.fetch.context import ContextLoader, ContextReport, LoaderStats
 from kvtide.fetch.job import Job, Piece, Wish, layered_job, level_job
+from kvtide.fetch.keep import Keeper, KeepLimits, KeepStats, Left
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
 from kvtide.tier.source import Source, Take, TierSource, read_heads
 
@@ -14,6 +15,10 @@ __all__ = [
     "FetchLimits",
     "FetchReport",
     "Job",
+    "KeepLimits",
+    "KeepStats",
+    "Keeper",
+    "Left",
     "LinkState",
     "LoadedBlock",
     "LoaderStats",

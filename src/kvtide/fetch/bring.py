@@ -27,12 +27,13 @@ LoadedBlock = Callable[[int, BlockBits], None]
 
 
 class Brought(NamedTuple):
-    """What the engine has: leading tokens, of them `appended` blocks, decoded in `append_s`."""
+    """What the engine has: leading tokens, of them the blocks that were appended, decoded in `append_s`."""
 
     tokens: int
-    appended: int
+    appended: Sequence[int]
     append_s: float
     report: FetchReport
+    receiver: Receiver
 
 
 def bring(
@@ -54,7 +55,7 @@ def bring(
         behind.tokens = job.request.chunks[computed_chunks - 1].stop
     report = run(job, receiver, policy, sources, link, clock, behind, limits, computed_chunks)
     behind.append_until(job.request.tokens)
-    return Brought(behind.tokens, behind.appended, behind.append_s, report)
+    return Brought(behind.tokens, behind.appended, behind.append_s, report, receiver)
 
 
 class _Behind:
@@ -77,7 +78,7 @@ class _Behind:
         self._clock = clock
         # What the engine has, from the start on.
         self.tokens = 0
-        self.appended = 0
+        self.appended: list[int] = []
         self.append_s = 0.0
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
@@ -94,8 +95,8 @@ class _Behind:
         bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
         while self.tokens < stop and self._decode(self.tokens // layout.tokens, bits):
             self._append(self.tokens // layout.tokens, bits)
+            self.appended.append(self.tokens // layout.tokens)
             self.tokens += layout.tokens
-            self.appended += 1
         self.append_s += self._clock.monotonic_s() - started_s
 
     def _decode(self, block: int, bits: BlockBits) -> bool:

@@ -13,6 +13,7 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.fetch.bring import LoadedBlock, bring
 from kvtide.fetch.job import Job, Wish, layered_job
+from kvtide.fetch.keep import Left
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
 from kvtide.stream.plan import (
     CHUNK_TOKENS,
@@ -37,6 +38,8 @@ class ContextReport(NamedTuple):
 
     tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. decision: None if
     there was nothing to load. fetch: None if nothing was loaded. ready_s: until the engine had all of it.
+    stored_tokens: those that could have been loaded, computed or not. left: what came of the loaded blocks, for a
+    Keeper to complete.
     """
 
     tokens: int
@@ -45,6 +48,8 @@ class ContextReport(NamedTuple):
     ready_s: float
     decision: Decision | None
     fetch: FetchReport | None
+    stored_tokens: int = 0
+    left: Left | None = None
 
 
 class LoaderStats(NamedTuple):
@@ -106,7 +111,8 @@ class ContextLoader:
         )
         self._ways[decision.way] += 1
         if decision.way is Way.RECOMPUTE:
-            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), decision, None)
+            done, stored_tokens = computed * tokens, len(stored) * tokens
+            return ContextReport(done, done, 0.0, self._since(started_s), decision, None, stored_tokens)
         return self._run(job, computed, engine, append, decision, started_s)
 
     def _since(self, started_s: float) -> float:
@@ -168,12 +174,14 @@ class ContextLoader:
         )
         report = brought.report
         if brought.appended:
-            self._decode_block_s = brought.append_s / brought.appended
+            self._decode_block_s = brought.append_s / len(brought.appended)
         self._reasons.update(report.reasons)
         self._received_bytes += report.received_bytes
         self._faults += report.faults
         own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
-        return ContextReport(brought.tokens, own, report.kl, self._since(started_s), decision, report)
+        ready_s = self._since(started_s)
+        left = Left(job.objects, brought.receiver, brought.appended)
+        return ContextReport(brought.tokens, own, report.kl, ready_s, decision, report, job.request.tokens, left)
 
     def stats(self) -> LoaderStats:
         """Return the counters."""

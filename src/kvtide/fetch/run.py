@@ -143,13 +143,15 @@ class _Run:
             if chunk in self.progress.computed or (is_late and self.progress.is_usable(chunk)):
                 flight.is_wanted = False
 
-    def _replan(self) -> None:
+    def _replan(self) -> bool:
+        """Plan anew; tell whether that gave the engine or the link anything to do."""
         plan = self._policy.plan(self._job.request, self.progress)
         self._queue, self._reason = deque(plan.fetches), plan.reason
         if plan.computes:
             self.progress = self.progress.assigning(plan.computes)
             self.reasons[plan.reason] += len(plan.computes)
         self._given.extend(plan.computes)
+        return bool(plan.fetches or plan.computes)
 
     # The fetching threads.
 
@@ -174,8 +176,8 @@ class _Run:
             while not self._is_over:
                 self._touch()
                 if self._has_room():
-                    if not self._queue:
-                        self._replan()
+                    # Only for news: threads that wake each other for nothing take the engine's time.
+                    if not self._queue and self._replan():
                         self.changed.notify_all()
                     if self._queue:
                         fetch = self._queue.popleft()

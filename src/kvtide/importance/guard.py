@@ -1,6 +1,6 @@
 """When a selection can't be trusted: the paper's test of agreement between heads, and one that fails when it should.
 
-Both are pure and judge one layer; a load falls back when more layers fail than a share.
+Both are pure; they look at a layer at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvtide.importance.probe import Floats, top_tokens
 __all__ = ["CapturedMass", "Finding", "Guard", "HeadsAgree", "jaccard", "random_jaccard"]
 
 ALPHA = 0.6
-# Share of the attention beyond the always kept tokens that the selected ones must get (decision 0013).
-CAPTURED_MIN = 0.55
+# Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
+BETA = 0.25
 
 
 class Finding(NamedTuple):
@@ -29,14 +29,17 @@ class Finding(NamedTuple):
 
 
 class Guard(Protocol):
-    """Judges a layer."""
+    """Judges a selection by what it says of each layer: it falls back if the median over layers is below the limit."""
 
     @property
     def name(self) -> str:
         """Return the name in tables."""
 
-    def passes(self, finding: Finding) -> bool:
-        """Tell whether the selection may stand for the whole."""
+    def score(self, finding: Finding) -> float:
+        """Return how far a layer's selection may stand for the whole, from 0 to 1."""
+
+    def limit(self, ratio: float) -> float:
+        """Return the median that is enough when a share of the tokens is selected."""
 
 
 def random_jaccard(ratio: float) -> float:
@@ -59,36 +62,45 @@ class HeadsAgree:
     name = "jaccard"
 
     def __init__(self, alpha: float = ALPHA) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(f"alpha is in (0, 1], got {alpha}")
-        self._alpha = alpha
+        self._alpha = _exponent(alpha)
 
-    def passes(self, finding: Finding) -> bool:
-        """Tell whether the heads agree; one head agrees with itself."""
-        prefix = finding.importance.shape[1]
-        count = len(finding.selected)
-        tops = [top_tokens(row, count) for row in finding.importance]
+    def score(self, finding: Finding) -> float:
+        """Return the mean similarity of pairs of heads; one head agrees with itself."""
+        tops = [top_tokens(row, len(finding.selected)) for row in finding.importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
-        return not pairs or float(np.mean(pairs)) >= random_jaccard(max(count, 1) / prefix) ** self._alpha
+        return float(np.mean(pairs)) if pairs else 1.0
+
+    def limit(self, ratio: float) -> float:
+        """Return t."""
+        return float(random_jaccard(ratio) ** self._alpha)
 
 
 class CapturedMass:
-    """Ours: of the attention that the prefix gets beyond its kept tokens, the selected ones get at least a share."""
+    """Ours: of the attention that the prefix gets beyond its kept tokens, the selected ones get more than ratio^beta.
+
+    A random selection would get the ratio. Heads may agree well on attention that is spread over everything.
+    """
 
     name = "captured-mass"
 
-    def __init__(self, captured_min: float = CAPTURED_MIN) -> None:
-        if not 0 <= captured_min <= 1:
-            raise ValueError(f"a share is in [0, 1], got {captured_min}")
-        self._captured_min = captured_min
+    def __init__(self, beta: float = BETA) -> None:
+        self._beta = _exponent(beta)
 
-    def passes(self, finding: Finding) -> bool:
-        """Tell whether enough is captured; nothing to capture is enough."""
-        return self.captured(finding) >= self._captured_min
-
-    def captured(self, finding: Finding) -> float:
-        """Return the share that the selected tokens get."""
+    def score(self, finding: Finding) -> float:
+        """Return the share that the selected tokens get; 1 if there is nothing to get."""
         mass = finding.importance.mean(axis=0).astype(np.float64)
         mass[finding.kept] = 0.0
         total = float(mass.sum())
         return float(mass[finding.selected].sum()) / total if total > 0 else 1.0
+
+    def limit(self, ratio: float) -> float:
+        """Return the share that is enough."""
+        if not 0 < ratio <= 1:
+            raise ValueError(f"a ratio is in (0, 1], got {ratio}")
+        return float(ratio**self._beta)
+
+
+def _exponent(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(f"an exponent in (0, 1] is expected, got {value}")
+    return value

@@ -113,6 +113,11 @@ class UseRecord:
         """Return the uses that all writers noted."""
         return sum(entry.version for entry in self.entries.values())
 
+    @property
+    def bytes_max(self) -> int:
+        """Return how large a record of such a block can be."""
+        return _HEAD.size + WRITERS_MAX * (_ENTRY.size + 2 * self.layers * self.tokens) + _DIGEST_BYTES
+
     def to_bytes(self) -> bytes:
         """Return the record as it is stored."""
         head = _HEAD.pack(_MAGIC, _VERSION, 0, self.block, self.layers, self.tokens, len(self.entries))

@@ -57,12 +57,20 @@ class Index(Protocol):
         """
 
     def insert(
-        self, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None = None, tier: int = 0
+        self,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None = None,
+        tier: int = 0,
+        *,
+        cost: float | None = None,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make the blocks of `keys` known in a tier; return those that had to go for them.
 
         `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A
-        chain whose parent is not held is not inserted: nothing could match it. ValueError if the keys are no chain.
+        chain whose parent is not held is not inserted: nothing could match it. `cost` is what recomputing one of the
+        blocks costs beside a prompt's first; None leaves it to the index. ValueError if the keys are no chain, or for a
+        cost that is not positive.
         """
 
     def restore(self, records: Iterable[Record], tier: int = 0) -> RestoreReport:

@@ -82,8 +82,7 @@ class RadixIndex:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
         Blocks of the prefix itself may be among these: those that have no place or are worth less than all others.
-        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks, `cost` what
-        recomputing one of them costs for its bytes, by any measure; None leaves it to the policy.
+        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks; costs: `Index`.
         """
         tier_bit = tier_bit_of(tier)
         if cost is not None and not cost > 0:
@@ -99,6 +98,7 @@ class RadixIndex:
             account = self._ledger.account_of(namespace, priority)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
             if last is not None and _may_grow(last, anchor, account):
+                last.note_cost(cost, len(keys))
                 self._tree.extend(last, keys, tier_bit)
                 account.policy.adopt(last, len(keys))
                 self._hold(last)

@@ -73,6 +73,11 @@ class Run:
             return self.given_cost
         return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
 
+    def note_cost(self, cost: float | None, blocks: int) -> None:
+        """Take the cost of blocks that are about to be added; the given one is the mean over all, if all gave one."""
+        if cost is not None and self.given_cost is not None:
+            self.given_cost += blocks / (len(self.keys) + blocks) * (cost - self.given_cost)
+
     @property
     def stop(self) -> int:
         """Return the position behind the last block."""

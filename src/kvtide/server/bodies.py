@@ -1,12 +1,14 @@
 """Page-aligned buffers for bodies on their way in, of many sizes under one cap, kept for the next body.
 
-Invariant: free + lent <= bytes_max, in whole buffers; a buffer is lent to one holder at a time.
+Invariant: free + lent <= bytes_max and no tenant has more than its share, in whole buffers; a buffer is lent to one
+holder at a time.
 """
 
 from __future__ import annotations
 
 import threading
 
+from kvtide.errors import QueueFull
 from kvtide.tier.buffers import aligned_buffer
 
 __all__ = ["BodyBuffers"]
@@ -25,12 +27,18 @@ def _buffer_bytes(size: int) -> int:
 
 
 class BodyBuffers:
-    """Lends buffers of at most `bytes_max` in sum. Thread-safe; never waits."""
+    """Lends buffers of at most `bytes_max` in sum, `tenant_bytes_max` to a tenant. Thread-safe; never waits.
 
-    def __init__(self, bytes_max: int) -> None:
-        if bytes_max <= 0:
-            raise ValueError(f"bytes_max of the body buffers must be positive, got {bytes_max}")
+    Who has no name may have them all.
+    """
+
+    def __init__(self, bytes_max: int, tenant_bytes_max: int | None = None) -> None:
+        if bytes_max <= 0 or (tenant_bytes_max is not None and tenant_bytes_max <= 0):
+            raise ValueError(f"bounds of the body buffers must be positive, got {bytes_max}, {tenant_bytes_max}")
         self._bytes_max = bytes_max
+        # One buffer of the largest body that fits is always allowed, rounded up as it is.
+        self._tenant_bytes_max = bytes_max if tenant_bytes_max is None else _buffer_bytes(tenant_bytes_max)
+        self._tenants: dict[str, int] = {}
         self._lock = threading.Lock()
         self._free: dict[int, list[memoryview]] = {}
         self._free_bytes = 0
@@ -41,20 +49,31 @@ class BodyBuffers:
         """Return the bytes that are lent now."""
         return self._lent_bytes
 
-    def take(self, size: int) -> memoryview | None:
-        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if the cap is reached."""
+    def take(self, size: int, tenant: str = "") -> memoryview | None:
+        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if the cap is reached.
+
+        QueueFull if the tenant has its share.
+        """
         wanted = _buffer_bytes(size)
         with self._lock:
+            held = self._tenants.get(tenant, 0)
+            if tenant and held + wanted > self._tenant_bytes_max:
+                raise QueueFull(f"uploads may hold {self._tenant_bytes_max} bytes of buffers for a tenant, {held} are")
             free = self._free.get(wanted)
             if free:
                 self._free_bytes -= wanted
-                self._lent_bytes += wanted
+                self._lend(wanted, tenant)
                 return free.pop()
             if self._lent_bytes + wanted > self._bytes_max:
                 return None
             self._make_room(wanted)
-            self._lent_bytes += wanted
+            self._lend(wanted, tenant)
         return aligned_buffer(wanted)
+
+    def _lend(self, size: int, tenant: str) -> None:
+        self._lent_bytes += size
+        if tenant:
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
 
     def _make_room(self, wanted: int) -> None:
         """Let go of free buffers until `wanted` more bytes fit."""
@@ -63,10 +82,14 @@ class BodyBuffers:
                 self._free[size].pop()
                 self._free_bytes -= size
 
-    def give_back(self, buffer: memoryview) -> None:
-        """Take a buffer back, as `take` returned it."""
+    def give_back(self, buffer: memoryview, tenant: str = "") -> None:
+        """Take a buffer back, as `take` returned it to this tenant."""
         with self._lock:
             self._lent_bytes -= len(buffer)
+            if tenant:
+                self._tenants[tenant] -= len(buffer)
+                if not self._tenants[tenant]:
+                    del self._tenants[tenant]
             self._free_bytes += len(buffer)
             self._free.setdefault(len(buffer), []).append(buffer)
 
@@ -75,5 +98,6 @@ class BodyBuffers:
         with self._lock:
             assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
             assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
-            assert self._lent_bytes >= 0
+            assert self._lent_bytes >= sum(self._tenants.values())
+            assert all(0 < held <= self._tenant_bytes_max for held in self._tenants.values())
             assert self._free_bytes + self._lent_bytes <= self._bytes_max

@@ -38,6 +38,10 @@ class Exchange:
     has_unread_body: bool
     # 0 until an answer has been sent.
     status: int = 0
+    # Of bodies alone, and only once they are whole.
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    wait_s: float = 0.0
 
     @property
     def start_deadline_s(self) -> float:
@@ -57,6 +61,7 @@ class Exchange:
             await self.stream.send_all(_CONTINUE, deadline_s)
         await self.stream.read_into(view, deadline_s)
         self.has_unread_body = False
+        self.received_bytes = len(view)
 
     def begin(self, status: int, length: int, headers: Headers = ()) -> bytes:
         """Return the answer's head. Whoever sends it sets `status`."""
@@ -74,6 +79,7 @@ class Exchange:
         self.status = status
         data = head if self.head.method == "HEAD" else head + body
         await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
+        self.sent_bytes = len(data) - len(head)
 
     async def begin_stream(self, headers: Headers) -> None:
         """Send the head of an answer that goes on until the connection ends."""

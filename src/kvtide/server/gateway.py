@@ -7,7 +7,9 @@ import logging
 from concurrent.futures import Executor
 from functools import partial
 
+from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server.access import note_access
 from kvtide.server.auth import NOBODY, Gate, Scope
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
@@ -25,7 +27,8 @@ from kvtide.wire.protocol import (
     ListRoute,
     ObjectRoute,
     PageRoute,
-    parse_keys,
+    decisions,
+    parse_look_ups,
     parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
@@ -69,6 +72,7 @@ class Gateway:
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
+        clock: Clock,
     ) -> None:
         self._gate = gate
         self._objects = objects
@@ -79,6 +83,7 @@ class Gateway:
         self._rates = rates
         self._limits = limits
         self._workers = workers
+        self._clock = clock
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[str] = set()
 
@@ -116,7 +121,9 @@ class Gateway:
             return exchange.is_kept_alive and not self._pages.is_draining
         finally:
             self.busy.discard(client)
-            self._metrics.count_request(_kind(exchange.route), exchange.status)
+            kind = _kind(exchange.route)
+            self._metrics.count_request(kind, exchange.status)
+            note_access(exchange, kind, self._clock.wall_s())
 
     def _exchange(self, stream: Stream, client: str, head: RequestHead) -> Exchange:
         return Exchange(
@@ -142,6 +149,7 @@ class Gateway:
             if exchange.route != PageRoute("/healthz"):
                 exchange.caller = self._gate.caller(exchange.head.headers, common_name)
                 self._rates.take(exchange.caller.tenant, exchange.arrived_s)
+                self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
@@ -180,8 +188,7 @@ class Gateway:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
-        keys = parse_keys(body)
-        found = partial(self._listing.exists, caller.tenant, route.namespace, keys)
+        found = partial(self._listing.exists, caller.tenant, route.namespace, parse_look_ups(body))
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:

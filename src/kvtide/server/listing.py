@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.names import Names
-from kvtide.tier import Tier
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.tier import TierStack
+from kvtide.types import Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
-from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, ObjectList, TenantView, TierView
+from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, LookUps, ObjectList, TenantView
 
 __all__ = ["Listing"]
 
@@ -20,16 +19,20 @@ _EMBEDDED_MAX = 4096
 class Listing:
     """Looks through a tier for one tenant at a time. May wait for the tier; safe to use from several threads."""
 
-    def __init__(self, tier: Tier, names: Names) -> None:
+    def __init__(self, tier: TierStack, names: Names) -> None:
         self._tier = tier
         self._names = names
         # What the objects of stored namespaces say that these are called.
         self._embedded: dict[Namespace, Namespace] = {}
 
-    def exists(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> ExistsAnswer:
-        """Return which of a tenant's objects are here."""
+    def exists(self, tenant: str, namespace: Namespace, asked: LookUps) -> ExistsAnswer:
+        """Return which of a tenant's objects are here; where only leading ones matter, none behind a gap."""
         stored = self._names.place(tenant, namespace)
-        present = [self._tier.contains(ObjectId(stored, key)) for key in keys]
+        ids = [ObjectId(stored, key) for key in asked.keys]
+        if asked.leading_only:
+            leading = len(self._tier.run_places(ids))
+            return ExistsAnswer([True] * leading + [False] * (len(ids) - leading), leading)
+        present = [self._tier.contains(object_id) for object_id in ids]
         return ExistsAnswer(present, next((n for n, is_here in enumerate(present) if not is_here), len(present)))
 
     def objects(self, tenant: str, route: ListRoute) -> ObjectList:
@@ -44,10 +47,7 @@ class Listing:
         samples = {info.id.namespace: info.id for info in self._tier.objects()}
         names = (self._name(stored, sample) for stored, sample in samples.items())
         mine = {name for name in names if name is not None and self._names.place(caller.tenant, name) in samples}
-        tier = None
-        if Scope.ADMIN in caller.scopes:
-            stats = self._tier.stats()
-            tier = TierView(*stats[1:])
+        tier = self._tier.stats() if Scope.ADMIN in caller.scopes else None
         return TenantView(sorted(name.hex() for name in mine), tier)
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:

@@ -6,7 +6,7 @@ Labels are bounded: tiers, routes and decisions are few, and tenants beyond `ten
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtide.decisions import Choice, Decided
 from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats
 
 __all__ = [
     "METRICS_CONTENT_TYPE",
     "OTHER_TENANTS",
-    "Decision",
     "Metrics",
     "Route",
     "SourceCollector",
@@ -49,14 +49,6 @@ class Route(StrEnum):
     DASHBOARD = "dashboard"
     STATUS = "status"
     OTHER = "other"
-
-
-class Decision(StrEnum):
-    """What a client did about a block that is stored: ABANDONED is a load that its deadline ended."""
-
-    LOAD = "load"
-    RECOMPUTE = "recompute"
-    ABANDONED = "abandoned"
 
 
 class TenantTotals(NamedTuple):
@@ -92,13 +84,11 @@ class Metrics:
         )
         self._corrupt = Counter("kvtide_corrupt_objects", "Objects that failed a check", registry=registry)
         self._decisions = Counter(
-            "kvtide_decisions", "Blocks that clients loaded or recomputed", ["decision"], registry=registry
+            "kvtide_decisions", "Blocks that clients loaded or recomputed", ["decision", "reason"], registry=registry
         )
         self._connections = Gauge("kvtide_connections", "Open connections", registry=registry)
         for result in ("hit", "miss"):
             self._lookups.labels(result)
-        for decision in Decision:
-            self._decisions.labels(decision)
 
     def count_request(self, route: Route, status: int) -> None:
         """Count an answered request."""
@@ -128,9 +118,10 @@ class Metrics:
         """Count an object that failed a check."""
         self._corrupt.inc()
 
-    def count_decisions(self, decision: Decision, count: int) -> None:
-        """Count blocks about which a client decided."""
-        self._decisions.labels(decision).inc(count)
+    def count_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Count blocks about which a client says that it decided."""
+        for (choice, why), count in counts.items():
+            self._decisions.labels(choice, why).inc(count)
 
     def connection_opened(self) -> None:
         """Count a connection in."""
@@ -162,9 +153,12 @@ class Metrics:
         """Return how many connections are open."""
         return int(next(_samples(self._connections, "")).value)
 
-    def decisions(self) -> dict[Decision, int]:
+    def decisions(self) -> dict[Choice, int]:
         """Return what clients decided."""
-        return {Decision(each.labels["decision"]): int(each.value) for each in _samples(self._decisions, "_total")}
+        counts = dict.fromkeys(Choice, 0)
+        for each in _samples(self._decisions, "_total"):
+            counts[Choice(each.labels["decision"])] += int(each.value)
+        return counts
 
     def tenants(self) -> list[TenantTotals]:
         """Return each label's counters, those of the tenants above the bound in one."""

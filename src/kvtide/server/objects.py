@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from kvtide.errors import CorruptPayload, RequestRefused, TierFull
+from kvtide.errors import CorruptPayload, QueueFull, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
@@ -184,7 +184,7 @@ class ObjectRequests:
             await exchange.reply(status, headers=common, length=count)
             return
         head = exchange.begin(status, count, common)
-        await self._sender.send(
+        exchange.wait_s = await self._sender.send(
             Order(
                 stream=exchange.stream,
                 head=head,
@@ -197,7 +197,7 @@ class ObjectRequests:
                 deadline_s=exchange.arrived_s + self._limits.body_s_max(count),
             )
         )
-        exchange.status = status
+        exchange.status, exchange.sent_bytes = status, count
         self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -205,32 +205,43 @@ class ObjectRequests:
         size = exchange.head.content_length
         if size is None:
             raise RequestRefused(411, "a PUT needs a Content-Length")
-        if size > self._limits.object_bytes_max:
-            raise RequestRefused(413, f"an object may have {self._limits.object_bytes_max} bytes here, got {size}")
+        tenant, size_max = exchange.caller.tenant, self._limits.object_bytes_max
+        if tenant:
+            size_max = min(size_max, self._limits.tenant_buffer_bytes_max)
+        if size > size_max:
+            raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
             await exchange.reply(200)
             return
-        buffer = self._buffers.take(size)
-        if buffer is None:
-            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-        body = buffer[:size]
+        buffer = self._buffer_for(tenant, size)
+        body, give_back = buffer[:size], partial(self._buffers.give_back, buffer, tenant)
         try:
             await exchange.read_body(body, self._limits.body_s_max(size))
         except BaseException:
-            self._buffers.give_back(buffer)
+            give_back()
             raise
         # From here on the buffer is the thread's, also if this task ends before it.
-        store = partial(_store, self._tier, stored, object_id, body, partial(self._buffers.give_back, buffer))
+        store = partial(_store, self._tier, stored, object_id, body, give_back)
         try:
             is_new = await self._in_thread(store)
         except RequestRefused as error:
             if error.status == 422:
                 self._metrics.count_corrupt()
             raise
-        self._metrics.count_received(exchange.caller.tenant, size)
+        self._metrics.count_received(tenant, size)
         await exchange.reply(201 if is_new else 200)
+
+    def _buffer_for(self, tenant: str, size: int) -> memoryview:
+        """Return a buffer for an upload. RequestRefused: 429 if the tenant has its share, 503 if all are in use."""
+        try:
+            buffer = self._buffers.take(size, tenant)
+        except QueueFull as error:
+            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+        if buffer is None:
+            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
+        return buffer
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)

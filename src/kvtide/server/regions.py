@@ -20,7 +20,7 @@ from kvtide.server.manifest import Manifest
 from kvtide.server.names import Name, Names
 from kvtide.server.records import Records
 from kvtide.tier import TierStack, WrappedTier
-from kvtide.tier.base import Buffer, Tier
+from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import Naming, http_tier
 from kvtide.tier.records import records_clients
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 # How long the synchroniser waits when there is nothing to send, or nobody to send it to.
 IDLE_S = 0.2
 CLOSE_S_MAX = 30.0
+# Whoever wants the latest hears after so long that it can't be had.
+LATEST_S_MAX = 2.0
 TRIES_MAX = 3
 _LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
 _LATEST = ((FORCE_HEADER, "1"),)
@@ -69,6 +71,10 @@ class CentralTier(WrappedTier):
         except OSError as error:
             raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the centre in one request."""
+        return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
 
     def is_wanted(self, object_id: ObjectId) -> bool:
         """Tell whether an object that waits is of its namespace's present generation."""
@@ -266,7 +272,7 @@ def region_of(
     """Return a region in front of the centre that an http:// or https:// URL names. ValueError for a bad URL."""
     if not central.startswith("http"):
         raise ValueError(f"a centre is a kvtide server, as in http://host:port, got {central!r}")
-    asking = records_clients(central, clock)
+    asking = records_clients(central, clock, LATEST_S_MAX)
     if len(asking) != 1:
         raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
     waiting = Manifest(manifest)

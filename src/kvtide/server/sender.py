@@ -67,12 +67,13 @@ class Sender:
         # Runs when the scheduler's link has room again.
         self._timer: asyncio.TimerHandle | None = None
 
-    async def send(self, order: Order) -> None:
-        """Send head and body. RequestRefused (429, 504) as long as nothing has been sent.
+    async def send(self, order: Order) -> float:
+        """Send head and body; return how long they waited for a slot. RequestRefused (429, 504) if nothing was sent.
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
         position, stop = order.part
+        wait_s = 0.0
         send = self._enqueue(order, stop - position)
         try:
             while position < stop:
@@ -80,7 +81,8 @@ class Sender:
                 sent = 0
                 try:
                     if position == order.part.start:
-                        self._metrics.count_wait(order.tenant, send.wait_s)
+                        wait_s = send.wait_s
+                        self._metrics.count_wait(order.tenant, wait_s)
                         await order.stream.send_all(order.head, order.deadline_s, has_more=True)
                     sent = await self._send_slice(order, position, position + piece.size)
                 finally:
@@ -92,6 +94,7 @@ class Sender:
                     if not await order.stream.is_writable(order.deadline_s):
                         raise TimeoutError
                     send = self._enqueue(order, stop - position)
+            return wait_s
         finally:
             self._leave(send)
 
@@ -155,22 +158,25 @@ class Sender:
         return await self._send_file(order.stream, file, stop - position)
 
     async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
-        done = 0
-        while views:
-            sent = stream.send_some(views)
-            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
-                break
-            done += sent
-            views = window(views, sent, sum(map(len, views)))
+        done, count = 0, sum(map(len, views))
+
+        def step() -> bool:
+            nonlocal done
+            done += stream.send_some(window(views, done, count))
+            return done == count
+
+        await stream.send_steps(step, self._stall_s_max)
         return done
 
     async def _send_file(self, stream: Stream, file: FilePart, count: int) -> int:
         done = 0
-        while done < count:
-            sent = stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
-            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
-                break
-            done += sent
+
+        def step() -> bool:
+            nonlocal done
+            done += stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
+            return done == count
+
+        await stream.send_steps(step, self._stall_s_max)
         return done
 
     async def _send_encrypted(self, stream: Stream, file: FilePart, count: int) -> int:

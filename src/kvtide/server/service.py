@@ -107,7 +107,7 @@ class Service:
         self._tls = _tls_context(settings.tls) if settings.tls else None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._connections = 0
-        self.buffers = BodyBuffers(settings.limits.buffer_bytes_max)
+        self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
         tier.observe(self.observatory)
@@ -159,7 +159,7 @@ class Service:
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
         listing, rates = Listing(self._tier, names), Rates(limits.tenant_requests_s_max)
-        return Gateway(gate, objects, records, listing, pages, rates, limits, metrics, workers)
+        return Gateway(gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()

@@ -41,6 +41,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     object_bytes_max: int = 256 << 20
     # Bodies on their way in, and out of tiers that can't lend, all connections together.
     buffer_bytes_max: int = 512 << 20
+    # Of these, what one tenant's uploads hold; who asks nobody for a token has no tenants.
+    tenant_buffer_bytes_max: int = 256 << 20
     connections_max: int = 4096
     # Threads that wait for tiers.
     io_threads: int = 4
@@ -101,6 +103,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
     is_open_to_all: bool = False
+    # One line of JSON for each request; none without it.
+    access_log: Path | None = None
 
 
 class Address(NamedTuple):

@@ -10,20 +10,7 @@ from kvtide.server.metrics import Metrics, TenantTotals
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
 
-__all__ = ["LinkStatus", "Status", "TenantStatus", "TierStatus", "server_status", "status_body"]
-
-
-class TierStatus(msgspec.Struct, frozen=True):
-    """One tier's counters since it was opened."""
-
-    name: str
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
+__all__ = ["LinkStatus", "Status", "TenantStatus", "server_status", "status_body"]
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
@@ -61,7 +48,7 @@ class Status(msgspec.Struct, frozen=True):
     policy: str
     slots: int
     slots_used: int
-    tiers: list[TierStatus]
+    tiers: list[TierStats]
     tenants: list[TenantStatus]
     links: list[LinkStatus]
     decisions: dict[str, int]
@@ -94,7 +81,7 @@ def server_status(
         policy=scheduler.settings.policy,
         slots=scheduler.settings.slots,
         slots_used=scheduler.slots_used,
-        tiers=[TierStatus(*stats) for stats in tiers],
+        tiers=list(tiers),
         tenants=tenants,
         links=[clients, *peers],
         decisions={str(decision): count for decision, count in metrics.decisions().items()},

@@ -140,6 +140,19 @@ class Arrival:
         self._filled[position] = self.stored.entries[position].size
         self.quality.arrive(self.stored.entries[position].id)
 
+    def missing_ranges(self) -> list[tuple[int, int]]:
+        """Return the [start, stop) of the object's bytes that no section has yet, in order, neighbours as one."""
+        ranges: list[tuple[int, int]] = []
+        for entry, filled, is_here in zip(self.stored.entries, self._filled, self._is_here, strict=True):
+            start, stop = entry.offset + filled, entry.offset + entry.size
+            if is_here:
+                continue
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        return ranges
+
     def sections(self) -> list[Section]:
         """Return the sections that are here, in stored order: views that stay valid."""
         entries = enumerate(self.stored.entries)

@@ -152,6 +152,19 @@ class Receiver:
         """Return what has arrived of a block, for `Codec.decode`. The data stay valid and unchanged."""
         return self._arrival(block).sections()
 
+    def missing_ranges(self, block: int) -> list[tuple[int, int]]:
+        """Return the [start, stop) of a block's object that have not been taken, in order, neighbours as one."""
+        return self._arrival(block).missing_ranges()
+
+    def whole(self, block: int) -> bytes | None:
+        """Return a block's object as it is stored, None unless every section of it has arrived."""
+        arrival = self._arrival(block)
+        sections = arrival.sections()
+        if len(sections) < len(arrival.stored.entries):
+            return None
+        data = b"".join([arrival.stored.head, *(section.data for section in sections)])
+        return data if len(data) == arrival.stored.object_bytes else None
+
     def _arrival(self, block: int) -> Arrival:
         if not 0 <= block < len(self._arrivals):
             raise ValueError(f"block must be from 0 to {len(self._arrivals) - 1}, got {block}")

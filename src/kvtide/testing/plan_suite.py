@@ -28,7 +28,7 @@ from kvtide.stream.plan import (
 __all__ = ["PlanSuite", "requests"]
 
 # One test inherited by many classes, none of which keeps anything: examples of one are good for all.
-_inherited = settings(max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
+_inherited = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 
 
 @st.composite

@@ -5,11 +5,12 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtide.decisions import Decided
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, TierStats
 
 __all__ = [
     "Batched",
@@ -20,6 +21,7 @@ __all__ = [
     "Observer",
     "OnRemoved",
     "Recorded",
+    "Replacing",
     "Reporting",
     "SelectiveTier",
     "Tier",
@@ -39,19 +41,6 @@ class ObjectInfo(NamedTuple):
     id: ObjectId
     size: int
     last_use_s: float
-
-
-class TierStats(NamedTuple):
-    """What a tier holds now, and what it has done since it was opened."""
-
-    name: str
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
 
 
 class Tier(Protocol):
@@ -100,8 +89,8 @@ class Tier(Protocol):
 class Batched(Protocol):
     """A tier for which many look-ups take hardly longer than one."""
 
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Tell of each object whether it is here now, as `contains` does."""
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
 
 
 @runtime_checkable
@@ -113,11 +102,30 @@ class Recorded(Protocol):
 
 
 @runtime_checkable
+class Noting(Protocol):
+    """A tier that remembers what engines decided, or tells who does."""
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Add to the counts. TierUnavailable if they are lost."""
+
+
+@runtime_checkable
 class Checked(Protocol):
     """A tier that can check its own accounting."""
 
     def check(self) -> None:
         """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier in which another form of an object, of the same meaning, can take its place."""
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+
+        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        """
 
 
 @runtime_checkable

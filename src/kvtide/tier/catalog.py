@@ -1,6 +1,6 @@
 """Which objects the segment log holds and where: the in-memory index. It does no I/O.
 
-Invariant: an object's bytes are counted once, however many copies of it the log has.
+Invariant: an object's bytes are counted once, those of its newest copy, however many the log has.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Catalog:
                 self._remove(places[header.offset])
             self._by_segment.setdefault(header.segment, {})[header.offset] = entry
             copies = self._by_id.setdefault(header.id, [])
-            if not copies:
-                self._used_bytes += header.size
+            self._used_bytes += header.size - (copies[-1].header.size if copies else 0)
             copies.append(entry)
             self.is_changed = True
 
@@ -96,10 +95,12 @@ class Catalog:
         if not places:
             del self._by_segment[header.segment]
         copies = self._by_id[header.id]
+        self._used_bytes -= copies[-1].header.size
         copies.remove(entry)
-        if not copies:
+        if copies:
+            self._used_bytes += copies[-1].header.size
+        else:
             del self._by_id[header.id]
-            self._used_bytes -= header.size
 
     def in_segment(self, number: int) -> list[Entry]:
         """Return a segment's entries in the order of their offsets."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
@@ -146,6 +147,10 @@ class DiskTier:
         self._guarded("write", lambda: self._log.append(object_id, buffer))
         return True
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self._guarded("write", lambda: self._log.replace(object_id, buffer))
+
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:
         self._count(evictions=len(object_ids))
         self._note_removals(object_ids, "evicted")
@@ -163,6 +168,17 @@ class DiskTier:
             self._journal.append(object_ids, reason, self._clock.wall_s())
         except OSError as error:
             _log.debug("removal not noted: %s", error)
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Add to the journal, which all processes on this directory share."""
+        try:
+            self._journal.note_decisions(counts, self._clock.wall_s())
+        except OSError as error:
+            raise TierUnavailable(f"decisions not noted in {self._root}: {error}") from error
+
+    def decisions(self) -> dict[Decided, int]:
+        """Return what was decided about blocks of this store, as far back as the journal goes."""
+        return self._journal.decisions()
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason in the journal, which all processes on this directory share."""

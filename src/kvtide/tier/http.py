@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
@@ -26,6 +28,7 @@ from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import (
+    DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
     LIST_MAX,
     REASON_HEADER,
@@ -34,7 +37,6 @@ from kvtide.wire.protocol import (
     ExistsQuestion,
     ObjectList,
     TenantView,
-    TierView,
 )
 
 __all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
@@ -77,7 +79,7 @@ class HttpTier:
         self.hedges = Hedges(clock)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
-        self._known = TierView(0, 0, 0, 0, 0, 0, 0)
+        self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
         """Allow calls. Servers that are down now are asked again later."""
@@ -98,26 +100,21 @@ class HttpTier:
             raise self._refused("HEAD", answer)
         return answer.status == 200
 
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask the server, in one request for each namespace and every 4096 objects."""
-        present: dict[ObjectId, bool] = {}
-        for namespace in dict.fromkeys(object_id.namespace for object_id in object_ids):
-            mine = [object_id for object_id in object_ids if object_id.namespace == namespace]
-            for start in range(0, len(mine), EXISTS_KEYS_MAX):
-                part = mine[start : start + EXISTS_KEYS_MAX]
-                present.update(zip(part, self._exist(part), strict=True))
-        return [present[object_id] for object_id in object_ids]
-
-    def _exist(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        names = [self._naming(object_id) for object_id in object_ids]
-        body = msgspec.json.encode(ExistsQuestion([name.key.hex() for name, _ in names]))
-        answer = self._any("POST", f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1], body)
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
+        asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
+        if not asked:
+            return 0
+        names = [self._naming(object_id) for object_id in asked]
+        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=True)
+        target, headers = f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1]
+        answer = self._any("POST", target, headers, msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
-        present = _decoded(answer, ExistsAnswer).present
-        if len(present) != len(object_ids):
-            raise TierUnavailable(f"asked for {len(object_ids)} objects, the server answered for {len(present)}")
-        return present
+        leading = _decoded(answer, ExistsAnswer).leading
+        if not 0 <= leading <= len(asked):
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server says that it has {leading}")
+        return leading
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""
@@ -195,6 +192,14 @@ class HttpTier:
             for peer in self._peers
         ]
         return any(answer.status == 204 for answer in answers)
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers; it counts them for whom our token names."""
+        text = decisions_text(counts)
+        if text:
+            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            if answer.status != 200:
+                raise self._refused("GET", answer)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
@@ -291,7 +296,7 @@ def _refusal(method: str, answer: Answer) -> TierUnavailable:
 def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 

@@ -1,11 +1,14 @@
-"""A bounded record of what left a store and why, so that `kvtide explain` can name the reason."""
+"""A bounded record of what left a store and why, and of what engines decided, so that `kvtide explain` can tell."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from kvtide.decisions import Decided, decisions_text, parse_decisions
 from kvtide.types import ObjectId
 
 __all__ = ["RemovalJournal"]
@@ -14,7 +17,10 @@ JOURNAL_BYTES_MAX = 1 << 20
 
 
 class RemovalJournal:
-    """Appends one line a removal; the older half goes before the file passes its bound. Losing a line does no harm."""
+    """Appends lines; the older half goes before the file passes its bound. Losing a line does no harm.
+
+    A removal is time, reason, namespace and key; a decision time, the word `decided` and counts (kvtide.decisions).
+    """
 
     def __init__(self, path: Path, bytes_max: int = JOURNAL_BYTES_MAX) -> None:
         self._path = path
@@ -23,8 +29,25 @@ class RemovalJournal:
     def append(self, object_ids: Iterable[ObjectId], reason: str, wall_s: float) -> None:
         """Note removals, the last ones if all don't fit. OSError if the file can't be written."""
         lines = [f"{wall_s:.0f} {reason} {item.namespace.hex()} {item.key.hex()}\n".encode() for item in object_ids]
-        if not lines:
-            return
+        if lines:
+            self._append(lines)
+
+    def note_decisions(self, counts: Mapping[Decided, int], wall_s: float) -> None:
+        """Note how many blocks engines decided about. OSError if the file can't be written."""
+        if counts:
+            self._append([f"{wall_s:.0f} decided {decisions_text(counts)}\n".encode()])
+
+    def decisions(self) -> dict[Decided, int]:
+        """Return what was decided, as far back as there are lines; lines that are no counts are passed over."""
+        counts: Counter[Decided] = Counter()
+        for line in self._lines():
+            fields = line.split(" ")
+            if len(fields) == 3 and fields[1] == "decided":
+                with contextlib.suppress(ValueError):
+                    counts.update(parse_decisions(fields[2]))
+        return dict(counts)
+
+    def _append(self, lines: Sequence[bytes]) -> None:
         # Half of the bound at once, so that the file with them stays under it after it has been halved.
         data = b"".join(lines[-max(1, self._bytes_max // 2 // len(lines[0])) :])
         if self._size() + len(data) > self._bytes_max:
@@ -49,13 +72,15 @@ class RemovalJournal:
 
     def reason(self, object_id: ObjectId) -> str | None:
         """Return the last noted reason for this object, or None."""
-        try:
-            text = self._path.read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return None
         key, reason = object_id.key.hex(), None
-        for line in text.splitlines():
+        for line in self._lines():
             fields = line.split(" ")
             if len(fields) == 4 and fields[3] == key:
                 reason = fields[1]
         return reason
+
+    def _lines(self) -> list[str]:
+        try:
+            return self._path.read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            return []

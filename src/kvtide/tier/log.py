@@ -289,14 +289,33 @@ class SegmentLog:
         with self._write_lock, self._directory.locked():
             self._directory.refresh()
             copies = self.catalog.copies(object_id)
-            for entry in copies:
-                self._mark_removed(entry)
-                self.catalog.remove(entry)
-            for number in {entry.header.segment for entry in copies}:
-                segment = self._directory.segments.get(number)
-                if segment and not segment.is_mine and not self.catalog.in_segment(number):
-                    self._remove_segment(number, None, [])
+            self._remove_copies(copies)
             return bool(copies)
+
+    def replace(self, object_id: ObjectId, body: Buffer) -> bool:
+        """Put `body` in place of an object's copies, for all processes; they go once it stands there and was read back.
+
+        False, and nothing changed, if there was no copy or what was written can't be read back. Who reads meanwhile has
+        the old bytes or the new ones; after a crash both may be here, and the newest that is whole is read.
+        """
+        with self._write_lock:
+            if not (copies := self.catalog.copies(object_id)):
+                return False
+            entry = self._append_to(self._writer_for(record_bytes(len(body))), object_id, body, object_label(body))
+            written = aligned_buffer(len(body))
+            is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
+            with self._directory.locked():
+                self._remove_copies(copies if is_good else [entry])
+            return is_good
+
+    def _remove_copies(self, copies: list[Entry]) -> None:
+        for entry in copies:
+            self._mark_removed(entry)
+            self.catalog.remove(entry)
+        for number in {entry.header.segment for entry in copies}:
+            segment = self._directory.segments.get(number)
+            if segment and not segment.is_mine and not self.catalog.in_segment(number):
+                self._remove_segment(number, None, [])
 
     def _mark_removed(self, entry: Entry) -> None:
         number, offset = entry.header.segment, entry.header.offset

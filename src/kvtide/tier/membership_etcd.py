@@ -50,7 +50,7 @@ class EtcdMembership:
         entries = found.get("kvs", [])
         try:
             servers = [msgspec.json.decode(base64.b64decode(entry["value"]), type=PoolServer) for entry in entries]
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"an entry below {self._prefix} is no server: {error}") from error
         self._revision = int(found["header"]["revision"])
         members = tuple(sorted(servers, key=lambda each: each.name))

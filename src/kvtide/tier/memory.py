@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from kvtide.tier.demote import Offer
 from kvtide.tier.lend import LentObject, joined
 from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
+from kvtide.tier.removals import Removals
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES
 
 __all__ = ["MemoryTier", "Pin"]
 
 _log = logging.getLogger(__name__)
-
-REMEMBERED_MAX = 4096
 
 # Locks memory for fast transfers to a GPU and returns what takes that back. OSError if it can't be locked.
 Pin = Callable[[memoryview], Callable[[], None]]
@@ -81,7 +79,7 @@ class MemoryTier:
         self._heap = RankHeap(self._ranking)
         # Dropped, but somebody reads them; and being written, so not yet to be found.
         self._unlisted: list[_Resident] = []
-        self._removed: OrderedDict[ObjectId, str] = OrderedDict()
+        self._removed = Removals()
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
@@ -211,6 +209,10 @@ class MemoryTier:
             assert self._used_bytes <= self._bytes_max
         return True
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
+
     def _make_room(self, arena: Arena, size: int) -> list[Run]:
         excess = arena.frames_of(size) - arena.free_frames
         victims: list[ObjectId] = []
@@ -253,10 +255,7 @@ class MemoryTier:
         else:
             arena.give_back(resident.runs)
         self._on_removed([object_id])
-        self._removed[object_id] = reason
-        self._removed.move_to_end(object_id)
-        while len(self._removed) > REMEMBERED_MAX:
-            self._removed.popitem(last=False)
+        self._removed.note(object_id, reason)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove an object."""
@@ -268,8 +267,7 @@ class MemoryTier:
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return why the object was removed last."""
-        with self._lock:
-            return self._removed.get(object_id)
+        return self._removed.reason(object_id)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what is here."""

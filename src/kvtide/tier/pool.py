@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.placement import Placement, PoolMap, PoolServer, less_loaded
-from kvtide.tier.base import Buffer, ObjectInfo, Tier, TierStats
+from kvtide.tier.base import Batched, Buffer, ObjectInfo, Tier, TierStats
 from kvtide.tier.membership import Membership, Watcher
 from kvtide.types import BlockKey, ObjectId
 
@@ -150,6 +151,37 @@ class PoolTier:
             return False
         return any(is_here for _, is_here in asked)
 
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
+        state, workers = self._now(), self._workers
+        if workers is None:
+            raise TierUnavailable("the pool is closed")
+        waiting = {object_id: self._owners(state, object_id.key) for object_id in object_ids}
+        found: set[ObjectId] = set()
+        for rank in range(state.placement.replicas):
+            asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
+            for object_id, owners in waiting.items():
+                if rank < len(owners):
+                    asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
+            for (_, ids), count in zip(asked.values(), workers.map(self._leading_of, asked.values()), strict=True):
+                if count is not None:
+                    found.update(ids[:count])
+                    for object_id in ids:
+                        del waiting[object_id]
+        return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
+
+    def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
+        """Return how many leading ones of these objects a server has; None if it does not answer."""
+        member, ids = asked
+        tier = member.tier
+        try:
+            if isinstance(tier, Batched):
+                return tier.count_leading(ids)
+            return sum(1 for _ in takewhile(tier.contains, ids))
+        except TierUnavailable as error:
+            self._note_fault(member, error)
+            return None
+
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first owner that has the object; one that lacks it gets it in the background."""
         if offset < 0:
@@ -272,13 +304,17 @@ class PoolTier:
         state = self._state
         found = [member.tier.stats() for member in state.members] if state else []
         copies = state.placement.replicas if state else 1
-        objects, used_bytes, bytes_max, _, _, evictions, _ = (
-            sum(column) // copies
-            for column in zip(TierStats("", *[0] * 7)[1:], *(each[1:] for each in found), strict=True)
-        )
+        total = TierStats.sum_of(self.name, found)
         with self._lock:
             return TierStats(
-                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
+                self.name,
+                total.objects // copies,
+                total.used_bytes // copies,
+                total.bytes_max // copies,
+                self._hits,
+                self._misses,
+                total.evictions // copies,
+                self._faults,
             )
 
     def _each(

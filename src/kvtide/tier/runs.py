@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from kvtide.tier.base import Batched, Tier
 from kvtide.types import ObjectId
 
 __all__ = ["LOOK_UPS_MAX", "run_places"]
@@ -15,22 +17,23 @@ LOOK_UPS_MAX = 256
 def run_places(
     object_ids: Sequence[ObjectId],
     places: Callable[[ObjectId, int | None], Iterator[int]],
-    contains_many: Callable[[int, Sequence[ObjectId]], Sequence[bool]],
+    tiers: Sequence[Tier],
+    ask: Callable[[Tier, str, Callable[[], int], int], int],
 ) -> list[int]:
     """Return the fastest tier of each object of the longest leading run that is in some tier.
 
-    `places` yields an object's tiers, the fastest first, of those before a number; `contains_many` asks one tier for
-    many, and returns nothing if that tier can't be asked so.
+    `places` yields the numbers of an object's tiers, the fastest first, of those before a number; `ask` runs an action
+    on a tier, or gives its last argument if that fails.
     """
+    batched = {number: tier for number, tier in enumerate(tiers) if isinstance(tier, Batched)}
     found: list[int] = []
     while len(found) < len(object_ids):
         number = next(places(object_ids[len(found)], None), None)
         if number is None:
             break
         found.append(number)
-        following = object_ids[len(found) : len(found) + LOOK_UPS_MAX]
-        for object_id, is_here in zip(following, contains_many(number, following), strict=False):
-            if not is_here:
-                break
-            found.append(next(places(object_id, number), number))
+        if number in batched:
+            following = object_ids[len(found) : len(found) + LOOK_UPS_MAX]
+            count = ask(tiers[number], "contains", partial(batched[number].count_leading, following), 0)
+            found += [next(places(object_id, number), number) for object_id in following[:count]]
     return found

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvtide.errors import TierFull, TierUnavailable
+import msgspec
+
+from kvtide.decisions import Decided
+from kvtide.errors import TierUnavailable
 from kvtide.index import Record
+from kvtide.tier.background import Background
 from kvtide.tier.base import (
-    Batched,
     Buffer,
     Checked,
+    Noting,
     ObjectInfo,
     Observer,
     Recorded,
+    Replacing,
     Reporting,
     SelectiveTier,
     Tier,
@@ -31,6 +35,7 @@ from kvtide.tier.base import (
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
+from kvtide.tier.faults import TierFaults
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
@@ -82,17 +87,14 @@ class TierStack:
         self._open: list[Tier] = []
         self._lock = threading.Lock()
         self._observer: Observer | None = None
-        self._faults: dict[str, int] = {tier.name: 0 for tier in tiers}
-        self._logged: set[tuple[str, str]] = set()
+        self._faults = TierFaults(tier.name for tier in tiers)
+        self._ask = self._faults.ask
         self._flight = SingleFlight()
-        self._prefetcher: ThreadPoolExecutor | None = None
-        self._writer: ThreadPoolExecutor | None = None
+        self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self._writer = Background(1, "kvtide-write-back")
         # Queued to be fetched ahead; whoever reads one takes it out.
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
-        # Work of the background threads that has not ended.
-        self._written: set[Future[None]] = set()
-        self._fetched: set[Future[None]] = set()
         self._unwritten_bytes = 0
 
     @property
@@ -114,15 +116,14 @@ class TierStack:
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
-        self._prefetcher = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kvtide-prefetch")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvtide-write-back")
+        self._prefetcher.open()
+        self._writer.open()
         for tier in self._tiers:
             try:
                 tier.open()
                 self._open.append(tier)
             except TierUnavailable as error:
-                self._note_fault(tier, "open", error)
-
+                self._faults.note(tier, "open", error)
         self.demoter.open()
         evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
         if self._demote_to and isinstance(evicting, Evicting):
@@ -136,17 +137,13 @@ class TierStack:
     def close(self) -> None:
         """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
 
-        Reading ahead that a tier does not come back from is left behind after as long again.
+        Work that a tier does not come back from is left behind after as long again for each kind.
         """
         self.flush(CLOSE_S_MAX)
         self.demoter.close(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):
-            if workers is not None:
-                workers.shutdown(wait=False, cancel_futures=True)
-        self._prefetcher = self._writer = None
-        with self._lock:
-            under_way = self._written | self._fetched
-        wait(under_way, CLOSE_S_MAX)
+            workers.close()
+            workers.wait(CLOSE_S_MAX)
         for tier in self._tiers:
             tier.close()
         self._open = []
@@ -154,9 +151,7 @@ class TierStack:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
-        with self._lock:
-            pending = set(self._written)
-        return not wait(pending, timeout_s).not_done
+        return self._writer.wait(timeout_s)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
@@ -164,19 +159,18 @@ class TierStack:
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
-        for tier in self._open:
-            if (stop is None or self._tiers.index(tier) < stop) and self._ask(
-                tier, "contains", partial(tier.contains, object_id), False
-            ):
+        for tier in self._open[: None if stop is None else self._open.index(self._tiers[stop])]:
+            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
-        return run_places(object_ids, self.places, self._contains_many)
+        return run_places(object_ids, self.places, self._tiers, self._ask)
 
-    def _contains_many(self, number: int, ids: Sequence[ObjectId]) -> list[bool]:
-        tier = self._tiers[number]
-        return self._ask(tier, "contains", partial(tier.contains_many, ids), []) if isinstance(tier, Batched) else []
+    def is_near(self, object_id: ObjectId) -> bool:
+        """Tell whether the fastest of several tiers has the object now: reading it waits for none of the others."""
+        tiers = self._open[:1] if len(self._open) > 1 else []
+        return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in tiers)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
@@ -247,22 +241,15 @@ class TierStack:
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
         with self._lock:
-            has_room = self._writer is not None and self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
+            has_room = self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
             self._unwritten_bytes += len(buffer) if has_room else 0
-        if not has_room or self._writer is None:
+        if not has_room:
             return self._put_all([tier], object_id, buffer)
-        future = self._writer.submit(self._write_later, tier, object_id, bytes(buffer))
-        self._follow(future, self._written)
+        if not self._writer.submit(partial(self._write_later, tier, object_id, bytes(buffer))):
+            with self._lock:
+                self._unwritten_bytes -= len(buffer)
+            return self._put_all([tier], object_id, buffer)
         return False
-
-    def _follow(self, future: Future[None], unfinished: set[Future[None]]) -> None:
-        with self._lock:
-            unfinished.add(future)
-        future.add_done_callback(partial(self._end, unfinished))
-
-    def _end(self, unfinished: set[Future[None]], future: Future[None]) -> None:
-        with self._lock:
-            unfinished.discard(future)
 
     def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
         try:
@@ -280,13 +267,14 @@ class TierStack:
         queued = 0
         for object_id in object_ids if len(self._open) > 1 else ():
             with self._lock:
-                if self._prefetcher is None or len(self._prefetching) >= PREFETCH_MAX:
+                if len(self._prefetching) >= PREFETCH_MAX:
                     return queued
                 if object_id in self._prefetching:
                     continue
                 self._prefetching.add(object_id)
-                future = self._prefetcher.submit(self._prefetch, object_id, size_max)
-            self._follow(future, self._fetched)
+                if not self._prefetcher.submit(partial(self._prefetch, object_id, size_max)):
+                    self._prefetching.discard(object_id)
+                    return queued
             queued += 1
         return queued
 
@@ -341,13 +329,21 @@ class TierStack:
         deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
         return any(deleted)
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
+        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
+        return any(done)
+
+    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+        """Have every tier that remembers decisions, or tells who does, add to its counts."""
+        for tier in (each for each in self._open if isinstance(each, Noting)):
+            self._ask(tier, "note", partial(tier.note_decisions, counts), None)
+
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
-        for tier in reversed(self._open):
-            reason = tier.removed_reason(object_id)
-            if reason is not None:
-                return reason
-        return None
+        reasons = (tier.removed_reason(object_id) for tier in reversed(self._open))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield each object once, as the fastest tier that has it lists it."""
@@ -366,7 +362,7 @@ class TierStack:
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
-        return [tier.stats()._replace(faults=self._faults[tier.name]) for tier in self._open]
+        return [msgspec.structs.replace(tier.stats(), faults=self._faults.count(tier.name)) for tier in self._open]
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
@@ -376,21 +372,4 @@ class TierStack:
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
-        sums = (sum(column) for column in zip(*(stats[1:] for stats in self.tier_stats()), strict=True))
-        return TierStats(self.name, *sums) if self._open else TierStats(self.name, *[0] * 7)
-
-    def _ask(self, tier: Tier, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        try:
-            return action()
-        except TierUnavailable as error:
-            self._note_fault(tier, verb, error)
-            return fallback
-
-    def _note_fault(self, tier: Tier, verb: str, error: TierUnavailable) -> None:
-        kind = (tier.name, "full" if isinstance(error, TierFull) else verb)
-        with self._lock:
-            self._faults[tier.name] += 1
-            is_first = kind not in self._logged
-            self._logged.add(kind)
-        if is_first:
-            _log.warning("%s tier: %s; served as misses, further faults of this kind are only counted", kind[0], error)
+        return TierStats.sum_of(self.name, self.tier_stats())

@@ -96,9 +96,10 @@ class ValkeyTier:
             self._longest_bytes = max(self._longest_bytes, total or 0)
         return expected if is_hit else None
 
-    def contains_many(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask each owner once for all of its objects."""
-        return [reply == 1 for reply in self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))]
+        replies = self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))
+        return next((number for number, reply in enumerate(replies) if reply != 1), len(replies))
 
     def get_many_into(self, object_ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> list[int | None]:
         """Read whole objects, each into its buffer, without waiting for one before the next is asked for.

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, OnRemoved, Reporting, Tier, TierStats
 from kvtide.types import ObjectId
 
-__all__ = ["Counting", "Faulty", "Slow", "WrappedTier"]
+__all__ = ["Counting", "Faulty", "Paced", "Slow", "WrappedTier"]
 
 _Result = TypeVar("_Result")
+PACE_S = 2e-3
 
 # Waits so many seconds; `time.sleep` in earnest, a clock's `advance` in a simulation.
 Sleep = Callable[[float], None]
@@ -99,6 +101,33 @@ class Slow(WrappedTier):
         wait_s = self._latency_s + (size / self._bytes_s if self._bytes_s else 0.0)
         if wait_s:
             self._sleep(wait_s)
+
+
+class Paced(WrappedTier):
+    """Reads as a device of `bytes_s`: all callers share it, one after the other, and pay for what they got."""
+
+    def __init__(self, tier: Tier, clock: Clock, sleep: Sleep, bytes_s: float) -> None:
+        if not bytes_s > 0:
+            raise ValueError(f"bandwidth must be positive, got {bytes_s} B/s")
+        super().__init__(tier)
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._sleep = sleep
+        self._bytes_s = bytes_s
+        self._free_s = 0.0
+        self.read_bytes = 0
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read, then wait until the device would have been done."""
+        started_s = self._clock.monotonic_s()
+        size = super().get_into(object_id, buffer, offset)
+        with self._lock:
+            self.read_bytes += size or 0
+            done_s = self._free_s = max(self._free_s, started_s) + (size or 0) / self._bytes_s
+        # Short waits take longer than they should: they are left to the next read.
+        if (wait_s := done_s - self._clock.monotonic_s()) > PACE_S:
+            self._sleep(wait_s)
+        return size
 
 
 class Faulty(WrappedTier):

@@ -89,6 +89,14 @@ class SectionEntry(NamedTuple):
             raise CorruptPayload(f"section {section_id} has no layers")
         return cls(section_id, offset, size, checksum)
 
+    def section(self, data: memoryview, object_id: ObjectId) -> Section:
+        """Return the section that these bytes are. CorruptPayload if they are too few or not those that were stored."""
+        if len(data) != self.size:
+            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(data)} are here")
+        if xxhash.xxh3_128_digest(data) != self.checksum:
+            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
+        return Section(self.id, data)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -125,13 +133,17 @@ class StoredObject:
         return [self._verified(entry) for entry in self.entries]
 
     def _verified(self, entry: SectionEntry) -> Section:
-        section_id, offset, size, checksum = entry
-        data = self._data[offset : offset + size]
-        if len(data) != size:
-            raise CorruptPayload(f"{self.meta.id}: section {section_id} has {size} bytes, {len(data)} are here")
-        if xxhash.xxh3_128_digest(data) != checksum:
-            raise CorruptPayload(f"{self.meta.id}: checksum of section {section_id} does not match")
-        return Section(section_id, data)
+        return entry.section(self._data[entry.offset : entry.offset + entry.size], self.meta.id)
+
+    def good_sections(self) -> list[Section]:
+        """Return the sections whose bytes are all there and those that were stored."""
+        found = []
+        for position in range(len(self.entries)):
+            try:
+                found.append(self.section(position))
+            except CorruptPayload:
+                continue
+        return found
 
 
 def object_bytes_max(layout: BlockLayout) -> int:

@@ -9,13 +9,15 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
 
 __all__ = [
     "AS_OF_HEADER",
     "DEADLINE_HEADER",
+    "DECISIONS_HEADER",
     "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
@@ -33,17 +35,18 @@ __all__ = [
     "ExistsRoute",
     "ListRoute",
     "ListedObject",
+    "LookUps",
     "ObjectList",
     "ObjectRoute",
     "PageRoute",
     "Route",
     "TenantView",
-    "TierView",
     "deadline_ms",
+    "decisions",
     "etag",
     "generation",
     "is_tag_matched",
-    "parse_keys",
+    "parse_look_ups",
     "parse_range",
     "parse_target",
     "staleness_s",
@@ -51,6 +54,8 @@ __all__ = [
 ]
 
 DEADLINE_HEADER = "kvtide-deadline-ms"
+# What a client decided about blocks since it last said so.
+DECISIONS_HEADER = "kvtide-decisions"
 EPOCH_HEADER = "kvtide-epoch"
 # Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
 LOCAL_HEADER = "kvtide-local"
@@ -185,9 +190,20 @@ def deadline_ms(headers: Mapping[str, str]) -> int | None:
     text = headers.get(DEADLINE_HEADER)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:18]) <= DEADLINE_MS_MAX):
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= DEADLINE_MS_MAX:
         raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
     return int(text)
+
+
+def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
+    """Return what the client says that it decided, by blocks. RequestRefused (400) if it says something else."""
+    text = headers.get(DECISIONS_HEADER)
+    if text is None:
+        return {}
+    try:
+        return parse_decisions(text)
+    except ValueError as error:
+        raise RequestRefused(400, f"{DECISIONS_HEADER}: {error}") from error
 
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:
@@ -217,9 +233,10 @@ def urgency(headers: Mapping[str, str]) -> int:
 
 
 class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys to look up."""
+    """Keys to look up; of a run only the leading ones that are present may be of interest."""
 
     keys: list[str]
+    leading_only: bool = False
 
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
@@ -243,34 +260,29 @@ class ObjectList(msgspec.Struct, frozen=True):
     objects: list[ListedObject]
 
 
-class TierView(msgspec.Struct, frozen=True):
-    """A store's counters, as `TierStats` has them."""
-
-    objects: int
-    used_bytes: int
-    bytes_max: int
-    hits: int
-    misses: int
-    evictions: int
-    faults: int
-
-
 class TenantView(msgspec.Struct, frozen=True):
     """The namespaces in which a tenant has objects; the store's counters only for who may see them."""
 
     namespaces: list[str]
-    tier: TierView | None
+    tier: TierStats | None
 
 
-def parse_keys(body: bytes | bytearray) -> list[BlockKey]:
-    """Return the keys of a batched look-up. RequestRefused (400) for anything else."""
+class LookUps(NamedTuple):
+    """The keys of a batched look-up, and whether it ends at the first absent one."""
+
+    keys: list[BlockKey]
+    leading_only: bool
+
+
+def parse_look_ups(body: bytes | bytearray) -> LookUps:
+    """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
     if len(question.keys) > EXISTS_KEYS_MAX:
         raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
     for key in question.keys:
         if not _KEY.fullmatch(key):
             raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-    return [BlockKey(bytes.fromhex(key)) for key in question.keys]
+    return LookUps([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)

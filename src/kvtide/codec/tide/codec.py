@@ -18,8 +18,8 @@ from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import encode_range
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import TideModel
-from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps
-from kvtide.codec.tide.values import Turns
+from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
+from kvtide.codec.tide.values import Stored, Turns
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -84,7 +84,7 @@ class TideCodec:
         return self._model.profile.digest if self._model else None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return a bound on the memory that encoding takes: a range of layers as float32, coefficients and lists."""
+        """Return a bound on the memory that encoding takes: coefficients and lists of a range of layers."""
         values = layout.raw_bytes // layout.dtype.item_bytes
         layers = self._model.section_layers if self._model else layout.layers
         return 4 * values + 24 * values * min(layers, layout.layers) // layout.layers
@@ -101,7 +101,8 @@ class TideCodec:
         sections = []
         turns = Turns(meta, self._model.rotary, is_back=True)
         for start, stop in self._ranges(self._model):
-            coded = encode_range(self._model, self._path, self._steps, meta, bits[start:stop], start, turns)
+            stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
+            coded = encode_range(self._model, self._path, self._steps, meta, stored)
             sections += [
                 Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
                 for refinement, data in enumerate(coded)
@@ -123,17 +124,39 @@ class TideCodec:
         model = self._model
         if model is None or not model.profile.fits(meta.layout):
             raise CorruptPayload("a tide object needs its profile")
+        turns = Turns(meta, model.rotary, is_back=False)
+        for (start, stop), run in self._runs(model, sections).items():
+            target = Stored(out[start:stop], meta.layout.dtype, start, turns)
+            decode_range(model, self._path, meta.layout.tokens, run, target)
+
+    def _runs(self, model: TideModel, sections: Sequence[Section]) -> dict[tuple[int, int], list[memoryview]]:
+        """Return each range's unbroken run of refinements. CorruptPayload if one has no base."""
         by_id = {section.id: memoryview(section.data) for section in sections}
         ranges = self._ranges(model)
         if len(by_id) != len(sections) or any(
             kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
         ):
             raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
-        turns = Turns(meta, model.rotary, is_back=False)
+        runs: dict[tuple[int, int], list[memoryview]] = {}
         for start, stop in ranges:
-            run: list[memoryview] = []
+            run = runs[start, stop] = []
             while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
                 run.append(data)
             if not run:
                 raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
-            decode_range(model, self._path, meta, run, start, turns, out[start:stop])
+        return runs
+
+    @property
+    def quality(self) -> float:
+        """Return the KL divergence that is encoded at: what was asked for, or less by less than a unit of the step."""
+        return quality_of_units(self._model.curve, self._steps.final_units) if self._model else 0.0
+
+    def quality_of(self, sections: Sequence[Section]) -> float:
+        """Return the measured KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""
+        if self._model is None:
+            raise CorruptPayload("a tide object needs its profile")
+        units = []
+        for run in self._runs(self._model, sections).values():
+            final_units, refinements = steps_of(run[0])
+            units.append(final_units + THIRD * max(0, refinements + 1 - len(run)))
+        return quality_of_units(self._model.curve, max(units))

@@ -1,4 +1,4 @@
-"""From the quality that a user asks for to a step, through what calibration measured."""
+"""From the quality that a user asks for to a step and back, through what calibration measured."""
 
 from __future__ import annotations
 
@@ -29,29 +29,27 @@ def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
     """
     check_quality(quality)
     units, kls = _points(curve)
-    wanted = math.log(quality)
-    i = int(np.clip(np.searchsorted(kls, wanted) - 1, 0, len(kls) - 2))
-    share = (wanted - kls[i]) / (kls[i + 1] - kls[i])
     # The curve is float32: a quality that it names must not fall to the unit below.
-    return math.floor(float(units[i] + share * (units[i + 1] - units[i])) + 1e-3)
+    return math.floor(_between(kls, units, math.log(quality)) + 1e-3)
 
 
 def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
-    """Return the KL that was measured at a step of so many units: the inverse of `units_of_quality`, up to rounding.
-
-    CorruptPayload for a curve that is none.
-    """
-    points, kls = _points(curve)
-    i = int(np.clip(np.searchsorted(points, units) - 1, 0, len(points) - 2))
-    share = (units - points[i]) / (points[i + 1] - points[i])
-    return math.exp(float(kls[i] + share * (kls[i + 1] - kls[i])))
+    """Return the KL that was measured at a step, by the slope at the ends beyond them. CorruptPayload as above."""
+    steps, kls = _points(curve)
+    return math.exp(min(_between(steps, kls, units), 0.0))
 
 
 def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the curve's steps and the logarithms of their KL."""
+    """Return steps and logarithms of KL."""
     if curve.ndim != 2 or curve.shape[1] != CURVE_COLUMNS or len(curve) < 2 or not (curve[:, 2] > 0).all():
         raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
     units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
     if (np.diff(units) <= 0).any() or (np.diff(kls) <= 0).any():
         raise CorruptPayload("the profile's curve must rise")
     return units, kls
+
+
+def _between(known: NDArray[np.float64], wanted: NDArray[np.float64], at: float) -> float:
+    i = int(np.clip(np.searchsorted(known, at) - 1, 0, len(known) - 2))
+    share = (at - known[i]) / (known[i + 1] - known[i])
+    return float(wanted[i] + share * (wanted[i + 1] - wanted[i]))

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, part_bounds, planes, step_of
+from kvtide.block import BlockMeta
+from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, part_bounds, step_of
 from kvtide.codec.tide.lists import Items, Lists
 from kvtide.codec.tide.model import SIXTEENTHS, TideModel
 from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows
@@ -23,9 +23,10 @@ from kvtide.codec.tide.section import (
     join_base,
     join_refinement,
 )
-from kvtide.codec.tide.values import Floats, Turns, keep_apart, load_values
+from kvtide.codec.tide.values import Stored, keep_apart
+from kvtide.errors import UnencodableBlock
 
-__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section"]
+__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section", "loudness_weights"]
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
@@ -36,6 +37,9 @@ _LOUD_COMPONENTS_MIN = 8
 _USUAL_MAGNITUDE = 0.75
 
 
+Floats = NDArray[np.float32]
+
+
 class Levels(NamedTuple):
     """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
 
@@ -44,18 +48,15 @@ class Levels(NamedTuple):
     values: list[Items]
 
 
-def encode_range(
-    model: TideModel, path: str, steps: Steps, meta: BlockMeta, bits: BlockBits, layer_start: int, turns: Turns
-) -> list[bytes]:
-    """Return base and refinements of the layers in `bits`. UnencodableBlock if a value is not finite."""
-    values = load_values(bits, meta.layout.dtype, layer_start, turns)
+def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: Stored) -> list[bytes]:
+    """Return base and refinements of some layers. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
-    levels = levels_of(model, steps, values, layer_start, apart, path)
+    levels = levels_of(model, steps, stored, apart, path)
     sections = [
         SectionBytes(steps, list_section(levels, steps, refinement, path).encode(model.tables))
         for refinement in range(steps.refinements + 1)
     ]
-    kept = keep_apart(values, np.flatnonzero(apart).astype(np.uint16))
+    kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16))
     return [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
 
 
@@ -67,49 +68,63 @@ def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
     return apart
 
 
-def levels_of(
-    model: TideModel, steps: Steps, values: Floats, layer_start: int, apart: NDArray[np.uint8], path: str
-) -> Levels:
-    """Return the levels of a range of layers. `apart` is added to where a token is too loud."""
-    rows = place_groups(model.groups_of(layer_start, len(values)), steps.final_units)
-    items = np.empty((len(rows.scales), values.shape[2]), dtype=np.int16)
-    for place in rows.places:
-        _project(model, place, steps.final_units, values, layer_start, (apart, items), path)
-    # A token that only a later group was too loud for.
-    items[:, apart == 1] = 0
-    loudness = _measured_loudness(rows.scales, items, steps.final_units)
-    return Levels(rows, loudness, _thirds(np.take(items, loudness.places, axis=1), steps.refinements))
+def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.uint8], path: str) -> Levels:
+    """Return the levels of some layers. `apart` is added to where a token is too loud.
+
+    UnencodableBlock if a value is not finite.
+    """
+    rows = place_groups(model, stored.layer_start, steps.final_units)
+    projected = [_projected(model, place, steps.final_units, stored, apart, path) for place in rows.places]
+    weights = loudness_weights(rows.scales, steps.final_units)
+    loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
+    for found, place in zip(projected, rows.places, strict=True):
+        # A token that only a later group was too loud for.
+        found[apart == 1] = 0
+        _native.tide_loudness(path, found, place.by_column(weights[place.start : place.stop], found.shape[1]), loud)
+    loudness = _parts(loud)
+    items = np.empty((len(rows.scales), len(loud)), dtype=np.int16)
+    for found, place in zip(projected, rows.places, strict=True):
+        numbers = np.arange(place.stop - place.start, dtype=np.uint16)
+        out = items[place.start : place.stop]
+        row_of = place.by_column(numbers, found.shape[1], np.iinfo(np.uint16).max)
+        _native.tide_arrange(path, found, loudness.places, row_of, out)
+    return Levels(rows, loudness, _thirds(items, steps.refinements, path))
 
 
-def _project(
-    model: TideModel,
-    place: Place,
-    final_units: int,
-    values: Floats,
-    layer_start: int,
-    out: tuple[NDArray[np.uint8], Items],
-    path: str,
-) -> None:
-    """Write a group's components in final steps, tokens in order. out: tokens that stand apart, and all rows."""
+def _projected(
+    model: TideModel, place: Place, final_units: int, stored: Stored, apart: NDArray[np.uint8], path: str
+) -> Items:
+    """Return a group's coefficients in final steps: (tokens, columns), where columns are components, or values."""
     group, start, stop = place
-    layers, tokens = group.layer_stop - group.layer_start, values.shape[2]
-    streams = values[group.layer_start - layer_start :][:layers].reshape(2 * layers, tokens, -1)
+    here = stored.of(slice(group.layer_start, group.layer_stop))
     mean, weight = model.mean_and_weight(group)
     scale = (weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32)
-    apart, items = out
-    matrix = (group.to_components, group.shape[::-1], group.order)
-    _native.tide_project(path, streams, mean, scale, *matrix, apart, items[start:stop])
+    matrix, is_coded = (group.to_components, group.shape[::-1]), np.empty(0, dtype=np.uint8)
+    columns = stop - start
+    if group.order.size:
+        columns = group.shape[1]
+        is_coded = place.by_column(np.ones(stop - start, dtype=np.uint8), columns)
+    out = np.empty((len(apart), columns), dtype=np.int16)
+    block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
+    if not _native.tide_project(path, *block, mean, scale, *matrix, is_coded, apart, out):
+        raise UnencodableBlock("a value is not finite")
+    return out
 
 
-def _measured_loudness(scales: Units, items: Items, final_units: int) -> Loudness:
-    """Sort tokens by how large their components are beside what is usual, and cut them into parts."""
-    tokens = items.shape[1]
+def loudness_weights(scales: Units, final_units: int) -> Floats:
+    """Return what each component's magnitude counts: large ones have a say, beside what is usual for them."""
     over = final_units - scales
-    used = np.flatnonzero(over <= np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
-    usual = np.exp2(over[used] / UNITS).astype(np.float32)
-    loud = usual @ np.abs(items[used]).astype(np.float32) / np.float32(max(len(used), 1) * _USUAL_MAGNITUDE)
-    order, bounds = np.argsort(loud, kind="stable"), part_bounds(tokens)
-    parts = np.empty(tokens, dtype=np.uint8)
+    usual_max = int(np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
+    is_used = over <= usual_max
+    usual = np.exp2(over / UNITS) / (max(int(np.count_nonzero(is_used)), 1) * _USUAL_MAGNITUDE)
+    weights: Floats = np.where(is_used, usual, 0).astype(np.float32)
+    return weights
+
+
+def _parts(loud: Floats) -> Loudness:
+    """Sort tokens by how large their components are beside what is usual, and cut them into parts."""
+    order, bounds = np.argsort(loud, kind="stable"), part_bounds(len(loud))
+    parts = np.empty(len(loud), dtype=np.uint8)
     gains = np.zeros(len(bounds) - 1, dtype=np.int64)
     for part, (start, stop) in enumerate(pairwise(bounds)):
         parts[order[start:stop]] = part
@@ -118,26 +133,27 @@ def _measured_loudness(scales: Units, items: Items, final_units: int) -> Loudnes
     return Loudness(parts, gains)
 
 
-def _thirds(items: Items, count: int) -> list[Items]:
+def _thirds(items: Items, count: int, path: str) -> list[Items]:
     """Return the values at each step, the coarsest first; a value is three times the one before it, or one off."""
     levels = [items]
     for _ in range(count):
-        levels.append((levels[-1] + np.int16(1)) // np.int16(3))
+        levels.append(np.empty_like(items))
+        _native.tide_third(path, levels[-2], levels[-1])
     return levels[::-1]
 
 
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> Lists:
     """Return the lists of a section, filled."""
     rows, (_, gains), values = levels
-    found = planes(rows.scales, steps.final_units + THIRD * steps.refinements, refinement)
-    after = _thirds(values[refinement], len(found) - 1)
+    found = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
+    after = _thirds(values[refinement], len(found) - 1, path)
     before = [values[refinement - 1] if refinement else after[0], *after]
     counts = np.zeros(TABLES, dtype=np.int64)
     jobs = []
     for plane, parents, items in zip(found, before, after, strict=False):
         digits, tops = digit_rows(rows, gains, plane, items), top_rows(rows, gains, plane, items)
-        digits._replace(values=parents).count_into(counts)
-        tops.count_into(counts)
+        digits._replace(values=parents).count_into(counts, path)
+        tops.count_into(counts, path)
         jobs += [(digits, parents), (tops, items)]
     lists = Lists(counts, path)
     for job, parents in jobs:

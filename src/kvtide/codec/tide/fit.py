@@ -21,7 +21,7 @@ from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import Steps
-from kvtide.codec.tide.values import Turns, load_values
+from kvtide.codec.tide.values import Stored, Turns, load_values
 
 __all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_profile", "section_layers"]
 
@@ -75,7 +75,7 @@ class Moments:
         turns = Turns(meta, rotary, is_back=True)
         for group in range(len(state["sum"])):
             start = group * self._span
-            values = load_values(bits[start : start + self._span], layout.dtype, start, turns)
+            values = load_values(Stored(bits[start : start + self._span], layout.dtype, start, turns))
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
             rows = rows[~is_apart]
             state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
@@ -191,11 +191,11 @@ class TideCounts:
         model = self._model
         turns = Turns(meta, model.rotary, is_back=True)
         for start in range(0, meta.layout.layers, model.section_layers):
-            values = load_values(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
+            stored = Stored(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
                 steps = Steps(units, refinements)
-                levels = levels_of(model, steps, values, start, first_apart(meta), self._path)
+                levels = levels_of(model, steps, stored, first_apart(meta), self._path)
                 for refinement in range(refinements + 1):
                     self.state["symbols"] += list_section(levels, steps, refinement, self._path).symbol_counts()
             tables = top_tables(levels.rows.scales, levels.loudness.gains, units + THIRD * refinements)

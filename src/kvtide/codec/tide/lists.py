@@ -22,8 +22,6 @@ Items = NDArray[np.int16]
 RUN_SYMBOLS = 32
 STREAMS = 2
 TOP_CENTRE = 15
-# Vector code reads so many items beyond what it takes.
-_SLACK = 8
 
 
 class Rows(NamedTuple):
@@ -34,9 +32,9 @@ class Rows(NamedTuple):
     tables: NDArray[np.uint16]
     mode: int
 
-    def count_into(self, counts: NDArray[np.int64]) -> None:
+    def count_into(self, counts: NDArray[np.int64], path: str) -> None:
         """Add what these rows take from each table's list. Digits that ask do so by the values as they are."""
-        _native.tide_count(*self, counts)
+        _native.tide_count(path, *self, counts)
 
 
 class CodedLists(NamedTuple):
@@ -63,7 +61,8 @@ class Lists:
         self._stops: NDArray[np.int64] = self._cursors + counts
         self._size = int(stops[-1])
         self._tops = int(stops[TOPS - 1])
-        self._items: Items = np.zeros(self._size + _SLACK, dtype=np.int16)
+        # Vector code reads beyond what it takes.
+        self._items: Items = np.empty(self._size + _native.TIDE_SLACK, dtype=np.int16)
 
     def _entropy_runs(self) -> Runs:
         tables = np.repeat(np.arange(TABLES, dtype=np.uint16), self._runs)
@@ -80,12 +79,13 @@ class Lists:
             raise CorruptPayload("tide: lists are shorter than what they are of")
 
     def _symbols(self) -> NDArray[np.uint8]:
-        items = self._items[: self._size]
-        symbols = items + np.int16(1)
-        # Negative ones are large without their sign: one comparison finds all that have no symbol.
-        tops = (items[: self._tops] + np.int16(TOP_CENTRE)).view(np.uint16)
-        np.minimum(tops, np.uint16(ESCAPE), out=symbols[: self._tops].view(np.uint16))
-        return symbols.astype(np.uint8).reshape(STREAMS, -1)
+        """Return the symbols of lists that are full, and fill these up to whole runs."""
+        stops = np.cumsum(self._runs) * RUN_SYMBOLS
+        for table in np.flatnonzero(self._stops != stops):
+            self._items[self._stops[table] : stops[table]] = 0
+        symbols = np.empty(self._size, dtype=np.uint8)
+        _native.tide_symbols(self._path, self._items[: self._size], self._tops, symbols)
+        return symbols.reshape(STREAMS, -1)
 
     def symbol_counts(self) -> NDArray[np.uint64]:
         """Return how often each table codes each symbol, fillings left out: (TABLES, 32). The lists must be full."""
@@ -97,11 +97,11 @@ class Lists:
 
     def encode(self, tables: RansTables) -> CodedLists:
         """Return the coded form of lists that are full."""
-        items, by_stream = self._items[: self._size], self._symbols()
-        is_escape = by_stream == ESCAPE
+        by_stream = self._symbols()
         coded = tables.encode(by_stream, self._entropy_runs())
-        counts = tuple(int(row.sum()) for row in is_escape)
-        return CodedLists(coded, items.reshape(STREAMS, -1)[is_escape], counts)
+        places = np.flatnonzero(by_stream.reshape(-1)[: self._tops] == ESCAPE)
+        first = int(np.searchsorted(places, by_stream.shape[1]))
+        return CodedLists(coded, self._items[places], (first, len(places) - first))
 
     def decode(self, tables: RansTables, coded: CodedLists) -> None:
         """Fill the lists. CorruptPayload if `coded` is not of lists of these lengths."""

@@ -5,9 +5,9 @@ Immutable, but matrices are built when they are first used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,16 @@ from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
 from kvtide.errors import CorruptPayload
 
+_Made = TypeVar("_Made")
+
 __all__ = ["ONE", "SIXTEENTHS", "Group", "TideModel"]
 
 # Entries of matrices and coefficients that meet them are whole numbers in these units.
 ONE = 1 << 13
 SIXTEENTHS = 16
 PANEL_COLUMNS = 16
+# A few qualities, each with the prefixes of its refinements, of a few ranges of layers.
+REMEMBERED_MAX = 256
 
 _NO_ORDER = np.empty(0, dtype=np.uint16)
 _NO_PANELS = np.empty(0, dtype=np.int16)
@@ -46,8 +50,9 @@ class Group:
         return found
 
     @cached_property
-    def _matrix(self) -> NDArray[np.int16]:
-        # (components, values); rows of components with large scales are kept at 16 bits, others at 8.
+    def matrix(self) -> NDArray[np.int16]:
+        """Return the matrix from components to values: (components, values), in units of 1 / ONE."""
+        # Rows of components with large scales are kept at 16 bits, others at 8.
         fine, coarse, unit = (self._arrays[name] for name in ("fine", "coarse", "unit"))
         rows = np.concatenate([fine.astype(np.float64), coarse.astype(np.float64)]) * unit.astype(np.float64)[:, None]
         return np.clip(np.rint(rows * ONE), -32767, 32767).astype(np.int16)
@@ -55,12 +60,12 @@ class Group:
     @cached_property
     def to_values(self) -> NDArray[np.int16]:
         """Return the matrix from components to values, in panels; empty if there is none."""
-        return _NO_PANELS if self.order.size else _packed(self._matrix)
+        return _NO_PANELS if self.order.size else _packed(self.matrix)
 
     @cached_property
     def to_components(self) -> NDArray[np.int16]:
         """Return its transpose, in panels."""
-        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self._matrix.T))
+        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self.matrix.T))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,11 +81,12 @@ def _packed(matrix: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 class TideModel:
-    """A profile of kind `tide-…` in the form that coding needs. Threads may share it: a race builds a matrix twice."""
+    """A profile of kind `tide-…` in the form that coding needs. Threads may share it: a race builds a thing twice."""
 
     def __init__(self, profile: Profile) -> None:
         """CorruptPayload if arrays are missing or do not fit each other."""
         self.profile = profile
+        self._made: dict[tuple[int, int], object] = {}
         arrays = profile.arrays
         try:
             self._read(arrays)
@@ -106,9 +112,19 @@ class TideModel:
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
-    def groups_of(self, layer_start: int, layers: int) -> list[Group]:
-        """Return the groups of a range of layers."""
-        return [group for group in self.groups if layer_start <= group.layer_start < layer_start + layers]
+    def groups_of(self, layer_start: int) -> list[Group]:
+        """Return the groups of the section that begins at a layer."""
+        stop = layer_start + self.section_layers
+        return [group for group in self.groups if layer_start <= group.layer_start < stop]
+
+    def remembered(self, key: tuple[int, int], make: Callable[[], _Made]) -> _Made:
+        """Return what was made for a key, which is made if need be. The last REMEMBERED_MAX are kept."""
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= REMEMBERED_MAX:
+                self._made.clear()
+            found = self._made[key] = make()
+        return cast(_Made, found)
 
     def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""

@@ -27,6 +27,7 @@ __all__ = [
     "join_refinement",
     "split_base",
     "split_refinement",
+    "steps_of",
 ]
 
 REFINEMENTS_MAX = 7
@@ -76,6 +77,11 @@ class Apart(NamedTuple):
     def of(self, layers: slice) -> Apart:
         """Return what is kept of some layers."""
         return Apart(self.positions, self.scales[layers], self.values[layers])
+
+    def at(self, tokens: NDArray[np.int64]) -> Apart:
+        """Return what is kept of some tokens, which count from 0 then."""
+        _, kept, places = np.intersect1d(self.positions, tokens, assume_unique=True, return_indices=True)
+        return Apart(places.astype(np.uint16), self.scales[:, :, kept], self.values[:, :, kept])
 
 
 class Base(NamedTuple):
@@ -148,6 +154,11 @@ def _read_prefix(reader: _Reader) -> _Prefix:
     if zero or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
         raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, reserved byte {zero}")
     return _Prefix(Steps(final_units, refinements), tuple(counts[:STREAMS]), tuple(counts[STREAMS:]))
+
+
+def steps_of(data: memoryview) -> Steps:
+    """Return what a section's prefix says of steps. CorruptPayload if it is none."""
+    return _read_prefix(_Reader(data)).steps
 
 
 def split_refinement(data: memoryview) -> SectionBytes:

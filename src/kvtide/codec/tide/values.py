@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +15,7 @@ from kvtide.codec.rotary import Rotary, RotaryTables
 from kvtide.codec.tide.section import Apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["Floats", "Turns", "keep_apart", "load_values", "put_apart", "store_values"]
+__all__ = ["Floats", "Stored", "Turns", "keep_apart", "kept_tokens", "load_values"]
 
 # (layers, 2, tokens, kv_heads, head_dim)
 Floats = NDArray[np.float32]
@@ -20,66 +23,107 @@ Floats = NDArray[np.float32]
 _BYTE_MAX = 127
 
 
+# As native kernels take them: cosines and sines of (kinds, tokens, pairs), the kind of each layer, first dim, pairing.
+NativeTurns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
+
+
 class Turns:
     """How keys of a block's tokens turn, forth or back: tables are made once for all layers that turn alike."""
 
     def __init__(self, meta: BlockMeta, rotary: Rotary | None, is_back: bool) -> None:
         """is_back: to before RoPE."""
-        self._meta = meta
-        self._rotary = rotary
-        self._is_back = is_back
-        nothing = np.empty((meta.layout.tokens, 0), dtype=np.float32)
-        self._none = (0, False, *RotaryTables(nothing, nothing))
-        self._tables: dict[Frequencies, RotaryTables] = {}
+        layers, tokens = meta.layout.layers, meta.layout.tokens
+        self._kinds = np.zeros(layers, dtype=np.uint8)
+        if rotary is None:
+            nothing = np.empty((1, tokens, 0), dtype=np.float32)
+            self._tables, self._dims = RotaryTables(nothing, nothing), (0, False)
+            return
+        make = rotary.inverse_tables if is_back else rotary.tables
+        found: dict[Frequencies, int] = {}
+        tables: list[RotaryTables] = []
+        for layer in range(layers):
+            kind = found.setdefault(rotary.frequencies(layer), len(found))
+            self._kinds[layer] = kind
+            if kind == len(tables):
+                tables.append(make(meta.start, tokens, layer))
+        self._tables = RotaryTables(*(np.stack(part) for part in zip(*tables, strict=True)))
+        self._dims = (rotary.dim_start, rotary.neighbours)
 
-    def of(self, layer: int, which: int) -> tuple[int, bool, NDArray[np.float32], NDArray[np.float32]]:
-        """Return what the native kernels take for K (0) or V (1): first dim, pairing, cosines, sines."""
-        if self._rotary is None or which:
-            return self._none
-        key = self._rotary.frequencies(layer)
-        if key not in self._tables:
-            make = self._rotary.inverse_tables if self._is_back else self._rotary.tables
-            self._tables[key] = make(self._meta.start, self._meta.layout.tokens, layer)
-        return (self._rotary.dim_start, self._rotary.neighbours, *self._tables[key])
+    def of(self, layers: slice) -> NativeTurns:
+        """Return what the native kernels take for some layers."""
+        return (*self._tables, self._kinds[layers], *self._dims)
+
+    def at(self, tokens: NDArray[np.int64]) -> Turns:
+        """Return how keys of some tokens turn."""
+        found = copy(self)
+        found._tables = RotaryTables(*(np.ascontiguousarray(table[:, tokens]) for table in self._tables))
+        return found
+
+    def keys_of(self, layer: int) -> tuple[int, bool, NDArray[np.float32], NDArray[np.float32]]:
+        """Return what `rope_load` takes for the keys of one layer."""
+        cos, sin = (table[self._kinds[layer]] for table in self._tables)
+        return (*self._dims, cos, sin)
 
 
-def load_values(bits: BlockBits, dtype: KVDtype, layer_start: int, turns: Turns) -> Floats:
-    """Return some layers of a block as float32, keys turned. UnencodableBlock if a value is not finite.
+class Stored(NamedTuple):
+    """Some layers of a block as they are stored, from `layer_start` on, contiguous, and how their keys turn."""
 
-    bits: the layers from `layer_start` on, contiguous.
-    """
-    out = np.empty(bits.shape, dtype=np.float32)
-    for layer, which in np.ndindex(bits.shape[:2]):
-        dim_start, neighbours, cos, sin = turns.of(layer_start + layer, which)
-        half = bits[layer, which].reshape(-1).view(np.uint8)
-        _native.rope_load(half, dtype.code, dim_start, neighbours, cos, sin, out[layer, which])
+    bits: BlockBits
+    dtype: KVDtype
+    layer_start: int
+    turns: Turns
+
+    def of(self, layers: slice) -> Stored:
+        """Return some of these layers, by their numbers in the model."""
+        here = self.bits[layers.start - self.layer_start : layers.stop - self.layer_start]
+        return self._replace(bits=here, layer_start=layers.start)
+
+    def at(self, tokens: NDArray[np.int64]) -> Stored:
+        """Return a place, not yet written, for some tokens of these layers."""
+        layers, two, _, *heads = self.bits.shape
+        bits = np.empty((layers, two, len(tokens), *heads), dtype=self.bits.dtype)
+        return self._replace(bits=bits, turns=self.turns.at(tokens))
+
+    @property
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Return the bits as bytes, not a copy."""
+        return self.bits.reshape(-1).view(np.uint8)
+
+    @property
+    def native_turns(self) -> NativeTurns:
+        """Return how the keys of these layers turn."""
+        return self.turns.of(slice(self.layer_start, self.layer_start + len(self.bits)))
+
+
+def load_values(stored: Stored) -> Floats:
+    """Return layers as float32, keys turned. UnencodableBlock if a value is not finite."""
+    out = np.empty(stored.bits.shape, dtype=np.float32)
+    for layer in range(len(out)):
+        dim_start, neighbours, cos, sin = stored.turns.keys_of(stored.layer_start + layer)
+        for which, (cosines, sines) in enumerate(((cos, sin), (cos[:, :0], sin[:, :0]))):
+            half = stored.bits[layer, which].reshape(-1).view(np.uint8)
+            turn = (dim_start, neighbours, np.ascontiguousarray(cosines), np.ascontiguousarray(sines))
+            _native.rope_load(half, stored.dtype.code, *turn, out[layer, which])
     if not np.isfinite(out).all():
         raise UnencodableBlock("a value is not finite")
     return out
 
 
-def store_values(values: Floats, dtype: KVDtype, layer_start: int, turns: Turns, out: BlockBits) -> None:
-    """Write some layers as bit patterns, keys turned: the inverse of `load_values`."""
-    for layer, which in np.ndindex(out.shape[:2]):
-        turn = turns.of(layer_start + layer, which)
-        _native.rope_store(values[layer, which], *turn, dtype.code, out[layer, which].reshape(-1).view(np.uint8))
-
-
-def keep_apart(values: Floats, positions: NDArray[np.uint16]) -> Apart:
+def keep_apart(stored: Stored, positions: NDArray[np.uint16]) -> Apart:
     """Return the tokens at these positions as they are kept. UnencodableBlock if a value is too large for bfloat16."""
-    tokens = values[:, :, positions]
+    layers, _, _, *heads = stored.bits.shape
+    # As most blocks do.
+    if not len(positions):
+        nothing = np.empty((layers, 2, 0, *heads), dtype=np.int8)
+        return Apart(positions, np.empty(nothing.shape[:-1], dtype=np.uint16), nothing)
+    return kept_tokens(load_values(stored)[:, :, positions], positions)
+
+
+def kept_tokens(tokens: Floats, positions: NDArray[np.uint16]) -> Apart:
+    """Return tokens, keys before RoPE, as they are kept. UnencodableBlock if a value is too large for bfloat16."""
     peaks = np.abs(tokens).max(axis=-1, initial=0.0) / np.float32(_BYTE_MAX)
     scales = (peaks.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
     if scales.size and int(scales.max()) >= 0x7F80:
         raise UnencodableBlock("a value is too large")
-    steps = np.maximum(_from_bfloat(scales), np.float32(1e-38))[..., None]
+    steps = np.maximum((scales << np.uint32(16)).view(np.float32), np.float32(1e-38))[..., None]
     return Apart(positions, scales.astype(np.uint16), np.rint(tokens / steps).astype(np.int8))
-
-
-def put_apart(apart: Apart, values: Floats) -> None:
-    """Write the tokens where they belong."""
-    values[:, :, apart.positions] = apart.values * _from_bfloat(apart.scales)[..., None]
-
-
-def _from_bfloat(bits: NDArray[np.unsignedinteger]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

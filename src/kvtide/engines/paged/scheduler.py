@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtide.cache import Cache
 from kvtide.clock import Clock
+from kvtide.decisions import Choice, Why
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
@@ -104,7 +105,12 @@ class SchedulerHalf:
         if hits is None:
             return None
         fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
-        return fresh if fresh > 0 and self._pace.is_load_faster(fresh, self._clock.monotonic_s()) else 0
+        if fresh <= 0 or self._pace.is_load_faster(fresh, self._clock.monotonic_s()):
+            return max(0, fresh)
+        if not sequence.is_left_alone:
+            sequence.is_left_alone = True
+            self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, -(-fresh // self._block_tokens))
+        return 0
 
     def _stored(self, request: str, blocks: Sequence[BlockRef]) -> int | None:
         now_s = self._clock.monotonic_s()

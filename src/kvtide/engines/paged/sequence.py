@@ -46,6 +46,8 @@ class TrackedSequence:
         self.settled = 0
         # A request whose load has failed is not made to wait for a second one.
         self.may_load = True
+        # Whether it was decided, and counted, that computing is faster.
+        self.is_left_alone = False
         # What the engine had computed itself when it last asked for a match.
         self.computed_tokens = 0
 

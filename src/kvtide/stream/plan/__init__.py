@@ -16,9 +16,9 @@ from kvtide.stream.plan.base import (
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered, TwoEnded
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner, TwoEnded
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
-from kvtide.stream.plan.prefill import PrefillSpeed
+from kvtide.stream.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -31,9 +31,12 @@ __all__ = [
     "Fetch",
     "FixedLevel",
     "ImportanceFirst",
+    "ImportanceWeighted",
     "Layered",
+    "NewestFiner",
     "Plan",
     "Policy",
+    "PrefillMeter",
     "PrefillSpeed",
     "Progress",
     "Reason",

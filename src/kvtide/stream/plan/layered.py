@@ -15,7 +15,6 @@ from itertools import takewhile
 
 from kvtide.stream.plan.base import (
     PLAN_FETCHES_MAX,
-    Chunk,
     Fetch,
     Plan,
     Progress,
@@ -24,7 +23,7 @@ from kvtide.stream.plan.base import (
     leading_pass,
 )
 
-__all__ = ["AnchorFirst", "ImportanceFirst", "Layered", "TwoEnded"]
+__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "NewestFiner", "TwoEnded"]
 
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
@@ -44,7 +43,7 @@ class _BaseFirst(ABC):
         return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
 
     @abstractmethod
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         """Return a key: what is to be asked for first has the smallest."""
 
     def _refinements(self, request: Request, progress: Progress, chunks: Iterable[int]) -> Plan:
@@ -54,7 +53,7 @@ class _BaseFirst(ABC):
             step = progress.asked[index]
             if 0 < step < steps and index not in progress.computed:
                 fetch = Fetch(index, step)
-                waiting.append((self._rank(request.chunks[index], fetch), fetch))
+                waiting.append((self._rank(request, fetch), fetch))
         heapq.heapify(waiting)
         fetches: list[Fetch] = []
         while waiting and len(fetches) < PLAN_FETCHES_MAX:
@@ -62,7 +61,7 @@ class _BaseFirst(ABC):
             fetches.append(fetch)
             following = Fetch(fetch.chunk, fetch.step + 1)
             if following.step < steps:
-                heapq.heapreplace(waiting, (self._rank(request.chunks[fetch.chunk], following), following))
+                heapq.heapreplace(waiting, (self._rank(request, following), following))
             else:
                 heapq.heappop(waiting)
         return Plan(tuple(fetches), (), Reason.REFINE if fetches else Reason.COMPLETE)
@@ -71,15 +70,41 @@ class _BaseFirst(ABC):
 class Layered(_BaseFirst):
     """Refinements by quality gained for a byte; of equals the earlier step, then the chunk nearest the end."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        chunk = request.chunks[fetch.chunk]
         gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
         return (-gain, fetch.step, -fetch.chunk)
+
+
+class ImportanceWeighted(Layered):
+    """Refinements by quality gained for a byte, each gain multiplied by how much its tokens matter.
+
+    weights: for each chunk and each of its steps (that of the base is not used) a factor, all alike as good as Layered.
+    ValueError for one that is negative or not finite, or if they are not of a request's chunks and steps.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[float]]) -> None:
+        if not all(0 <= weight < math.inf for of_chunk in weights for weight in of_chunk):
+            raise ValueError("weights are finite and not negative")
+        self._weights = [tuple(of_chunk) for of_chunk in weights]
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for what comes next. ValueError for a context stored in levels, or one that the weights are not of."""
+        shape = {len(of_chunk) for of_chunk in self._weights}
+        if len(self._weights) != len(request.chunks) or shape != {request.steps}:
+            wanted = f"{len(request.chunks)} chunks and {request.steps} steps"
+            raise ValueError(f"expected weights of {wanted}, got {len(self._weights)} and {sorted(shape)}")
+        return super().plan(request, progress)
+
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        gain, step, position = super()._rank(request, fetch)
+        return (self._weights[fetch.chunk][fetch.step] * gain, step, position)
 
 
 class AnchorFirst(_BaseFirst):
     """The order of the CacheGen experiment log: anchors of all chunks, then single deltas, chunk after chunk."""
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.chunk, fetch.step)
 
 
@@ -100,8 +125,24 @@ class ImportanceFirst(_BaseFirst):
             raise ValueError(f"an order of {len(self._rank_of)} chunks for a context of {len(request.chunks)}")
         return super().plan(request, progress)
 
-    def _rank(self, chunk: Chunk, fetch: Fetch) -> tuple[float, ...]:
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         return (fetch.step, self._rank_of[fetch.chunk])
+
+
+class NewestFiner(_BaseFirst):
+    """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
+
+    newest_tokens: so many at the context's end are to be finer; a chunk counts that has any. ValueError below 1.
+    """
+
+    def __init__(self, newest_tokens: int) -> None:
+        if newest_tokens < 1:
+            raise ValueError(f"expected a number of newest tokens from 1 on, got {newest_tokens}")
+        self._newest_tokens = newest_tokens
+
+    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
+        is_newest = request.chunks[fetch.chunk].stop > request.tokens - self._newest_tokens
+        return (fetch.step - is_newest, not is_newest, -fetch.chunk)
 
 
 class TwoEnded(Layered):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["PrefillSpeed"]
+__all__ = ["PrefillMeter", "PrefillSpeed"]
+
+# What a sample weighs once a newer one has come.
+_OLDER_SHARE = 0.8
+# Samples whose middles differ by less than this say nothing of growth.
+_SPREAD_TOKENS_MIN = 512.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +45,32 @@ class PrefillSpeed:
         # Solves (p - start) + (p**2 - start**2) / (2 double_at) = seconds * tokens_per_s for p.
         budget = start + start * start / (2 * self.double_at) + seconds * self.tokens_per_s
         return math.sqrt(self.double_at * self.double_at + 2 * self.double_at * budget) - self.double_at
+
+
+class PrefillMeter:
+    """Learns an engine's speed from what it computed; newer samples weigh more. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # Weight, and weighted sums of position, its square, seconds a token, and seconds a token times position.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def note(self, start: int, stop: int, seconds: float) -> None:
+        """Take the duration of a pass over tokens [start, stop). ValueError for none, or for no time."""
+        if not (0 <= start < stop and 0 < seconds < math.inf):
+            raise ValueError(f"a pass takes time for some tokens, got [{start}, {stop}) in {seconds} s")
+        x, y = (start + stop) / 2, seconds / (stop - start)
+        old = (_OLDER_SHARE * each for each in self._sums)
+        self._sums = tuple(a + b for a, b in zip(old, (1.0, x, x * x, y, x * y), strict=True))  # type: ignore[assignment]
+
+    def speed(self) -> PrefillSpeed | None:
+        """Return the speed that explains the samples, growing with position if they show it; None before the first."""
+        weight, x, xx, y, xy = self._sums
+        if not weight:
+            return None
+        flat = PrefillSpeed(weight / y)
+        spread = xx / weight - (x / weight) ** 2
+        if spread < _SPREAD_TOKENS_MIN**2:
+            return flat
+        slope = (xy / weight - x * y / weight**2) / spread
+        at_start = y / weight - slope * x / weight
+        return PrefillSpeed(1 / at_start, at_start / slope) if min(slope, at_start) > 0 else flat

@@ -1,0 +1,120 @@
+// The tide kernels for AVX-512 with VBMI2 and VNNI.
+#ifdef KVTIDE_SIMDE
+#include "simde_avx512.hpp"
+#else
+#include <immintrin.h>
+#endif
+
+#include "tide_kernels.hpp"
+#include "tide_sse2.hpp"
+
+namespace kvtide {
+namespace {
+
+using Vector = __m512i;
+
+Vector load64(const std::int16_t* from) { return _mm512_loadu_si512(from); }
+int count_ones(__mmask32 mask) { return __builtin_popcount(mask); }
+
+// Lanes whose values have a digit in each of the three lists.
+std::array<__mmask32, tide_contexts> context_lanes(Vector value) {
+  const Vector magnitude = _mm512_abs_epi16(value);
+  const __mmask32 is_zero = _mm512_testn_epi16_mask(value, value);
+  const __mmask32 is_one = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(1));
+  return {is_zero, is_one, ~(is_zero | is_one)};
+}
+
+// Digits, negated where the value is below zero.
+Vector negated_below(Vector digits, Vector values) {
+  return _mm512_mask_sub_epi16(digits, _mm512_cmpgt_epi16_mask(_mm512_setzero_si512(), values), _mm512_setzero_si512(), digits);
+}
+
+Vector thrice(Vector values) { return _mm512_add_epi16(_mm512_add_epi16(values, values), values); }
+
+struct Avx512 {
+  static constexpr std::size_t panels_max = 4;
+
+  static void take_contexts(std::int16_t* values, std::size_t count, ContextLists<const std::int16_t>& lists) {
+    std::size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+      const Vector value = load64(values + i);
+      const auto lanes = context_lanes(value);
+      Vector digits = _mm512_mask_expand_epi16(_mm512_setzero_si512(), lanes[0], load64(lists[0]));
+      digits = _mm512_mask_expand_epi16(digits, lanes[1], load64(lists[1]));
+      digits = _mm512_mask_expand_epi16(digits, lanes[2], load64(lists[2]));
+      for (std::size_t each = 0; each < tide_contexts; ++each) lists[each] += count_ones(lanes[each]);
+      _mm512_storeu_si512(values + i, _mm512_add_epi16(thrice(value), negated_below(digits, value)));
+    }
+    kvtide::take_contexts(values + i, count - i, lists);
+  }
+
+  static void put_contexts(const std::int16_t* values, const std::int16_t* parents, std::size_t count,
+                           ContextLists<std::int16_t>& lists) {
+    std::size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+      const Vector parent = load64(parents + i);
+      const Vector digits = negated_below(_mm512_sub_epi16(load64(values + i), thrice(parent)), parent);
+      const auto lanes = context_lanes(parent);
+      for (std::size_t each = 0; each < tide_contexts; ++each) {
+        const int taken = count_ones(lanes[each]);
+        // Compressing to memory is a hundred times slower than to a register on Zen 4.
+        const auto leading = static_cast<__mmask32>((std::uint64_t{1} << taken) - 1);
+        _mm512_mask_storeu_epi16(lists[each], leading, _mm512_maskz_compress_epi16(lanes[each], digits));
+        lists[each] += taken;
+      }
+    }
+    kvtide::put_contexts(values + i, parents + i, count - i, lists);
+  }
+
+  // Four tokens by up to 64 columns: sixteen sums hide the latency of a product.
+  template <std::size_t panels>
+  [[gnu::noinline]] static void multiply(const Tile& tile) {
+    Vector sum[tide_panel_tokens][panels];
+#pragma GCC unroll 4
+    for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
+#pragma GCC unroll 4
+      for (std::size_t p = 0; p < panels; ++p) sum[t][p] = _mm512_setzero_si512();
+    }
+    for (const std::size_t pair : tile.pairs) {
+      Vector columns[panels];
+#pragma GCC unroll 4
+      for (std::size_t p = 0; p < panels; ++p) {
+        columns[p] = load64(tile.columns + p * tile.panel_stride + pair * 2 * tide_panel_columns);
+      }
+#pragma GCC unroll 4
+      for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
+        std::int32_t both;
+        std::memcpy(&both, tile.tokens + 2 * (pair * tide_panel_tokens + t), sizeof both);
+        const Vector token = _mm512_set1_epi32(both);
+#pragma GCC unroll 4
+        for (std::size_t p = 0; p < panels; ++p) sum[t][p] = _mm512_dpwssd_epi32(sum[t][p], token, columns[p]);
+      }
+    }
+#pragma GCC unroll 4
+    for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
+#pragma GCC unroll 4
+      for (std::size_t p = 0; p < panels; ++p) {
+        _mm512_storeu_si512(tile.sums + t * tile.sums_stride + p * tide_panel_columns, sum[t][p]);
+      }
+    }
+  }
+
+  static void transpose(const std::int16_t* const* from, std::size_t column, std::int16_t* const* to, std::size_t row) {
+    transpose_by_8(from, column, to, row);
+  }
+};
+
+#ifdef KVTIDE_SIMDE
+bool is_supported() { return true; }
+#else
+bool is_supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("popcnt");
+}
+#endif
+
+}  // namespace
+
+const TidePath tide_avx512 = tide_path<Avx512>("avx512", is_supported);
+
+}  // namespace kvtide

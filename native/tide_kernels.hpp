@@ -1,0 +1,49 @@
+// A row of the dispatch table from what differs between instruction sets.
+#pragma once
+
+#include "tide_lists.hpp"
+#include "tide_restore.hpp"
+
+namespace kvtide {
+namespace {
+
+inline void third_values(std::span<const std::int16_t> values, std::span<std::int16_t> out) {
+  // 43691 / 2^17 is near enough to a third for all 16 bits.
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    out[i] = static_cast<std::int16_t>((values[i] * 43691 + (1 << 16)) >> 17);
+  }
+}
+
+inline void items_to_symbols(std::span<const std::int16_t> items, std::size_t tops, std::span<std::uint8_t> out) {
+  for (std::size_t i = 0; i < tops; ++i) {
+    // Negative ones are large without their sign.
+    const auto symbol = static_cast<std::uint16_t>(items[i] + 15);
+    out[i] = static_cast<std::uint8_t>(symbol < 31 ? symbol : 31);
+  }
+  for (std::size_t i = tops; i < items.size(); ++i) out[i] = static_cast<std::uint8_t>(items[i] + 1);
+}
+
+inline void add_loudness(std::span<const std::int16_t> steps, std::span<const float> weights, std::span<float> loud) {
+  const std::size_t columns = weights.size();
+  std::vector<float> row(padded(columns, lanes)), factors(row.size());
+  std::ranges::copy(weights, factors.begin());
+  for (std::size_t t = 0; t < loud.size(); ++t) {
+    for (std::size_t k = 0; k < columns; ++k) row[k] = std::abs(static_cast<float>(steps[t * columns + k]));
+    Lanes sums;
+    by_lanes(row, [&](std::size_t i, Floats value, std::size_t first) {
+      Floats factor;
+      std::memcpy(&factor, factors.data() + first, sizeof factor);
+      sums.at[i] += value * factor;
+    });
+    for (std::size_t i = 0; i < lanes; ++i) loud[t] += sums[i];
+  }
+}
+
+template <class Isa>
+constexpr TidePath tide_path(const char* name, bool (*is_supported)()) {
+  return {name, is_supported, count_rows, take_rows<Isa>, put_rows<Isa>, project_tokens<Isa>, arrange_rows<Isa>,
+          restore_tokens<Isa>, add_loudness, third_values, items_to_symbols};
+}
+
+}  // namespace
+}  // namespace kvtide

@@ -1,0 +1,128 @@
+// Products of whole numbers around one kernel, and tiles of a transposition, which every instruction set compiles for itself.
+//
+// Everything is in an unnamed namespace on purpose, as in rans_driver.hpp: each instruction set compiles its own copy.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "tide_paths.hpp"
+
+namespace kvtide {
+namespace {
+
+// Tokens whose sums are kept while the panels of a matrix pass by: a panel then stays in the nearest cache.
+constexpr std::size_t block_tokens = 64;
+// Rows and columns of a tile that is transposed at once.
+constexpr std::size_t tile_rows = 8;
+
+inline std::size_t padded(std::size_t count, std::size_t unit) { return (count + unit - 1) / unit * unit; }
+
+// What a kernel multiplies: a panel of tokens, [pairs][4][2], by neighbouring panels of columns, [pairs][16][2] each, by the pairs in
+// a list: those that are not zero in all four tokens. Sums of a token stand `sums_stride` behind those of the one before.
+struct Tile {
+  const std::int16_t* tokens;
+  const std::int16_t* columns;
+  std::size_t panel_stride;
+  std::span<const std::uint32_t> pairs;
+  std::int32_t* sums;
+  std::size_t sums_stride;
+};
+
+// Sums of a block of tokens: (block_tokens, columns padded). `Isa::multiply<n>` takes a tile of n panels, n to `Isa::panels_max`.
+template <class Isa>
+class Product {
+ public:
+  explicit Product(const TideMatrix& matrix)
+      : matrix_(matrix), columns_(tide_panels(matrix.used_columns) * tide_panel_columns),
+        pairs_(tide_pairs(matrix.used_rows)), sums_(block_tokens * columns_),
+        listed_(block_tokens / tide_panel_tokens * pairs_) {}
+
+  std::size_t pairs() const { return pairs_; }
+
+  // tokens: panels of [pairs][4][2]; count is a multiple of 4.
+  void run(const std::int16_t* tokens, std::size_t count) {
+    std::array<std::size_t, block_tokens / tide_panel_tokens> listed;
+    for (std::size_t i = 0; i < count / tide_panel_tokens; ++i) {
+      listed[i] = list_pairs(tokens + i * tide_panel_tokens * pairs_ * 2, listed_.data() + i * pairs_);
+    }
+    const std::size_t stride = tide_pairs(matrix_.rows) * tide_panel_columns * 2, panels = columns_ / tide_panel_columns;
+    for (std::size_t panel = 0; panel < panels;) {
+      const std::size_t width = std::min(Isa::panels_max, panels - panel);
+      for (std::size_t first = 0; first < count; first += tide_panel_tokens) {
+        const std::size_t i = first / tide_panel_tokens;
+        const Tile tile = {tokens + first * pairs_ * 2,
+                           matrix_.panels.data() + panel * stride,
+                           stride,
+                           {listed_.data() + i * pairs_, listed[i]},
+                           sums_.data() + first * columns_ + panel * tide_panel_columns,
+                           columns_};
+        multiply(tile, width);
+      }
+      panel += width;
+    }
+  }
+
+  const std::int32_t* of(std::size_t token) const { return sums_.data() + token * columns_; }
+
+ private:
+  static void multiply(const Tile& tile, std::size_t width) {
+    if constexpr (Isa::panels_max >= 4) {
+      if (width == 4) return Isa::template multiply<4>(tile);
+      if (width == 3) return Isa::template multiply<3>(tile);
+      if (width == 2) return Isa::template multiply<2>(tile);
+    }
+    Isa::template multiply<1>(tile);
+  }
+
+  // Many are zeros: of four tokens a sixth of the pairs at a fine step, two fifths in a base.
+  std::size_t list_pairs(const std::int16_t* panel, std::uint32_t* list) const {
+    constexpr std::size_t words = tide_panel_tokens * 2 * sizeof *panel / sizeof(std::uint64_t);
+    std::size_t count = 0;
+    for (std::size_t pair = 0; pair < pairs_; ++pair) {
+      std::array<std::uint64_t, words> all;
+      std::memcpy(all.data(), panel + pair * tide_panel_tokens * 2, sizeof all);
+      std::uint64_t any = 0;
+      for (const std::uint64_t word : all) any |= word;
+      list[count] = static_cast<std::uint32_t>(pair);
+      count += any != 0;
+    }
+    return count;
+  }
+
+  const TideMatrix& matrix_;
+  std::size_t columns_, pairs_;
+  std::vector<std::int32_t> sums_;
+  std::vector<std::uint32_t> listed_;  // for each panel of tokens, room for all pairs
+};
+
+// to[column + i][row + j] = from[row + j][column + i] for all rows and columns; `Isa::transpose` does whole tiles of 8 by 8.
+template <class Isa>
+void transpose(const std::int16_t* const* from, std::size_t rows, std::size_t columns, std::int16_t* const* to) {
+  const std::size_t whole_rows = rows / tile_rows * tile_rows, whole_columns = columns / tile_rows * tile_rows;
+  for (std::size_t column = 0; column < whole_columns; column += tile_rows) {
+    for (std::size_t row = 0; row < whole_rows; row += tile_rows) Isa::transpose(from + row, column, to + column, row);
+  }
+  for (std::size_t column = 0; column < columns; ++column) {
+    for (std::size_t row = column < whole_columns ? whole_rows : 0; row < rows; ++row) to[column][row] = from[row][column];
+  }
+}
+
+// Row numbers that are all beyond the last share one row, which is thrown away.
+template <class Isa>
+void arrange_rows(const TideArrange& job) {
+  const std::size_t tokens = job.places.size();
+  std::vector<std::int16_t> none(tokens);
+  std::vector<const std::int16_t*> from(tokens);
+  std::vector<std::int16_t*> to(job.columns);
+  for (std::size_t t = 0; t < tokens; ++t) from[t] = job.steps.data() + job.places[t] * job.columns;
+  for (std::size_t c = 0; c < job.columns; ++c) {
+    to[c] = job.rows[c] < job.out_rows ? job.out.data() + job.rows[c] * tokens : none.data();
+  }
+  transpose<Isa>(from.data(), tokens, job.columns, to.data());
+}
+
+}  // namespace
+}  // namespace kvtide

@@ -1,0 +1,218 @@
+// Stored values to steps: what every instruction set shares, as in tide_product.hpp.
+#pragma once
+
+#include <cmath>
+
+#include "rope_turn.hpp"
+#include "tide_product.hpp"
+
+namespace kvtide {
+namespace {
+
+// Norms below this, in 16ths of a step, keep every sum within 31 bits; louder tokens are halved until they fit.
+constexpr float norm_max = 131072.0f;
+constexpr float value_max = 32000.0f;
+// Coefficients beyond this don't fit 16 bits as 16ths.
+constexpr std::int32_t coefficient_max = 2000;
+constexpr int halvings_max = 8;
+// Values that are looked at side by side, in as many vectors as it takes: compilers take wider ones apart badly.
+constexpr std::size_t lanes = 16;
+#if defined(__AVX512F__)
+constexpr std::size_t vector_lanes = 16;
+#elif defined(__AVX2__)
+constexpr std::size_t vector_lanes = 8;
+#else
+constexpr std::size_t vector_lanes = 4;
+#endif
+using Floats [[gnu::vector_size(vector_lanes * sizeof(float))]] = float;
+
+struct Lanes {
+  Floats at[lanes / vector_lanes] = {};
+  float operator[](std::size_t lane) const { return at[lane / vector_lanes][lane % vector_lanes]; }
+};
+
+// Calls `work(vector number, values, first)` for all values, whole lanes of them, in turn.
+template <class Work>
+void by_lanes(std::span<const float> values, Work work) {
+  for (std::size_t first = 0; first < values.size(); first += lanes) {
+    for (std::size_t i = 0; i < lanes / vector_lanes; ++i) {
+      Floats each;
+      std::memcpy(&each, values.data() + first + i * vector_lanes, sizeof each);
+      work(i, each, first + i * vector_lanes);
+    }
+  }
+}
+
+// Rounds to nearest even by an addition, which vectors can do: values are below 2^15.
+inline std::int16_t rounded(float value) { return static_cast<std::int16_t>((value + 0x1.8p23f) - 0x1.8p23f); }
+
+// Tells which pairs of a stream's heads turn.
+inline RopeShape turned_shape(const TideShape& shape, const TideTurns& turns) {
+  return {1, shape.heads, shape.head_dim, turns.dim_start, turns.pairs, turns.neighbours};
+}
+
+// The angles of one token in K of a layer: where they begin in cosines and sines.
+inline std::size_t angles_of(const TideShape& shape, const TideTurns& turns, std::size_t stream, std::size_t token) {
+  return (turns.kinds[stream / 2] * shape.tokens + token) * turns.pairs;
+}
+
+// Puts one token's values into its lane of a panel, pair by pair.
+inline void put_token(std::span<const std::int16_t> whole, std::int16_t* panel, std::size_t lane) {
+  for (std::size_t pair = 0; pair < whole.size() / 2; ++pair) {
+    std::memcpy(panel + 2 * (pair * tide_panel_tokens + lane), whole.data() + 2 * pair, 2 * sizeof(std::int16_t));
+  }
+}
+
+// Reads tokens of a job, one after the other, as whole numbers of 16ths.
+template <ElementType type>
+class TokenReader {
+ public:
+  explicit TokenReader(const TideProject& job)
+      : job_(job), shape_(turned_shape(job.shape, job.turns)), row_(job.shape.channels()), turned_(job.shape.channels()),
+        scaled_(padded(job.shape.values(), lanes)), whole_(padded(job.shape.values(), 2)) {}
+
+  // False if a value is not finite.
+  bool read(std::size_t token) {
+    std::int32_t largest = 0;
+    for (std::size_t stream = 0; stream < job_.shape.streams(); ++stream) {
+      largest = std::max(largest, read_stream(stream, token));
+    }
+    return largest < 0x7f800000;
+  }
+
+  // Returns how often the token must be halved to fit 16 bits, or -1 if it is too loud.
+  int halvings() const {
+    // Sixteen sums side by side: the compiler may not reorder one.
+    Lanes squares, peaks;
+    by_lanes(scaled_, [&](std::size_t i, Floats value, std::size_t) {
+      squares.at[i] += value * value;
+      const Floats magnitude = value < 0 ? -value : value;
+      peaks.at[i] = peaks.at[i] < magnitude ? magnitude : peaks.at[i];
+    });
+    float loudest = 0, norm = 0;
+    for (std::size_t i = 0; i < lanes; ++i) {
+      loudest = std::max(loudest, peaks[i]);
+      norm += squares[i];
+    }
+    norm = std::sqrt(norm);
+    int halvings = 0;
+    for (; norm > norm_max || loudest > value_max; norm *= 0.5f, loudest *= 0.5f) {
+      if (++halvings > halvings_max) return -1;
+    }
+    return halvings;
+  }
+
+  // The token's values, halved so often; all zeros for -1. An odd number of values is followed by a zero.
+  std::span<const std::int16_t> whole(int halvings) {
+    if (halvings < 0) {
+      std::ranges::fill(whole_, std::int16_t{0});
+    } else {
+      const float factor = std::ldexp(1.0f, -halvings);
+      for (std::size_t i = 0; i < whole_.size(); ++i) whole_[i] = rounded(scaled_[i] * factor);
+    }
+    return whole_;
+  }
+
+ private:
+  // Returns the largest magnitude, as a bit pattern.
+  std::int32_t read_stream(std::size_t stream, std::size_t token) {
+    const TideShape& shape = job_.shape;
+    const std::size_t channels = shape.channels();
+    const std::uint8_t* from = job_.bits.data() + (stream * shape.tokens + token) * shape.row_bytes();
+    float* row = row_.data();
+    for (std::size_t c = 0; c < channels; ++c) row[c] = load<type>(from + c * element_bytes(type));
+    if (stream % 2 == 0 && shape_.pairs != 0) {
+      const std::size_t angles = angles_of(shape, job_.turns, stream, token);
+      for (std::size_t head = 0; head < shape.heads; ++head) {
+        turn_head(row + head * shape.head_dim, turned_.data() + head * shape.head_dim, shape_, job_.turns.cos.data() + angles,
+                  job_.turns.sin.data() + angles);
+      }
+      row = turned_.data();
+    }
+    const float* mean = job_.mean.data() + stream * channels;
+    const float* scale = job_.scale.data() + stream * channels;
+    float* to = scaled_.data() + stream * channels;
+    std::int32_t largest = 0;
+    for (std::size_t c = 0; c < channels; ++c) {
+      largest = std::max(largest, std::bit_cast<std::int32_t>(row[c]) & 0x7fffffff);
+      to[c] = (row[c] - mean[c]) * scale[c];
+    }
+    return largest;
+  }
+
+  const TideProject& job_;
+  const RopeShape shape_;
+  std::vector<float> row_, turned_, scaled_;  // there is room for whole lanes, with zeros behind the values
+  std::vector<std::int16_t> whole_;
+};
+
+// Rounds a token's sums to steps; false if one does not fit. Of a token that was not halved no sum reaches 2^31 less half a
+// step, and the others are told by their sums before they are doubled.
+inline bool round_steps(std::span<const std::int32_t> sums, int halvings, std::int16_t* out) {
+  const int bits = tide_one_bits + tide_step_bits - halvings;
+  const std::int32_t half = std::int32_t{1} << (bits - 1);
+  std::int32_t largest = 0;
+  for (std::size_t k = 0; k < sums.size(); ++k) {
+    // Wraps where a matrix is not what it should be: then a sum means nothing.
+    const auto sum = static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[k]) + static_cast<std::uint32_t>(half));
+    const std::int32_t steps = sum >> bits;
+    largest = std::max(largest, std::max(steps, -steps));
+    out[k] = static_cast<std::int16_t>(steps);
+  }
+  return largest <= coefficient_max;
+}
+
+// The same of values that meet no matrix; only those that are coded must fit.
+inline bool round_values(std::span<const std::int16_t> whole, std::span<const std::uint8_t> is_coded, int halvings,
+                         std::int16_t* out) {
+  const std::int32_t unit = std::int32_t{1} << halvings, half = std::int32_t{1} << (tide_step_bits - 1);
+  std::int32_t largest = 0;
+  for (std::size_t v = 0; v < is_coded.size(); ++v) {
+    const std::int32_t steps = (whole[v] * unit + half) >> tide_step_bits;
+    const std::int32_t coded = is_coded[v] != 0 ? steps : 0;
+    largest = std::max(largest, std::max(coded, -coded));
+    out[v] = static_cast<std::int16_t>(steps);
+  }
+  return largest <= coefficient_max;
+}
+
+template <class Isa, ElementType type>
+bool project_as(const TideProject& job) {
+  const TideShape& shape = job.shape;
+  const bool is_product = job.is_coded.empty();
+  const std::size_t columns = is_product ? job.matrix.used_columns : shape.values();
+  Product<Isa> product(job.matrix);
+  TokenReader<type> reader(job);
+  std::vector<std::int16_t> panels(is_product ? block_tokens * padded(shape.values(), 2) : 0);
+  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
+    const std::size_t count = std::min(block_tokens, shape.tokens - start);
+    int halvings[block_tokens];
+    for (std::size_t t = 0; t < count; ++t) {
+      if (!reader.read(start + t)) return false;
+      halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
+      const std::span<const std::int16_t> whole = reader.whole(halvings[t]);
+      if (is_product) {
+        put_token(whole, panels.data() + t / tide_panel_tokens * tide_panel_tokens * whole.size(), t % tide_panel_tokens);
+      } else if (halvings[t] >= 0 && !round_values(whole, job.is_coded, halvings[t], job.out.data() + (start + t) * columns)) {
+        halvings[t] = -1;
+      }
+    }
+    if (is_product) product.run(panels.data(), padded(count, tide_panel_tokens));
+    for (std::size_t t = 0; t < count; ++t) {
+      std::int16_t* steps = job.out.data() + (start + t) * columns;
+      if (is_product && halvings[t] >= 0 && !round_steps({product.of(t), columns}, halvings[t], steps)) halvings[t] = -1;
+      if (halvings[t] >= 0) continue;
+      job.apart[start + t] = 1;
+      std::fill(steps, steps + columns, std::int16_t{0});
+    }
+  }
+  return true;
+}
+
+template <class Isa>
+bool project_tokens(const TideProject& job) {
+  return with_type(job.shape.type, [&]<ElementType type>() { return project_as<Isa, type>(job); });
+}
+
+}  // namespace
+}  // namespace kvtide

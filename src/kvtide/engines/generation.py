@@ -1,0 +1,62 @@
+"""What the cache must know of a call of `generate`: whether it can help, and when the first token is there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria
+from transformers.generation import GenerationMode
+
+from kvtide.clock import Clock
+
+__all__ = ["FirstToken", "bypass_reason"]
+
+# What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
+_NEUTRAL_ARGUMENTS = {
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+}
+
+
+class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
+    """Notes when the first token is there; never stops anything."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seen_s = math.nan
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **arguments: Any) -> torch.Tensor:
+        """Look at the clock when it is called first."""
+        if math.isnan(self.seen_s):
+            self.seen_s = self._clock.monotonic_s()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:
+    """Return why the cache can't help with this call, or None if it can."""
+    if input_ids.shape[0] != 1:
+        return f"{input_ids.shape[0]} sequences in one call; kvtide restores one"
+    if model.training:
+        return "the model is in training mode"
+    settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
+    given = {name: value for name, value in arguments.items() if value is not None}
+    foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
+    if foreign:
+        return f"the answer may depend on {', '.join(foreign)}"
+    mode = settings.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{mode.value} keeps a cache of its own shape"
+    if settings.use_cache is False or settings.cache_implementation is not None:
+        return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
+    if (settings.num_return_sequences or 1) != 1:
+        return f"num_return_sequences={settings.num_return_sequences}"
+    mask = arguments.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        return "the attention mask hides tokens"
+    return None

@@ -1,0 +1,201 @@
+"""Launching kernels: one interface, so that the code around them runs on a GPU and on the tests' twin of one.
+
+Everything is queued on one stream; nothing waits but `Kernels.finish` and what says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtide.engines.gpu.program import compile_kernels
+from kvtide.errors import DeviceFault
+
+__all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address"]
+
+# 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
+BLOCKS_PER_MULTIPROCESSOR = 4
+# What device memory is aligned to inside one upload: streams are read by words, tables by vectors.
+ALIGNMENT = 16
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins, on its device."""
+    return int(tensor.data_ptr())
+
+
+class Budget(NamedTuple):
+    """How much of the device kernels may take: blocks that run at a time, of 256 threads or 128.
+
+    Kernels walk their jobs in a loop, so that any number is right; fewer blocks leave more to the engine.
+    """
+
+    blocks: int
+
+    @classmethod
+    def of_multiprocessors(cls, count: int) -> Self:
+        """Return what so many multiprocessors hold at a time. The device spreads it over all that it has."""
+        return cls(count * BLOCKS_PER_MULTIPROCESSOR).checked()
+
+    def checked(self) -> Self:
+        """Return itself. ValueError unless there is a block at least."""
+        if self.blocks < 1:
+            raise ValueError(f"a budget is at least one block, got {self.blocks}")
+        return self
+
+
+class Kernels(Protocol):
+    """A device with the kernels on it. `args` are the fields of the kernel's struct, each of 8 bytes."""
+
+    device: torch.device
+
+    def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
+        """Queue a kernel on as many blocks as the budget lets, at most `blocks`. No blocks: nothing."""
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues on the kernels' stream too."""
+
+    def follow(self) -> None:
+        """Put what is queued from now on behind what torch's current stream has queued so far: the engine's work."""
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+
+
+class Staging:
+    """Arrays gathered on the host, to go to the device in one copy. What is added may change until `send`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._parts: list[tuple[int, NDArray[np.uint8]]] = []
+        self._size = 0
+        self._room: torch.Tensor | None = None
+
+    def add(self, array: NDArray[Any] | bytes | memoryview) -> int:
+        """Return where the array will lie, behind `base`. Contiguous arrays are not copied before `send`."""
+        assert self._room is None, "add before base"
+        flat = _bytes_of(array) if isinstance(array, np.ndarray) else np.frombuffer(array, dtype=np.uint8)
+        start = self._size
+        self._parts.append((start, flat))
+        # Something is always readable behind an array.
+        self._size = -(-(start + len(flat) + 1) // ALIGNMENT) * ALIGNMENT
+        return start
+
+    @property
+    def base(self) -> int:
+        """Return the address on the device; nothing can be added from now on."""
+        if self._room is None:
+            with self._kernels.queue():
+                self._room = torch.empty(max(self._size, ALIGNMENT), dtype=torch.uint8, device=self._kernels.device)
+        return address(self._room)
+
+    def send(self) -> torch.Tensor:
+        """Queue the copy and return it."""
+        _ = self.base
+        assert self._room is not None
+        is_cuda = self._kernels.device.type == "cuda"
+        host = torch.empty(len(self._room), dtype=torch.uint8, pin_memory=True) if is_cuda else self._room
+        view = host.numpy()
+        for start, part in self._parts:
+            view[start : start + len(part)] = part
+        if is_cuda:
+            with self._kernels.queue():
+                self._room.copy_(host, non_blocking=True)
+        return self._room
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class CudaKernels:
+    """Kernels compiled for and loaded on a CUDA device. Use it with `with`."""
+
+    def __init__(self, device: torch.device, budget: Budget, priority: int = 0) -> None:
+        """priority: the stream's, as CUDA counts: 0 is the lowest there is, engines that want to go first take -1.
+
+        ValueError for a budget of nothing.
+        """
+        self.device = device
+        self._budget = budget.checked()
+        self._priority = priority
+        self._stream: torch.cuda.Stream | None = None
+        self._module: Any = None
+        self._context: Any = None
+        self._functions: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Compile and load. ImportError without the extra `gpu`; DeviceFault if the device does not take them."""
+        from cuda.bindings import driver
+
+        # Makes the context that torch uses the current one.
+        torch.zeros(1, device=self.device)
+        major, minor = torch.cuda.get_device_capability(self.device)
+        machine_code = compile_kernels(f"sm_{major}{minor}")
+        self._stream = torch.cuda.Stream(self.device, priority=self._priority)
+        self._context = _checked(driver.cuCtxGetCurrent())
+        self._module = _checked(driver.cuModuleLoadData(machine_code))
+
+    def close(self) -> None:
+        """Wait for what is queued and unload. Idempotent."""
+        if self._module is None:
+            return
+        from cuda.bindings import driver
+
+        self.finish()
+        _checked(driver.cuModuleUnload(self._module))
+        self._module, self._stream, self._functions = None, None, {}
+
+    def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
+        """Queue a kernel; see Kernels."""
+        if blocks < 1:
+            return
+        from cuda.bindings import driver
+
+        assert self._module is not None, "launch before open"
+        assert self._stream is not None
+        if name not in self._functions:
+            self._functions[name] = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        fields = np.array([field % (1 << 64) for field in args], dtype=np.uint64)
+        pointers = np.array([fields.ctypes.data], dtype=np.uint64)
+        grid = (min(blocks, self._budget.blocks), 1, 1)
+        stream, function = self._stream.cuda_stream, self._functions[name]
+        # Threads that have not used the device yet have no context of their own.
+        _checked(driver.cuCtxSetCurrent(self._context))
+        _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0))
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues on the kernels' stream too."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
+    def follow(self) -> None:
+        """Go behind torch's current stream; see Kernels."""
+        assert self._stream is not None, "follow before open"
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+        assert self._stream is not None, "finish before open"
+        self._stream.synchronize()
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    if int(result[0]) != 0:
+        raise DeviceFault(f"CUDA driver: {result[0]}")
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,284 @@
+"""Judges selections by what the model then says: whole cache against a part of it, on one question and its answer.
+
+Bytes and times are real: objects lie behind a device of a stated speed, and are read by the code that engines use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import Clock
+from kvtide.codec import CodecRegistry, PackedCodec, RawCodec
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.judge import block_metas, capture_blocks
+from kvtide.engines.pages import Pages
+from kvtide.engines.selective import Importance, SelectedLayers, Selection
+from kvtide.fetch.repack import Repacker, UseStore
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.importance.probe import Floats
+from kvtide.tier import MemoryTier
+from kvtide.tier.wrap import Paced
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
+
+ANSWER_TOKENS = 16
+STORE_BYTES = 4 << 30
+
+
+class Question(NamedTuple):
+    """What is asked behind a prefix, as token ids."""
+
+    kind: str
+    ids: list[int]
+
+
+class Said(NamedTuple):
+    """What the model says with the whole cache: an answer, and the log-probabilities of each of its tokens."""
+
+    answer: list[int]
+    log_probabilities: torch.Tensor
+
+
+class Judged(NamedTuple):
+    """One question under one selection. KL in nats against the whole cache, in the mean over the answer."""
+
+    kl: float
+    top1: float
+    answer_match: bool
+    read_bytes: int
+    whole_bytes: int
+    ttft_s: float
+    selected: SelectedLayers | None
+
+
+@dataclass(frozen=True)
+class JudgedPrefix:
+    """A prefix that is stored: whole, packed as it came, packed by uses; its questions and what is said of them."""
+
+    metas: list[BlockMeta]
+    blocks: list[BlockBits]
+    questions: list[Question]
+    said: list[Said]
+    scores: Floats
+    packed: MemoryTier
+    original: MemoryTier
+
+
+class ProbeKeys:
+    """Exact keys of some KV heads, read from the device layer by layer: what probes without a rough base need.
+
+    The other heads' keys are zeros: a probe that asked them would find nothing.
+    """
+
+    def __init__(self, prefix: JudgedPrefix, device: Paced, heads: Sequence[int], dtype: torch.dtype) -> None:
+        self._prefix = prefix
+        self._device = device
+        self._heads = list(heads)
+        self._dtype = dtype
+        self.read_bytes = 0
+
+    def __call__(self, layer: int) -> Floats:
+        """Return (kv_heads, prefix, head_dim)."""
+        keys = np.concatenate([bits[layer, 0] for bits in self._prefix.blocks])
+        size = keys[:, self._heads].nbytes
+        # Read as bytes of the whole objects: what the device takes does not hang on where they lie.
+        per_block = size // len(self._prefix.metas)
+        buffer = memoryview(bytearray(per_block))
+        for meta in self._prefix.metas:
+            self.read_bytes += self._device.get_into(meta.id, buffer) or 0
+        floats: Floats = torch.from_numpy(keys.view(f"<i{keys.itemsize}")).view(self._dtype).float().numpy()
+        found = np.zeros_like(floats)
+        found[:, self._heads] = floats[:, self._heads]
+        return np.ascontiguousarray(found.transpose(1, 0, 2))
+
+
+class ImportanceJudge:
+    """One model, its KV kept as `dtype`, behind a device of `bytes_s`."""
+
+    def __init__(
+        self, model: Any, registry: CodecRegistry, clock: Clock, bytes_s: float, dtype: KVDtype, block_tokens: int = 256
+    ) -> None:
+        self._model = model
+        self._registry = registry
+        self._clock = clock
+        self._bytes_s = bytes_s
+        self.layout: BlockLayout = replace(model_layout(model, block_tokens), dtype=dtype)
+        codec = registry.make("packed", self.layout)
+        assert isinstance(codec, PackedCodec)
+        self.codec = codec
+
+    def add(self, ids: Sequence[int], uses: Sequence[Question], questions: Sequence[Question]) -> JudgedPrefix:
+        """Prefill a prefix of whole blocks, store it, learn from `uses`, pack it anew, and ask with the whole cache."""
+        metas = block_metas(ids, self.layout)
+        own = model_layout(self._model, self.layout.tokens)
+        blocks = [_as(bits, own.dtype, self.layout.dtype) for bits in capture_blocks(self._model, ids, own)]
+        packed, original = self._tier(), self._tier()
+        for meta, bits in zip(metas, blocks, strict=True):
+            sections = self.codec.encode(meta, bits)
+            for tier in (packed, original):
+                tier.put_from(meta.id, pack_object(meta, self.codec.codec_id, sections, self.codec.profile))
+        store = UseStore(packed, b"training", self._clock)
+        for use in uses:
+            importance = self._importance(metas, packed, use)
+            for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
+                store.note(meta, part)
+        report = Repacker(packed, self._registry, store).run(metas)
+        assert not report.failed
+        scores = np.concatenate([store.scores(meta) for meta in metas], axis=1)
+        said = [self._say_whole(blocks, question) for question in questions]
+        return JudgedPrefix(metas, blocks, list(questions), said, scores, packed, original)
+
+    def _tier(self) -> MemoryTier:
+        tier = MemoryTier(STORE_BYTES, self._clock, lambda key: False, frame_bytes=1 << 20)
+        tier.open()
+        return tier
+
+    def _importance(self, metas: Sequence[BlockMeta], tier: MemoryTier, use: Question) -> Floats:
+        load = SelectiveLoad(tier)
+        load.open(metas, self._registry)
+        selection = Selection(load, Importance(0.25, guard=None))
+        self._pass(self.past(load.rough), use.ids, selection)
+        load.close()
+        return np.stack([selection.importance[layer] for layer in sorted(selection.importance)])
+
+    def past(self, blocks: Sequence[BlockBits]) -> DynamicCache:
+        """Return the engine's cache with these blocks."""
+        pages = Pages(self.layout, len(blocks))
+        for position, bits in enumerate(blocks):
+            pages.write(position, bits)
+        past = DynamicCache(config=self._model.config)
+        pages.fill(past, len(blocks), self._model.device)
+        return past
+
+    def _pass(self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None) -> torch.Tensor:
+        with torch.inference_mode():
+            if selection is None:
+                output = self._model(torch.tensor([list(ids)]), past_key_values=past, use_cache=True)
+            else:
+                with selection.active(self._model):
+                    output = self._model(torch.tensor([list(ids)]), past_key_values=past, use_cache=True)
+        found: torch.Tensor = output.logits[0].float().log_softmax(-1)
+        return found
+
+    def _say_whole(self, blocks: Sequence[BlockBits], question: Question) -> Said:
+        past = self.past(blocks)
+        rows = [self._pass(past, question.ids)[-1:]]
+        for _ in range(ANSWER_TOKENS - 1):
+            rows.append(self._pass(past, [int(rows[-1].argmax())]))
+        found = torch.cat(rows)
+        return Said(found.argmax(-1).tolist(), found)
+
+    def whole(self, prefix: JudgedPrefix, number: int) -> Judged:
+        """Load everything, as raw objects, and ask."""
+        device = Paced(self._tier(), self._clock, time.sleep, self._bytes_s)
+        for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
+            device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
+        started_s = self._clock.monotonic_s()
+        blocks = [self._read_raw(device, meta) for meta in prefix.metas]
+        past = self.past(blocks)
+        first = self._pass(past, prefix.questions[number].ids)
+        ttft_s = self._clock.monotonic_s() - started_s
+        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s), None)
+
+    def _read_raw(self, device: Paced, meta: BlockMeta) -> BlockBits:
+        buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
+        stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        RawCodec().decode(meta, stored.sections(), bits)
+        return bits
+
+    def selected(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        importance: Importance,
+        is_packed: bool = True,
+        has_base: bool = True,
+        probes: bool = False,
+    ) -> Judged:
+        """Load a part and ask.
+
+        is_packed: of blocks packed by uses, not as they came. has_base: the rough base is read; without it mapping
+        lists are known for nothing, as the paper's few bytes. probes: choose by exact keys, which are read too.
+        """
+        tier = prefix.packed if is_packed else prefix.original
+        device = Paced(tier, self._clock, time.sleep, self._bytes_s)
+        load = SelectiveLoad(device if has_base else tier)
+        keys = self._probe(prefix, device, importance) if probes else None
+        if not has_base:
+            load.open(prefix.metas, self._registry)
+            load.read_from(device)
+        started_s = self._clock.monotonic_s()
+        if has_base:
+            load.open(prefix.metas, self._registry, importance.tokens_ahead(self.layout.tokens))
+        selection = Selection(load, importance, keys)
+        past = self.past(load.rough)
+        first = self._pass(past, prefix.questions[number].ids, selection)
+        if selection.is_refused:
+            selection.fall_back(past)
+            first = self._pass(past, prefix.questions[number].ids, selection)
+        ttft_s = self._clock.monotonic_s() - started_s
+        read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
+        judged = self._judged(prefix, number, past, first, selection, (read_bytes, ttft_s), selection.report())
+        load.close()
+        return judged
+
+    def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
+        """Ask with the base alone."""
+        load = SelectiveLoad(Paced(prefix.packed, self._clock, time.sleep, self._bytes_s))
+        started_s = self._clock.monotonic_s()
+        load.open(prefix.metas, self._registry)
+        past = self.past(load.rough)
+        first = self._pass(past, prefix.questions[number].ids)
+        ttft_s = self._clock.monotonic_s() - started_s
+        load.close()
+        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s), None)
+
+    def _probe(self, prefix: JudgedPrefix, device: Paced, importance: Importance) -> ProbeKeys:
+        config = self._model.config
+        group = config.num_attention_heads // self.layout.kv_heads
+        asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
+        dtype = {KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT32: torch.float32}
+        return ProbeKeys(prefix, device, sorted({head // group for head in asked}), dtype[self.layout.dtype])
+
+    def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
+        """Ask with blocks that something else decoded; nothing is read."""
+        past = self.past(blocks)
+        first = self._pass(past, prefix.questions[number].ids)
+        return self._judged(prefix, number, past, first, None, (0, 0.0), None)
+
+    def _judged(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        past: DynamicCache,
+        first: torch.Tensor,
+        selection: Selection | None,
+        cost: tuple[int, float],
+        selected: SelectedLayers | None,
+    ) -> Judged:
+        exact = prefix.said[number]
+        rest = self._pass(past, exact.answer[:-1], selection)
+        ours, whole = torch.cat([first[-1:], rest]), exact.log_probabilities
+        kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
+        same = ours.argmax(-1) == torch.tensor(exact.answer)
+        raw_bytes = len(prefix.metas) * self.layout.raw_bytes
+        return Judged(kl, float(same.float().mean()), bool(same.all()), cost[0], raw_bytes, cost[1], selected)
+
+
+def _as(bits: BlockBits, own: KVDtype, wanted: KVDtype) -> BlockBits:
+    """Return the bit patterns of the same values in another type."""
+    if own is wanted:
+        return bits
+    assert own is KVDtype.FLOAT32 and wanted is KVDtype.FLOAT16
+    with np.errstate(over="ignore"):
+        return bits.view(np.float32).astype(np.float16).view(np.uint16)

@@ -1,0 +1,248 @@
+"""Attention over a prefix of which each layer loads only the chunks that matter to the suffix (IMPRESS).
+
+Layer by layer the suffix's queries meet the rough keys of all tokens; the most important chunks are loaded exactly, the
+rest stays rough or is left out. Keys carry their rotation, so that positions are right whatever is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvtide.block import KVDtype
+from kvtide.engines.fingerprint import TORCH_DTYPES
+from kvtide.fetch.selective import ChunkBits, SelectiveLoad
+from kvtide.importance import AllHeads, Ask, CapturedMass, Finding, Guard, Selector, select_chunks, top_tokens
+from kvtide.importance.probe import Floats
+
+__all__ = [
+    "FIRST_TOKENS",
+    "LAST_TOKENS",
+    "Importance",
+    "KeySource",
+    "Rest",
+    "SelectedLayers",
+    "Selection",
+    "kept_tokens",
+]
+
+_NAME = "kvtide-selective"
+# Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
+FIRST_TOKENS = 4
+LAST_TOKENS = 32
+
+# Better keys than the rough ones, (kv_heads, prefix, head_dim) of a layer: for probes that load keys of their own.
+KeySource = Callable[[int], Floats]
+
+
+class Rest(Enum):
+    """What becomes of tokens that are not selected: they stay rough, or are left out (the paper)."""
+
+    BASE = "base"
+    DROP = "drop"
+
+
+class Importance(NamedTuple):
+    """How much of a prefix is loaded exactly, and how that is chosen.
+
+    by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
+    that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
+    in blocks that were packed by them: they are loaded while bases are decoded and layers computed.
+    """
+
+    ratio: float
+    selector: Selector = AllHeads("base-keys")
+    guard: Guard | None = CapturedMass()
+    rest: Rest = Rest.BASE
+    by_chunks: bool = True
+    ahead: float = 0.5
+
+    def tokens_ahead(self, block_tokens: int) -> int:
+        """Return how many tokens of a block are loaded ahead."""
+        return int(self.ratio * self.ahead * block_tokens) if self.by_chunks else 0
+
+
+class SelectedLayers(NamedTuple):
+    """What a selection did: whether it fell back to the whole, share of the tokens loaded exactly, bytes read."""
+
+    is_fallback: bool
+    tokens_share: float
+    read_bytes: int
+    whole_bytes: int
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise ValueError for a ratio that is not in (0, 1]."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"importance is the share of the tokens to load, in (0, 1], got {ratio!r}")
+
+
+def kept_tokens(prefix: int) -> NDArray[np.int64]:
+    """Return the tokens that are always attended to."""
+    first = np.arange(min(FIRST_TOKENS, prefix))
+    return np.unique(np.concatenate([first, np.arange(max(0, prefix - LAST_TOKENS), prefix)]))
+
+
+class Selection:
+    """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
+
+    def __init__(self, load: SelectiveLoad, settings: Importance, keys: KeySource | None = None) -> None:
+        """load: open, of all blocks in the engine's cache. ValueError for a ratio that is not in (0, 1]."""
+        check_ratio(settings.ratio)
+        self._load = load
+        self._settings = settings
+        self._keys = keys
+        self._attended: dict[int, torch.Tensor | None] = {}
+        self._loaded: dict[int, NDArray[np.int64]] = {}
+        self._loaded_tokens = 0
+        self._guard_scores: list[float] = []
+        self._is_fallback = False
+        # Importance of each token by layer, for those who learn from uses.
+        self.importance: dict[int, Floats] = {}
+        self._tokens = sum(bits.shape[2] for bits in load.rough)
+        self._kept = kept_tokens(self._tokens)
+
+    @contextmanager
+    def active(self, model: Any) -> Iterator[None]:
+        """Have the model attend through this selection."""
+        usual = model.config._attn_implementation
+        # Masks are looked up for the whole process only; this one is the usual one, whoever asks.
+        AttentionMaskInterface.register(_NAME, sdpa_mask)
+        ALL_ATTENTION_FUNCTIONS[_NAME] = self._attend
+        model.config._attn_implementation = _NAME
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = usual
+            del ALL_ATTENTION_FUNCTIONS[_NAME]
+
+    def report(self) -> SelectedLayers:
+        """Return what has been done so far."""
+        layers = len(self._attended)
+        share = self._loaded_tokens / (layers * self._tokens) if layers else 0.0
+        return SelectedLayers(self._is_fallback, share, self._load.read_bytes, self._load.whole_bytes)
+
+    @property
+    def is_refused(self) -> bool:
+        """Tell whether the guard, if there is one, does not trust what the layers selected so far."""
+        guard = self._settings.guard
+        if guard is None or not self._guard_scores:
+            return False
+        return median(self._guard_scores) < guard.limit(self._settings.ratio)
+
+    def fall_back(self, past: DynamicCache) -> None:
+        """Load what is missing: `past` is then the whole prefix, exact, and all of it is attended to from now on."""
+        self._is_fallback = True
+        chunks = np.arange(self._load.blocks * self._load.chunks_per_block)
+        for number, layer in enumerate(past.layers):
+            layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
+            loaded = self._load.fetch(number, np.setdiff1d(chunks, self._loaded[number]))
+            self._loaded_tokens += len(loaded.tokens)
+            _put(loaded, self._load.layout.dtype, layer.keys, layer.values)
+            self._attended[number] = None
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
+    ) -> Any:
+        layer = int(module.layer_idx)
+        if layer not in self._attended:
+            self._attended[layer] = self._choose(layer, query, key, value, float(arguments["scaling"]))
+        attended = self._attended[layer]
+        if attended is not None:
+            behind = torch.arange(self._tokens, key.shape[2], device=key.device)
+            places = torch.cat([attended, behind])
+            key, value = key.index_select(2, places), value.index_select(2, places)
+            attention_mask = None if attention_mask is None else attention_mask.index_select(-1, places)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+
+    def _choose(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor | None:
+        """Load what matters into the engine's cache, in place; return the tokens to attend to, None for all."""
+        settings, tokens = self._settings, self._tokens
+        by_head = self._by_head(layer, query[0], key[0], scaling)
+        importance = self.importance[layer] = by_head.mean(axis=0)
+        count = max(1, round(settings.ratio * tokens))
+        chunks, selected = self._selected(layer, importance, count)
+        if settings.guard is not None:
+            self._guard_scores.append(settings.guard.score(Finding(by_head, selected, self._kept)))
+        self._loaded[layer] = chunks
+        loaded = self._load.fetch(layer, chunks)
+        self._loaded_tokens += len(loaded.tokens)
+        _put(loaded, self._load.layout.dtype, key, value)
+        if settings.rest is Rest.BASE or len(selected) == tokens:
+            return None
+        return torch.from_numpy(np.union1d(selected, self._kept)).to(key.device)
+
+    def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
+        """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
+        selector, tokens = self._settings.selector, self._tokens
+        heads = selector.heads(len(query), len(key))
+        if not heads:
+            nothing = np.empty((1, tokens, 1), dtype=np.float32)
+            return selector.importance(Ask(layer, nothing, nothing, nothing, scaling))
+        known = key.float()
+        if self._keys:
+            known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)
+        return attention_mass(query.float(), known, heads, tokens, scaling)
+
+    def _selected(self, layer: int, importance: Floats, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the chunks to load and the tokens that are then exact and wanted."""
+        load, orders = self._load, self._load.orders(layer)
+        if not self._settings.by_chunks:
+            selected = top_tokens(importance, count)
+            needed = np.union1d(selected, self._kept) if self._settings.rest is Rest.DROP else selected
+            return load.chunks_with(layer, needed), selected
+        wanted = importance.reshape(orders.shape).copy()
+        for block, number in zip(*np.divmod(load.ahead_chunks(), load.chunks_per_block), strict=True):
+            wanted[block, orders[block, number * load.chunk_tokens :][: load.chunk_tokens]] = np.inf
+        chunks = select_chunks(wanted, orders, count, load.chunk_tokens)
+        blocks, numbers = np.divmod(chunks, load.chunks_per_block)
+        places = [
+            block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
+            for block, number in zip(blocks.tolist(), numbers.tolist(), strict=True)
+        ]
+        return chunks, np.sort(np.concatenate(places))
+
+
+def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
+    """Return what `importance.probe.attention_mass` does, by the engine's own threads.
+
+    numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
+    query: (heads, suffix, head_dim); key: (kv_heads, tokens and suffix, head_dim).
+    """
+    suffix, group = query.shape[1], len(query) // len(key)
+    chosen = query[heads] * scaling
+    logits = torch.bmm(chosen, key[[head // group for head in heads]].transpose(1, 2))
+    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
+    logits[:, :, tokens:].masked_fill_(hidden, -torch.inf)
+    mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    return mass
+
+
+def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tensor) -> None:
+    if not len(loaded.tokens):
+        return
+    signed = torch.from_numpy(np.ascontiguousarray(loaded.bits).view(f"<i{loaded.bits.itemsize}"))
+    places = torch.from_numpy(loaded.tokens).to(key.device)
+    with torch.inference_mode():
+        for target, found in zip((key, value), signed.view(TORCH_DTYPES[dtype]), strict=True):
+            # The engine's cache keeps these very tensors.
+            target[0].index_copy_(1, places, found.transpose(0, 1).to(key))

@@ -1,0 +1,195 @@
+"""Completes in the background what a load has left unfinished, so that the next one finds all of it nearby.
+
+Invariant: only whole objects are kept, whose every section has passed its checksum; a running load has the link alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtide.block import BlockMeta
+from kvtide.clock import Clock
+from kvtide.errors import TierUnavailable
+from kvtide.stream.receiver import Receiver
+from kvtide.tier.source import Source
+from kvtide.wire import StoredObject
+
+__all__ = ["KeepLimits", "KeepStats", "Keeper", "Left"]
+
+_log = logging.getLogger(__name__)
+
+# Stores a whole object, and tells whether somebody took it; called in the keeper's thread.
+Put = Callable[[BlockMeta, bytes], bool]
+
+
+class Left(NamedTuple):
+    """What a load has received of its objects, and the numbers of those that the engine has from there."""
+
+    objects: Sequence[StoredObject]
+    receiver: Receiver
+    blocks: Sequence[int]
+
+    @property
+    def object_bytes(self) -> int:
+        """Return what the objects take once they are whole."""
+        return sum(stored.object_bytes for stored in self.objects)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLimits:
+    """Bounds. ValueError for one that is not positive."""
+
+    # Of loads that wait to be completed, and their objects' bytes.
+    loads_max: int = 4
+    bytes_max: int = 512 << 20
+    # One range.
+    read_s_max: float = 30.0
+    close_s_max: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not min(self.loads_max, self.bytes_max, self.read_s_max, self.close_s_max) > 0:
+            raise ValueError(f"bounds must be positive, got {self}")
+
+
+class KeepStats(NamedTuple):
+    """Objects kept and not, and the bytes that were fetched for it."""
+
+    kept: int
+    dropped: int
+    received_bytes: int
+
+
+class Keeper:
+    """Owns a thread from the first offer until `close`. Safe to use from several threads."""
+
+    def __init__(self, sources: Sequence[Source], put: Put, clock: Clock, limits: KeepLimits | None = None) -> None:
+        """ValueError for no source."""
+        if not sources:
+            raise ValueError("keeping needs at least one source, got none")
+        self._sources = list(sources)
+        self._put = put
+        self._clock = clock
+        self._limits = limits or KeepLimits()
+        self._changed = threading.Condition()
+        self._waiting: deque[Left] = deque()
+        self._held_bytes = self._loads = 0
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._kept = self._dropped = self._received_bytes = 0
+
+    def offer(self, left: Left) -> bool:
+        """Complete a load's objects later; the receiver is the keeper's from now on. False if there is no room."""
+        with self._changed:
+            size = left.object_bytes
+            is_full = len(self._waiting) >= self._limits.loads_max or self._held_bytes + size > self._limits.bytes_max
+            if self._is_closing or is_full:
+                self._dropped += len(left.blocks)
+                return False
+            self._waiting.append(left)
+            self._held_bytes += size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_until_closed, name="kvtide-keep", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the link to a load meanwhile."""
+        with self._changed:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._loads -= 1
+                self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing waits to be completed. False if that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._held_bytes, timeout_s)
+
+    def close(self) -> None:
+        """Stop, for at most `close_s_max`; what waits is dropped. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(self._limits.close_s_max)
+
+    def stats(self) -> KeepStats:
+        """Return the counters."""
+        with self._changed:
+            return KeepStats(self._kept, self._dropped, self._received_bytes)
+
+    def _keep_until_closed(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if self._is_closing:
+                    return
+                left = self._waiting[0]
+            for block in left.blocks:
+                is_kept = self._keep(left, block)
+                with self._changed:
+                    self._kept += is_kept
+                    self._dropped += not is_kept
+            with self._changed:
+                self._waiting.popleft()
+                self._held_bytes -= left.object_bytes
+                self._changed.notify_all()
+
+    def _keep(self, left: Left, block: int) -> bool:
+        stored = left.objects[block]
+        for start, stop in left.receiver.missing_ranges(block):
+            if not self._bring(left, block, start, stop):
+                return False
+        data = left.receiver.whole(block)
+        if data is None:
+            _log.debug("%s came damaged and is not kept", stored.meta.id)
+        return data is not None and self._put(stored.meta, data)
+
+    def _bring(self, left: Left, block: int, start: int, stop: int) -> bool:
+        """Fetch a range, at one source after the other, from where the last one stopped."""
+        position, tried = start, 0
+
+        def take(part: memoryview) -> bool:
+            nonlocal position
+            left.receiver.offer_bytes(block, position, part)
+            position += len(part)
+            return not (self._loads or self._is_closing)
+
+        while position < stop and tried < len(self._sources):
+            if not self._may_go_on():
+                return False
+            before, source = position, self._sources[tried]
+            try:
+                source.read(left.objects[block].meta.id, position, stop, take, self._deadline_s())
+            except TierUnavailable as error:
+                _log.debug("%s", error)
+            with self._changed:
+                self._received_bytes += position - before
+                # Who was stopped for a load is asked again.
+                tried += position == before and not self._loads
+        return position == stop
+
+    def _deadline_s(self) -> float:
+        return self._clock.monotonic_s() + self._limits.read_s_max
+
+    def _may_go_on(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or not self._loads)
+            return not self._is_closing
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        with self._changed:
+            assert self._held_bytes == sum(left.object_bytes for left in self._waiting) <= self._limits.bytes_max
+            assert len(self._waiting) <= self._limits.loads_max

@@ -1,0 +1,156 @@
+"""Learning from uses, and packing blocks anew by what was learnt: background work beside the engine.
+
+Invariant: an object is replaced only by one that was read back, parsed and decoded to the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.clock import Clock
+from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.importance import UseRecord, expected_gain, packing_orders, record_id
+from kvtide.importance.probe import Floats
+from kvtide.importance.score import RECORD_BYTES_MAX, WriterId
+from kvtide.tier.base import Replacing, Tier
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.types import ObjectId
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["REPACKS_MAX", "Repacked", "Repacker", "UseStore"]
+
+_log = logging.getLogger(__name__)
+
+# Blocks whose uses are remembered here; the rest is in their records.
+REMEMBERED_MAX = 4096
+# A block is written anew at most so often in its life, and only if its important tokens then touch so much less of it:
+# what is written for a block is bounded by 1 + REPACKS_MAX times its bytes.
+REPACKS_MAX = 3
+GAIN_MIN = 0.2
+# Uses before the first packing; before another, twice as many as before the last.
+USES_MIN = 2
+# Tokens that count as important: what an engine with the default ratio loads.
+IMPORTANT_RATIO = 0.25
+
+
+class UseStore:
+    """Uses of blocks as this process saw them, joined with what others stored. Not thread-safe."""
+
+    def __init__(self, tier: Tier, writer: WriterId, clock: Clock) -> None:
+        """writer: 8 bytes that no other process has."""
+        self._tier = tier
+        self._writer = writer
+        self._clock = clock
+        self._records: OrderedDict[ObjectId, UseRecord] = OrderedDict()
+
+    def note(self, meta: BlockMeta, importance: Floats) -> None:
+        """Note one use. importance: (layers, tokens) of the block."""
+        record = self._records.get(meta.id) or self._stored(meta)
+        self._records[meta.id] = record.noted(self._writer, importance, self._clock.wall_s())
+        self._records.move_to_end(meta.id)
+        if len(self._records) > REMEMBERED_MAX:
+            self._records.popitem(last=False)
+
+    def known(self, meta: BlockMeta) -> UseRecord:
+        """Return what this process and the stored record know."""
+        stored = self._stored(meta)
+        mine = self._records.get(meta.id)
+        return stored.merged(mine) if mine else stored
+
+    def scores(self, meta: BlockMeta) -> Floats | None:
+        """Return average importance (layers, tokens) now, None for a block that was never used."""
+        return self.known(meta).scores(self._clock.wall_s())
+
+    def important_tokens(self, object_id: ObjectId) -> float:
+        """Return a block's important tokens for `ScoreRanking`: those above the even share, 1 if nothing is known."""
+        record = self._records.get(object_id)
+        scores = record.scores(self._clock.wall_s()) if record else None
+        return float(max(1.0, (scores > 1).sum(axis=1).mean())) if scores is not None else 1.0
+
+    def save(self, meta: BlockMeta) -> bool:
+        """Merge what is known into the stored record. False if the tier did not take it; it is then tried next time."""
+        record = self._records[meta.id] = self.known(meta)
+        data, name = record.to_bytes(), record_id(meta.id)
+        if self._tier.contains(name):
+            return isinstance(self._tier, Replacing) and self._tier.replace(name, data)
+        return self._tier.put_from(name, data)
+
+    def _stored(self, meta: BlockMeta) -> UseRecord:
+        layers, tokens = meta.layout.layers, meta.layout.tokens
+        empty = UseRecord(meta.id.key, layers, tokens)
+        name = record_id(meta.id)
+        try:
+            buffer = aligned_buffer(min(RECORD_BYTES_MAX, empty.bytes_max))
+            size = self._tier.get_into(name, buffer)
+            return UseRecord.parse(buffer[:size], meta.id.key, layers, tokens) if size else empty
+        except CorruptPayload as error:
+            _log.debug("the uses of %s are forgotten: %s", meta.id, error)
+            self._tier.delete(name, "corrupt")
+        except TierUnavailable as error:
+            _log.debug("the uses of %s are not known: %s", meta.id, error)
+        return empty
+
+
+class Repacked(NamedTuple):
+    """What became of some blocks: looked at, replaced, bytes written, damaged or changed meanwhile."""
+
+    blocks: int
+    replaced: int
+    written_bytes: int
+    failed: int
+
+
+class Repacker:
+    """Packs blocks anew by their uses. Call it in the background; any number of processes may."""
+
+    def __init__(self, tier: Tier, registry: CodecRegistry, uses: UseStore) -> None:
+        self._tier = tier
+        self._registry = registry
+        self._uses = uses
+
+    def run(self, metas: Sequence[BlockMeta]) -> Repacked:
+        """Look at blocks and replace those that gain."""
+        replaced = written = failed = 0
+        for meta in metas:
+            try:
+                size = self._repack(meta)
+            except (CorruptPayload, TierUnavailable) as error:
+                _log.debug("%s stays as it is: %s", meta.id, error)
+                failed += 1
+                continue
+            replaced, written = replaced + bool(size), written + size
+        return Repacked(len(metas), replaced, written, failed)
+
+    def _repack(self, meta: BlockMeta) -> int:
+        """Return the bytes written: 0 for a block that stays."""
+        record = self._uses.known(meta)
+        scores = self._uses.scores(meta)
+        if scores is None or record.uses() < USES_MIN or not isinstance(self._tier, Replacing):
+            return 0
+        buffer = aligned_buffer(object_bytes_max(meta.layout) + 1)
+        size = self._tier.get_into(meta.id, buffer)
+        stored = parse_object(buffer[:size], meta.id) if size else None
+        codec = self._registry.get(stored.codec_id, stored.profile) if stored else None
+        if stored is None or not isinstance(codec, PackedCodec) or codec.profile is None or stored.meta != meta:
+            return 0
+        sections = stored.sections()
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        base = codec.layout_of(meta, sections)
+        gain = expected_gain(scores, base.orders, IMPORTANT_RATIO, base.chunk_tokens)
+        needed = USES_MIN << base.repacks
+        if base.repacks >= REPACKS_MAX or record.uses() < needed or gain.now - gain.packed < GAIN_MIN * gain.now:
+            return 0
+        codec.decode(meta, sections, bits)
+        packed = pack_object(meta, codec.codec_id, codec.repack(meta, sections, packing_orders(scores)), stored.profile)
+        again: BlockBits = np.empty_like(bits)
+        codec.decode(meta, parse_object(packed, meta.id).sections(), again)
+        if not np.array_equal(bits, again):
+            raise CorruptPayload(f"{meta.id}: packed anew it is not the same block")
+        return len(packed) if self._tier.replace(meta.id, packed) else 0

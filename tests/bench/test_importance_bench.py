@@ -1,0 +1,79 @@
+"""The generator of questions, and the shape of what the bench says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtide.bench.importance import AblationRow, CurveRow, GuardRow, ImportanceBench, Row, render
+from kvtide.bench.importance_set import make_task, noisy, shuffled
+from kvtide.engines.importance_curve import CurvePoint, over_line
+
+TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
+OTHERS = ["\n".join(f"Another text altogether, its line {n} says so." for n in range(50))]
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_a_task_has_its_needles_and_right_answers_in_the_text() -> None:
+    task = make_task(TEXT, OTHERS, 1500, tokenize, random.Random(3))
+    text = "".join(map(chr, task.ids))
+    assert len(task.ids) == 1500
+    asked = [*task.uses, *task.questions]
+    found = [each for each in asked if each.kind == "retrieval"]
+    assert len(found) == 4
+    for each in found:
+        assert (each.answer is not None and each.answer.strip() in text) or len(text) < len(TEXT) // 4
+    for each in (each for each in asked if each.kind == "choice"):
+        lines = {line[0]: line[3:] for line in each.words.splitlines() if line[1:2] == ")"}
+        assert each.answer is not None
+        assert lines.pop(each.answer.strip()) in TEXT
+        assert not any(line in TEXT for line in lines.values())
+
+
+def test_the_same_seed_gives_the_same_task() -> None:
+    one, other = (make_task(TEXT, OTHERS, 500, tokenize, random.Random(5)) for _ in range(2))
+    assert one == other
+
+
+def test_a_short_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        make_task("short", OTHERS, 500, tokenize, random.Random(0))
+
+
+def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
+    ids = list(range(100))
+    assert sorted(shuffled(ids, random.Random(0))) == ids
+    noise = noisy(ids, 5000, [1, 2, 3], random.Random(0))
+    assert len(noise) == 100 and any(noise[i : i + 3] == [1, 2, 3] for i in range(98))
+
+
+def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
+    line = [CurvePoint("", 0.1, 1e-1), CurvePoint("", 0.2, 1e-3)]
+    assert over_line(CurvePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
+    assert over_line(CurvePoint("", 0.21, 1e-3), line) is None
+
+
+def test_all_tables_are_rendered() -> None:
+    row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 0.2)
+    guard, ablation = GuardRow("text", "jaccard", 0.0, 0.1, 0.5), AblationRow("whole load", 1.0, 0.0, 0.5)
+    result = ImportanceBench(
+        "m",
+        "float16",
+        2e8,
+        1,
+        512,
+        ["open"],
+        [row],
+        [guard],
+        [ablation],
+        [CurveRow("s", "l", 0.1, 0.1, None)],
+        2.0,
+        50.0,
+        0.0,
+        0.9,
+    )
+    assert render(result).row_count == 3

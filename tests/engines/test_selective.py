@@ -1,0 +1,164 @@
+"""Selective attention on a tiny model: exact where all is loaded, like a mask where tokens are dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted
+from transformers import DynamicCache
+
+from kvtide.clock import ManualClock
+from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.judge import block_metas, capture_blocks
+from kvtide.engines.pages import Pages
+from kvtide.engines.selective import Importance, Rest, Selection, attention_mass, kept_tokens
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.importance import AllHeads, Ask, FirstHeads, GroupHeads, Known, Recency
+from kvtide.tier import MemoryTier
+from kvtide.wire import pack_object
+
+PREFIX = 96
+
+
+class Prefix:
+    """The prompt's blocks, stored packed."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor) -> None:
+        self.model, self.ids = model, prompt[0].tolist()
+        layout = model_layout(model, 16)
+        profile = fitted(layout)
+        self.registry, codec = CodecRegistry([profile]), PackedCodec(profile, 1e-2, 4)
+        self.metas = block_metas(self.ids[:PREFIX], layout)
+        self.blocks = capture_blocks(model, self.ids[:PREFIX], layout)
+        self.tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
+        self.tier.open()
+        for meta, bits in zip(self.metas, self.blocks, strict=True):
+            self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
+
+    def past(self, blocks: list[Any]) -> DynamicCache:
+        pages = Pages(model_layout(self.model, 16), len(blocks))
+        for position, bits in enumerate(blocks):
+            pages.write(position, bits)
+        past = DynamicCache(config=self.model.config)
+        pages.fill(past, len(blocks), self.model.device)
+        return past
+
+    def said(self, blocks: list[Any], selection: Selection | None = None) -> torch.Tensor:
+        past = self.past(blocks)
+        suffix = torch.tensor([self.ids[PREFIX:]])
+        with torch.inference_mode():
+            if selection is None:
+                return self.model(suffix, past_key_values=past).logits
+            with selection.active(self.model):
+                return self.model(suffix, past_key_values=past).logits
+
+    def load(self) -> SelectiveLoad:
+        load = SelectiveLoad(self.tier)
+        assert load.open(self.metas, self.registry) == PREFIX // 16
+        return load
+
+
+@pytest.fixture
+def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
+    return Prefix(tiny_model, prompt)
+
+
+@pytest.mark.parametrize("rest", list(Rest))
+def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
+    load = prefix.load()
+    selection = Selection(load, Importance(1.0, guard=None, rest=rest))
+    assert torch.equal(prefix.said(load.rough, selection), prefix.said(prefix.blocks))
+    assert selection.report().tokens_share == 1.0
+
+
+def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:
+    load = prefix.load()
+    selection = Selection(load, Importance(0.25, guard=None))
+    got = prefix.said(load.rough, selection)
+    exact, rough = prefix.said(prefix.blocks), prefix.said(load.rough)
+    assert (got - exact).abs().mean() < (rough - exact).abs().mean()
+    report = selection.report()
+    assert 0.25 <= report.tokens_share < 0.35 and not report.is_fallback
+
+
+def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
+    """Recency and single tokens: what is attended to is known without asking the selection."""
+    load = prefix.load()
+    settings = Importance(0.5, Recency(), None, Rest.DROP, by_chunks=False)
+    got = prefix.said(load.rough, Selection(load, settings))
+    past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
+    seen[:, 4 : PREFIX // 2] = 0
+    with torch.inference_mode():
+        prefix.model(torch.tensor([prefix.ids[:PREFIX]]), past_key_values=past)
+        places = torch.arange(PREFIX, len(prefix.ids))[None]
+        rest = torch.tensor([prefix.ids[PREFIX:]])
+        masked = prefix.model(rest, past_key_values=past, attention_mask=seen, position_ids=places).logits
+    assert torch.allclose(got, masked, atol=1e-4)
+
+
+class Never:
+    name = "never"
+
+    def score(self, finding: Any) -> float:
+        return 0.0
+
+    def limit(self, ratio: float) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("by_chunks", [True, False])
+def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool) -> None:
+    load = prefix.load()
+    selection = Selection(load, Importance(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
+    past, suffix = prefix.past(load.rough), torch.tensor([prefix.ids[PREFIX:]])
+    with torch.inference_mode(), selection.active(prefix.model):
+        prefix.model(suffix, past_key_values=past)
+        assert selection.is_refused
+        selection.fall_back(past)
+        got = prefix.model(suffix, past_key_values=past).logits
+    assert torch.equal(got, prefix.said(prefix.blocks))
+    assert selection.report().is_fallback and selection.report().tokens_share == 1.0
+
+
+def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
+    keys = np.concatenate([bits[:, 0] for bits in prefix.blocks], axis=1)
+    floats = keys.view(np.float32).transpose(0, 2, 1, 3)
+    load = prefix.load()
+    probed = Selection(load, Importance(0.25, AllHeads(), None), lambda layer: floats[layer])
+    prefix.said(load.rough, probed)
+    scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
+    load = prefix.load()
+    known = Selection(load, Importance(0.25, Known(scores), None))
+    prefix.said(load.rough, known)
+    assert known.report().tokens_share == probed.report().tokens_share
+
+
+def test_the_model_is_as_before_afterwards(prefix: Prefix) -> None:
+    usual = prefix.model.config._attn_implementation
+    load = prefix.load()
+    prefix.said(load.rough, Selection(load, Importance(0.25)))
+    assert prefix.model.config._attn_implementation == usual
+
+
+def test_kept_tokens_are_first_and_last_ones() -> None:
+    assert kept_tokens(3).tolist() == [0, 1, 2]
+    assert kept_tokens(100).tolist() == [0, 1, 2, 3, *range(68, 100)]
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.1])
+def test_ratios_out_of_range_are_refused(prefix: Prefix, ratio: float) -> None:
+    with pytest.raises(ValueError, match="importance"):
+        Selection(prefix.load(), Importance(ratio))
+
+
+@pytest.mark.parametrize("selector", [AllHeads(), FirstHeads(3), GroupHeads()])
+def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
+    heads = selector.heads(6, 2)
+    found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
+    assert np.allclose(found, selector.importance(Ask(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,88 @@
+"""Blocks packed anew while others read them, by processes that are killed: never a wrong byte, never a lost block."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tests.fetch.test_repack import read
+from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
+
+from kvtide.clock import SystemClock
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.tier import DiskTier
+
+ROOT = Path(__file__).parent.parent.parent
+SEED = 20251121
+KILLS = 4
+STORE_BYTES = 1 << 24
+
+# Packs blocks in orders by chance, one after the other, until it is killed.
+PACKER = """
+import sys
+import numpy as np
+from pathlib import Path
+from tests.fetch.test_selective import CODEC, LAYOUT, METAS
+from kvtide.clock import SystemClock
+from kvtide.importance import packing_orders
+from kvtide.tier import DiskTier
+from kvtide.wire import pack_object, parse_object
+tier = DiskTier(Path(sys.argv[1]), int(sys.argv[2]), SystemClock(), lambda key: False)
+tier.open()
+rng = np.random.default_rng(int(sys.argv[3]))
+buffer = memoryview(bytearray(1 << 20))
+print("ready", flush=True)
+while True:
+    for meta in METAS:
+        stored = parse_object(buffer[: tier.get_into(meta.id, buffer)], meta.id)
+        orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+        sections = CODEC.repack(meta, stored.sections(), orders)
+        assert tier.replace(meta.id, pack_object(meta, CODEC.codec_id, sections, CODEC.profile))
+"""
+
+
+def opened(store: Path) -> DiskTier:
+    tier = DiskTier(store, STORE_BYTES, SystemClock(), lambda key: False)
+    tier.open()
+    return tier
+
+
+def read_in_part(tier: DiskTier) -> int:
+    """Load some chunks of all blocks; return how many tokens came, all of them right."""
+    load = SelectiveLoad(tier)
+    blocks = load.open(METAS, REGISTRY)
+    if not blocks:
+        return 0
+    loaded = load.fetch(1, np.arange(0, blocks * load.chunks_per_block, 2))
+    whole = np.concatenate([bits[1] for bits in BITS], axis=1)
+    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    return len(loaded.tokens)
+
+
+def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path, fault_factor: int) -> None:
+    rng, source, store = random.Random(SEED), a_tier(), tmp_path / "store"
+    tier = opened(store)
+    for meta in METAS:
+        buffer = bytearray(1 << 20)
+        tier.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
+    tokens = 0
+    for kill in range(KILLS * fault_factor):
+        arguments = [sys.executable, "-c", PACKER, str(store), str(STORE_BYTES), str(kill)]
+        with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE) as packer:
+            assert packer.stdout is not None and packer.stdout.readline() == b"ready\n"
+            stop_s = time.monotonic() + rng.uniform(0, 0.3)
+            while time.monotonic() < stop_s:
+                tokens += read_in_part(tier)
+            assert packer.poll() is None, f"the packer failed, seed {SEED}"
+            packer.kill()
+        fresh = opened(store)
+        for meta, bits in zip(METAS, BITS, strict=True):
+            assert np.array_equal(read(fresh, meta), bits), f"kill {kill}, seed {SEED}"
+        fresh.check()
+        fresh.close()
+    assert tokens
+    tier.close()

@@ -1,0 +1,120 @@
+"""Learning from uses and packing anew: the same blocks, bounded writing, whatever happens meanwhile."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
+
+from kvtide.block import BlockMeta
+from kvtide.clock import ManualClock
+from kvtide.fetch.repack import REPACKS_MAX, Repacker, UseStore
+from kvtide.importance import record_id
+from kvtide.importance.probe import Floats
+from kvtide.index import RadixIndex, policy_named
+from kvtide.tier import DiskTier, MemoryTier
+from kvtide.wire import parse_object
+
+META = METAS[0]
+SHAPE = (META.layout.layers, META.layout.tokens)
+
+
+def every_eighth(offset: int) -> Floats:
+    importance = np.zeros(SHAPE, dtype=np.float32)
+    importance[:, offset::8] = 2
+    return importance
+
+
+def uses_of(tier: MemoryTier | DiskTier, writer: bytes = b"writer-1", times: int = 8) -> UseStore:
+    uses = UseStore(tier, writer, ManualClock())
+    for _ in range(times):
+        uses.note(META, every_eighth(3))
+    return uses
+
+
+def read(tier: MemoryTier | DiskTier, meta: BlockMeta) -> np.ndarray:
+    buffer = bytearray(1 << 20)
+    size = tier.get_into(meta.id, memoryview(buffer))
+    assert size
+    stored = parse_object(buffer[:size], meta.id)
+    codec = REGISTRY.get(stored.codec_id, stored.profile)
+    out = np.empty_like(BITS[0])
+    assert codec is not None
+    codec.decode(meta, stored.sections(), out)
+    return out
+
+
+def test_packed_anew_a_block_is_the_same_and_its_important_tokens_lie_together() -> None:
+    tier = a_tier()
+    report = Repacker(tier, REGISTRY, uses_of(tier)).run(METAS)
+    assert (report.replaced, report.failed) == (1, 0) and report.written_bytes
+    assert np.array_equal(read(tier, META), BITS[0])
+    assert not Repacker(tier, REGISTRY, uses_of(tier)).run(METAS).replaced  # It would gain nothing more.
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=12))
+@settings(max_examples=5, deadline=None)
+def test_a_block_is_written_anew_only_so_often_however_uses_change(offsets: list[int]) -> None:
+    tier = a_tier()
+    uses = UseStore(tier, b"writer-1", ManualClock())
+    replaced = 0
+    for offset in offsets:
+        for _ in range(16):
+            uses.note(META, every_eighth(offset))
+        replaced += Repacker(tier, REGISTRY, uses).run([META]).replaced
+    assert replaced <= REPACKS_MAX
+    assert np.array_equal(read(tier, META), BITS[0])
+
+
+def test_matching_does_not_see_it(tmp_path: Path) -> None:
+    """Neither the index in memory nor the one that a restart makes from the disk's records."""
+    source, disk = a_tier(), DiskTier(tmp_path, 1 << 26, ManualClock(), lambda key: False)
+    disk.open()
+    for meta in METAS:
+        buffer = bytearray(1 << 20)
+        disk.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
+    before = sorted(disk.records())
+    uses = uses_of(disk)
+    assert uses.save(META) and Repacker(disk, REGISTRY, uses).run(METAS).replaced == 1
+    disk.close()
+    again = DiskTier(tmp_path, 1 << 26, ManualClock(), lambda key: False)
+    again.open()
+    assert sorted(again.records()) == before
+    index = RadixIndex(ManualClock(), policy_named("lru"), 100)
+    index.restore(again.records(), 0)
+    assert len(index.match([meta.id.key for meta in METAS]).blocks) == 3
+    assert np.array_equal(read(again, META), BITS[0])
+    again.check()
+    again.close()
+
+
+def test_uses_of_several_processes_are_joined() -> None:
+    tier = a_tier()
+    first, second = uses_of(tier, b"writer-1", 2), uses_of(tier, b"writer-2", 3)
+    assert first.save(META) and second.save(META) and first.save(META)
+    assert UseStore(tier, b"writer-3", ManualClock()).known(META).uses() == 5
+
+
+def test_a_damaged_record_is_forgotten() -> None:
+    tier = a_tier()
+    tier.put_from(record_id(META.id), b"no record")
+    assert UseStore(tier, b"writer-1", ManualClock()).scores(META) is None
+    assert not tier.contains(record_id(META.id))
+
+
+def test_a_block_with_more_important_tokens_ranks_higher() -> None:
+    uses = uses_of(a_tier())
+    assert uses.important_tokens(META.id) > uses.important_tokens(METAS[1].id) == 1.0
+
+
+def test_a_damaged_object_is_left_alone() -> None:
+    tier = a_tier()
+    tier.replace(META.id, b"damaged")
+    assert Repacker(tier, REGISTRY, uses_of(tier)).run([META]).failed == 1
+
+
+def test_importance_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="importance"):
+        UseStore(a_tier(), b"writer-1", ManualClock()).note(META, np.zeros((1, 1), dtype=np.float32))

@@ -1,0 +1,108 @@
+"""Prefixes loaded in part: exact where asked, rough elsewhere, never wrong."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.codec.tide_profiles import LAYOUT, fitted
+
+from kvtide.block import BlockMeta
+from kvtide.clock import ManualClock
+from kvtide.codec import Codec, CodecRegistry, PackedCodec, RawCodec
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.importance import packing_orders
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.tier import MemoryTier
+from kvtide.types import BlockKey, ObjectId
+from kvtide.wire import pack_object
+
+REGISTRY = CodecRegistry([fitted(LAYOUT)])
+CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
+
+
+def chain(blocks: int) -> list[BlockMeta]:
+    metas = [block_meta(LAYOUT, i * LAYOUT.tokens, i + 1) for i in range(blocks)]
+    return [
+        BlockMeta(
+            ObjectId(metas[0].id.namespace, meta.id.key),
+            metas[i - 1].id.key if i else BlockKey(metas[0].id.namespace),
+            i * LAYOUT.tokens,
+            LAYOUT,
+        )
+        for i, meta in enumerate(metas)
+    ]
+
+
+METAS = chain(3)
+BITS = [smooth_bits(LAYOUT, 70 + i) for i in range(3)]
+
+
+def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
+    tier = MemoryTier(1 << 22, ManualClock(), lambda key: False)
+    tier.open()
+    rng = np.random.default_rng(seed)
+    for meta, bits in zip(METAS, BITS, strict=True):
+        sections = codec.encode(meta, bits)
+        if isinstance(codec, PackedCodec):
+            orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+            sections = codec.repack(meta, sections, orders)
+        tier.put_from(meta.id, pack_object(meta, codec.codec_id, sections, codec.profile))
+    return tier
+
+
+@given(st.integers(0, 100), st.integers(0, LAYOUT.layers - 1), st.data())
+@settings(max_examples=15, deadline=None)
+def test_chunks_are_exact_and_hold_the_tokens_that_were_asked_for(seed: int, layer: int, data: st.DataObject) -> None:
+    load = SelectiveLoad(a_tier(seed))
+    assert load.open(METAS, REGISTRY) == 3
+    tokens = np.array(sorted(data.draw(st.sets(st.integers(0, 3 * LAYOUT.tokens - 1), max_size=9))), dtype=np.int64)
+    loaded = load.fetch(layer, load.chunks_with(layer, tokens))
+    assert set(tokens.tolist()) <= set(loaded.tokens.tolist())
+    whole = np.concatenate([bits[layer] for bits in BITS], axis=1)
+    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+
+
+def test_only_what_is_asked_for_is_read() -> None:
+    load = SelectiveLoad(a_tier())
+    load.open(METAS, REGISTRY)
+    before = load.read_bytes
+    loaded = load.fetch(0, np.array([0, 5]))
+    assert load.read_bytes - before == loaded.bits.nbytes
+
+
+def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
+    tier = a_tier(1)
+    load = SelectiveLoad(tier)
+    load.open(METAS, REGISTRY)
+    other = bytearray(1 << 20)
+    size = a_tier(2).get_into(METAS[1].id, memoryview(other))
+    assert size and tier.replace(METAS[1].id, other[:size])
+    loaded = load.fetch(0, np.arange(3 * load.chunks_per_block))
+    whole = np.concatenate([bits[0] for bits in BITS], axis=1)
+    assert load.damaged_chunks and len(loaded.tokens) < whole.shape[1]
+    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+
+
+def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
+    tier = a_tier()
+    tier.delete(METAS[2].id, "test")
+    assert SelectiveLoad(tier).open(METAS, REGISTRY) == 2
+    assert SelectiveLoad(a_tier(codec=RawCodec())).open(METAS, REGISTRY) == 0
+    assert SelectiveLoad(a_tier()).open(METAS, CodecRegistry([])) == 0
+    damaged = bytearray(1 << 20)
+    size = tier.get_into(METAS[0].id, memoryview(damaged)) or 0
+    damaged[40 * 48] ^= 1
+    tier.replace(METAS[0].id, damaged[:size])
+    assert SelectiveLoad(tier).open(METAS, REGISTRY) == 0
+
+
+def test_what_is_loaded_ahead_is_handed_out_once_with_the_rest() -> None:
+    load = SelectiveLoad(a_tier())
+    assert load.open(METAS, REGISTRY, tokens_ahead=5) == 3
+    ahead = load.ahead_chunks()
+    assert ahead.tolist() == [0, 4, 8]
+    for layer in range(LAYOUT.layers):
+        loaded = load.fetch(layer, np.array([0, 2]))
+        whole = np.concatenate([bits[layer] for bits in BITS], axis=1)
+        assert len(loaded.tokens) == len(set(loaded.tokens.tolist())) == 16
+        assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    load.close()

@@ -1,0 +1,22 @@
+"""Kernels for tests: the twin everywhere, a GPU's own where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.gpu.twin import TwinKernels, compile_twin
+
+from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels
+
+has_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="session", params=["twin", pytest.param("cuda", marks=[pytest.mark.gpu, has_device])])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    if request.param == "twin":
+        yield TwinKernels(compile_twin(tmp_path_factory.mktemp("twin")))
+        return
+    with CudaKernels(torch.device("cuda"), Budget(264)) as found:
+        yield found

@@ -1,0 +1,55 @@
+"""Pages out and in again through gathered pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.gpu.twin import needs_compiler
+
+from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.gpu.swap import KernelSwapper
+
+pytestmark = needs_compiler
+
+
+def engine_layers(device: torch.device) -> list[torch.Tensor]:
+    """Pages of 4,112 bytes: two of a warp's pieces and a rest."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(-128, 128, (9, 4112), dtype=torch.int8, generator=generator).to(device) for _ in range(3)]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 30_000, 1 << 20])
+def test_pages_come_back_as_they_went(kernels: Kernels, piece_bytes: int) -> None:
+    layers = engine_layers(kernels.device)
+    before = [layer.clone() for layer in layers]
+    with KernelSwapper(kernels, layers, slots=12, piece_bytes=piece_bytes) as swapper:
+        swapper.swap_out([8, 1, 2, 4, 5], [0, 3, 4, 11, 10]).wait()
+        for layer in layers:
+            layer.zero_()
+        swapper.swap_in([4, 3, 0], [2, 1, 8]).wait()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[[1, 2, 8]], old[[1, 2, 8]])
+        assert not layer[[0, 3, 4, 5, 6, 7]].any()
+
+
+def test_swapping_nothing_is_done_at_once(kernels: Kernels) -> None:
+    with KernelSwapper(kernels, engine_layers(kernels.device), slots=1) as swapper:
+        swapper.swap_out([], []).wait()
+        swapper.swap_in([], []).wait()
+
+
+def test_bad_input_is_refused(kernels: Kernels) -> None:
+    layers = engine_layers(kernels.device)
+    with pytest.raises(ValueError, match="int8"):
+        KernelSwapper(kernels, [torch.zeros((2, 16))], slots=1)
+    with pytest.raises(ValueError, match="whole 16 bytes"):
+        KernelSwapper(kernels, [layer[:, :100].contiguous() for layer in layers], slots=1)
+    with pytest.raises(ValueError, match="positive"):
+        KernelSwapper(kernels, layers, slots=0)
+    with KernelSwapper(kernels, layers, slots=2) as swapper:
+        with pytest.raises(ValueError, match="every page needs a slot"):
+            swapper.swap_out([0, 1], [0])
+        with pytest.raises(ValueError, match="pages below 9"):
+            swapper.swap_out([9], [0])
+        with pytest.raises(ValueError, match="slots below 2"):
+            swapper.swap_in([2], [0])

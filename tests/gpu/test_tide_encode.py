@@ -1,0 +1,128 @@
+"""Tide encoded by the kernels against the processor's codec: the same objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.codec.tide_profiles import fitted
+from tests.gpu.twin import needs_compiler
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.codec import TideCodec
+from kvtide.codec.tide.model import TideModel
+from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.gpu.targets import block_target, page_target
+from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
+from kvtide.engines.gpu.tide_model import DeviceModel
+from kvtide.engines.paged.device import DevicePages
+from kvtide.errors import UnencodableBlock
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.types import Section
+
+pytestmark = needs_compiler
+QUICK = settings(
+    max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+
+
+def on_device(bits: BlockBits, device: torch.device) -> torch.Tensor:
+    signed: Any = bits.view(f"<i{bits.itemsize}")
+    return torch.from_numpy(signed.copy()).to(device)
+
+
+def encoded(
+    kernels: Kernels, codec: TideCodec, cost: str, meta: BlockMeta, bits: BlockBits
+) -> list[Section] | UnencodableBlock:
+    block = on_device(bits, kernels.device)
+    source = block_target(block, meta.layout)
+    model = DeviceModel(kernels, TideModel(fitted(meta.layout, cost, 1)))
+    (found,) = DeviceTideEncoder(model, source, codec.steps).encode([PagedBlock(meta, source.token_starts([0]))])
+    return found
+
+
+@given(
+    tokens=st.integers(24, 140),
+    heads=st.integers(1, 3),
+    head_dim=st.integers(4, 12),
+    dtype=st.sampled_from(KVDtype),
+    cost=st.sampled_from(["light", "layer", "deep"]),
+    refinements=st.integers(0, 3),
+    quality=st.sampled_from([1e-3, 8e-2]),
+    position=st.integers(0, 1),
+    seed=st.integers(0, 999),
+)
+@QUICK
+def test_objects_are_those_of_the_processor(
+    kernels: Kernels,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    dtype: KVDtype,
+    cost: str,
+    refinements: int,
+    quality: float,
+    position: int,
+    seed: int,
+) -> None:
+    layout = BlockLayout(5 if cost == "deep" else 2, tokens, heads, head_dim, dtype)
+    codec = TideCodec(fitted(layout, cost, 1), quality, refinements)
+    meta, bits = block_meta(layout, seed, position), smooth_bits(layout, seed)
+    found = encoded(kernels, codec, cost, meta, bits)
+    try:
+        assert found == codec.encode(meta, bits)
+    except UnencodableBlock:
+        assert isinstance(found, UnencodableBlock)
+
+
+def test_loud_tokens_stand_apart_as_on_the_processor(kernels: Kernels) -> None:
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+    meta, bits = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 5)
+    bits[2, 1, 7, 1, 3] = 0x6000  # 2^65
+    bits[0, 0, 9] = 0x4480  # 1024
+    assert encoded(kernels, codec, "layer", meta, bits) == codec.encode(meta, bits)
+
+
+def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1)
+    storage = torch.zeros((LAYOUT.layers, 9, 2, 8, 16), dtype=torch.int16, device=kernels.device)
+    pool = DevicePages([layer.view(torch.bfloat16) for layer in storage], LAYOUT)
+    source = page_target(list(storage), LAYOUT)
+    metas = [block_meta(LAYOUT, 2, position) for position in range(2)]
+    blocks = [smooth_bits(LAYOUT, 20 + i) for i in range(2)]
+    orders = [[8, 1, 0, 5], [2, 3, 7, 4]]
+    for bits, order in zip(blocks, orders, strict=True):
+        for layer in range(LAYOUT.layers):
+            pool.scatter(layer, bits, order, 0)
+    model = DeviceModel(kernels, TideModel(fitted(LAYOUT, "layer", 1)))
+    paged = [PagedBlock(meta, source.token_starts(order)) for meta, order in zip(metas, orders, strict=True)]
+    found = DeviceTideEncoder(model, source, codec.steps).encode(paged)
+    assert found == [codec.encode(meta, bits) for meta, bits in zip(metas, blocks, strict=True)]
+
+
+def test_values_that_are_not_finite_are_refused(kernels: Kernels) -> None:
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1)
+    bits = smooth_bits(LAYOUT, 5)
+    bits[1, 0, 3, 1, 2] = 0x7F80
+    found = encoded(kernels, codec, "layer", block_meta(LAYOUT), bits)
+    assert isinstance(found, UnencodableBlock)
+    assert "not finite" in str(found)
+
+
+def test_bad_input_is_refused(kernels: Kernels) -> None:
+    block = on_device(smooth_bits(LAYOUT, 1), kernels.device)
+    source = block_target(block, LAYOUT)
+    model = DeviceModel(kernels, TideModel(fitted(LAYOUT, "layer", 1)))
+    steps = TideCodec(fitted(LAYOUT, "layer", 1)).steps
+    encoder = DeviceTideEncoder(model, source, steps)
+    assert encoder.encode([]) == []
+    with pytest.raises(ValueError, match="a place for each"):
+        encoder.encode([PagedBlock(block_meta(LAYOUT), np.full(32, -1))])
+    other = DeviceModel(kernels, TideModel(fitted(BlockLayout(2, 32, 2, 8, KVDtype.BFLOAT16), "layer", 1)))
+    with pytest.raises(ValueError, match="profile"):
+        DeviceTideEncoder(other, source, steps)

@@ -1,0 +1,79 @@
+"""The kernels on this processor: their source, compiled as plain C++ over `emulation.hpp`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtide.engines.gpu.program import COMPILE_OPTIONS
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src/kvtide/engines/gpu/kernels"
+
+# Set by tools/gpu.py, which preloads the sanitizers' libraries; fibers have stacks that they know nothing of.
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "--param", "asan-stack=0")
+FLAGS = SANITIZED if os.environ.get("KVTIDE_TWIN_SANITIZED") else ("-O1",)
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def compile_twin(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
+    """Return the library, made in `folder`."""
+    assert "--fmad=false" in COMPILE_OPTIONS
+    target = folder / "twin.so"
+    base = [
+        "g++",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+    ]
+    subprocess.run([*base, *flags, f"-I{SOURCES}", str(HERE / "twin.cpp"), "-o", str(target)], check=True)
+    return target
+
+
+class TwinKernels:
+    """`Kernels` that run at once, in this machine's memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, library: Path, blocks: int = 3, seed: int = 1) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._blocks = blocks
+        self._seed = seed
+        self.launches = 0
+
+    def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
+        if blocks < 1:
+            return
+        fields = struct.pack(f"<{len(args)}Q", *(field % (1 << 64) for field in args))
+        self.launches += 1
+        seed = self._seed * 1000 + self.launches
+        grid = min(blocks, self._blocks)
+        sys.stdout.flush()
+        failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
+        assert not failed, f"{name}: {['', 'no such kernel', 'arguments of another size'][failed]}"
+
+    def queue(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def follow(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

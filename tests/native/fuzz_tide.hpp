@@ -1,0 +1,138 @@
+// Random blocks and lists through every path of the tide kernels, which must agree to the bit. Lists hold any items, as a
+// mutated stream may decode to; sizes and indices are right, since the binding checks these. Every buffer ends where the binding
+// says that it may.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "tide.hpp"
+
+namespace fuzz_tide {
+
+using kvtide::TidePath;
+using Rng = std::mt19937_64;
+
+template <class Number>
+std::vector<Number> random_numbers(Rng& rng, std::size_t count, int low, int high) {
+  std::vector<Number> found(count);
+  for (auto& each : found) each = static_cast<Number>(low + static_cast<int>(rng() % static_cast<unsigned>(high - low + 1)));
+  found.shrink_to_fit();
+  return found;
+}
+
+template <class Number>
+std::vector<Number> shuffled(Rng& rng, std::size_t count) {
+  std::vector<Number> found(count);
+  for (std::size_t i = 0; i < count; ++i) found[i] = static_cast<Number>(i);
+  std::shuffle(found.begin(), found.end(), rng);
+  return found;
+}
+
+// Runs `work` on every path and compares what it returns.
+template <class Work>
+void on_all_paths(Work work) {
+  const auto expected = work(kvtide::tide_paths().back());
+  for (const TidePath& path : kvtide::tide_paths()) {
+    if (!path.is_supported() || work(path) == expected) continue;
+    std::fprintf(stderr, "%s differs\n", path.name);
+    std::abort();
+  }
+}
+
+inline void lists(Rng& rng) {
+  const std::size_t rows = 1 + rng() % 6, tokens = 1 + rng() % 300, tables = 3 + rng() % 9;
+  const auto mode = static_cast<kvtide::TideMode>(rng() % 3);
+  const auto values = random_numbers<std::int16_t>(rng, rows * tokens, rng() % 2 ? -2 : -32768, rng() % 2 ? 2 : 32767);
+  const auto after = random_numbers<std::int16_t>(rng, rows * tokens, -6, 6);
+  const auto which = shuffled<std::uint32_t>(rng, rows);
+  const auto of_parts = random_numbers<std::uint16_t>(rng, rows * 4, 0, static_cast<int>(tables - 3));
+  std::vector<std::int64_t> counts(tables), starts(tables), stops(tables);
+  auto counted = values;
+  kvtide::tide_paths().back().count({counted, which, of_parts, tokens, mode}, counts);
+  std::int64_t end = 0;
+  for (std::size_t i = 0; i < tables; ++i) {
+    starts[i] = end;
+    // Now and then a list is too short, or too long.
+    stops[i] = end += rng() % 16 ? counts[i] : counts[i] / 2 + static_cast<std::int64_t>(rng() % 9);
+  }
+  const auto size = static_cast<std::size_t>(end);
+  const auto items = random_numbers<std::int16_t>(rng, size + kvtide::tide_slack, -32768, 32767);
+  on_all_paths([&](const TidePath& path) {
+    auto taken = values;
+    auto cursors = starts;
+    const bool fits = path.take({taken, which, of_parts, tokens, mode}, {std::span(items).first(size), cursors, stops});
+    auto put = std::vector<std::int16_t>(size);
+    auto written = after;
+    cursors = starts;
+    const bool has_put = path.put({written, which, of_parts, tokens, mode}, values, {put, cursors, stops});
+    return std::tuple(fits, fits ? taken : values, has_put, has_put ? put : values);
+  });
+}
+
+inline std::vector<std::int16_t> panels_of(Rng& rng, std::size_t rows, std::size_t columns) {
+  const auto matrix = random_numbers<std::int16_t>(rng, rows * columns, -900, 900);
+  std::vector<std::int16_t> panels(kvtide::tide_panels(columns) * kvtide::tide_pairs(rows) * 2 * kvtide::tide_panel_columns);
+  kvtide::tide_pack(matrix, rows, columns, panels);
+  return panels;
+}
+
+inline void blocks(Rng& rng) {
+  const auto type = static_cast<kvtide::ElementType>(1 + rng() % 3);
+  const kvtide::TideShape shape = {1 + rng() % 2, 1 + rng() % 140, 1 + rng() % 3, 1 + rng() % 40, type};
+  const std::size_t values = shape.values(), used = 1 + rng() % values, pairs = rng() % (shape.head_dim / 2 + 1);
+  const bool has_matrix = rng() % 2;
+  const auto angles = random_numbers<float>(rng, 2 * shape.tokens * pairs, -1, 1);
+  const auto kinds = random_numbers<std::uint8_t>(rng, shape.layers, 0, 1);
+  const kvtide::TideTurns turns = {angles, angles, kinds, 0, pairs, rng() % 2 == 0};
+  const auto mean = random_numbers<float>(rng, values, -3, 3), scale = random_numbers<float>(rng, values, 1, 4000);
+  const auto order = shuffled<std::uint16_t>(rng, values), places = shuffled<std::uint16_t>(rng, shape.tokens);
+  const std::size_t apart_count = rng() % std::min<std::size_t>(shape.tokens + 1, 4);
+  const auto scales = random_numbers<std::uint16_t>(rng, shape.streams() * apart_count * shape.heads, 0, 0x7f7f);
+  const auto bytes = random_numbers<std::int8_t>(rng, shape.streams() * apart_count * shape.channels(), -128, 127);
+  const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
+  const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
+  const auto pulls = random_numbers<std::int8_t>(rng, 12, -128, 127);
+  const auto to_values = has_matrix ? panels_of(rng, used, values) : std::vector<std::int16_t>();
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
+    const std::span<const std::uint16_t> no_matrix = has_matrix ? std::span<const std::uint16_t>() : std::span(order);
+    path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix,
+                  {std::span(places).first(apart_count), scales, bytes}, turns, bits});
+    return bits;
+  });
+
+  auto bits = random_numbers<std::uint8_t>(rng, shape.streams() * shape.tokens * shape.row_bytes(), 0, 255);
+  // Without this most blocks have a value that is not finite, and end there.
+  for (std::size_t i = shape.type == kvtide::ElementType::float32 ? 3 : 1; i < bits.size() && rng() % 64; i += shape.row_bytes() / shape.channels()) bits[i] &= 0x43;
+  const auto to_columns = has_matrix ? panels_of(rng, values, used) : std::vector<std::int16_t>();
+  const auto is_coded = has_matrix ? std::vector<std::uint8_t>() : random_numbers<std::uint8_t>(rng, values, 0, 1);
+  const std::size_t columns = has_matrix ? used : values;
+  const auto rows = shuffled<std::uint16_t>(rng, columns);
+  const auto weights = random_numbers<float>(rng, columns, 0, 3);
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::int16_t> steps(shape.tokens * columns), sorted(used * shape.tokens), thirds(steps.size());
+    std::vector<std::uint8_t> apart(shape.tokens), symbols(steps.size());
+    std::vector<float> loud(shape.tokens);
+    const bool is_finite =
+        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, is_coded, apart, steps});
+    if (is_finite) {
+      path.arrange({steps, columns, places, rows, sorted, used});
+      path.third(steps, thirds);
+      path.symbols(steps, steps.size() / 2, symbols);
+      path.loudness(steps, weights, loud);
+    }
+    return std::tuple(is_finite, is_finite ? steps : sorted, sorted, thirds, symbols, loud, is_finite ? apart : symbols);
+  });
+}
+
+inline void run(Rng& rng) {
+  lists(rng);
+  blocks(rng);
+}
+
+}  // namespace fuzz_tide

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtide.clock import SystemClock
+from kvtide.decisions import (
+    DECISIONS_TEXT_MAX,
+    Choice,
+    Decided,
+    DecisionCounter,
+    Why,
+    decisions_text,
+    parse_decisions,
+)
+from kvtide.stream.plan import Way
+from kvtide.tier import DiskTier
+from kvtide.tier.journal import RemovalJournal
+
+COUNTS = {Decided(Choice.LOAD, Why.IN_TIME): 12, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
+
+
+def test_counts_survive_their_text() -> None:
+    assert decisions_text(COUNTS) == "load:in_time=12,recompute:link_slower=3"
+    assert parse_decisions(decisions_text(COUNTS)) == COUNTS
+    every = {Decided(choice, why): 10**12 for choice in Choice for why in Why}
+    assert parse_decisions(decisions_text(every)) == dict.fromkeys(every, 10**9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "load",
+        "load:in_time",
+        "load:in_time=0",
+        "load:in_time=-1",
+        "load:in_time=1e3",
+        "load:in_time=\u0663",
+        "load:in_time=1,",
+        "load:in_time=99999999999",
+        "load:in_time=1," * 99,
+        "load:why=1",
+        "a:in_time=1",
+    ],
+)
+def test_text_that_is_no_counts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"decisions take|expected choice|is not a valid"):
+        parse_decisions(text)
+
+
+def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
+    every = {Decided(choice, why): 10**9 for choice in Choice for why in Why}
+    assert len(decisions_text(every)) <= DECISIONS_TEXT_MAX
+    assert len({Why.of(way) for way in Way}) == len(Way)
+    assert all(why.meaning for why in Why)
+
+
+def test_counter_tells_each_block_once() -> None:
+    counter, told = DecisionCounter(), []
+    counter.add(Choice.LOAD, Why.IN_TIME, 12)
+    counter.tell(told.append)
+    counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3)
+    counter.add(Choice.ABANDONED, Why.DEADLINE, 0)
+    counter.tell(told.append)
+    counter.tell(told.append)
+    assert told == [{kind: count} for kind, count in COUNTS.items()]
+    assert counter.counts() == COUNTS
+    with pytest.raises(ValueError, match="0 blocks or more"):
+        counter.add(Choice.LOAD, Why.IN_TIME, -1)
+
+
+def test_store_remembers_what_several_processes_decided(tmp_path: Path) -> None:
+    for _ in range(2):
+        tier = DiskTier(tmp_path, 1 << 20, SystemClock(), lambda key: False)
+        tier.open()
+        tier.note_decisions(COUNTS)
+        tier.note_decisions({})
+        assert tier.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] % 12 == 0
+        tier.close()
+    assert tier.decisions() == {kind: 2 * count for kind, count in COUNTS.items()}
+
+
+def test_journal_passes_over_what_is_no_count_and_stays_bounded(tmp_path: Path) -> None:
+    journal = RemovalJournal(tmp_path / "removed.log", 2048)
+    (tmp_path / "removed.log").write_text("1 decided load:in_time=x\n2 decided\n3 decided load:in_time=4\n")
+    assert journal.decisions() == {Decided(Choice.LOAD, Why.IN_TIME): 4}
+    for _ in range(100):
+        journal.note_decisions(COUNTS, 5.0)
+    assert (tmp_path / "removed.log").stat().st_size <= 2048
+    assert journal.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] >= 12

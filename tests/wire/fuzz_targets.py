@@ -1,0 +1,84 @@
+"""What strangers can make us parse, as functions that any fuzzer drives: they return, or raise what is a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvtide.errors import CorruptPayload, RequestRefused
+from kvtide.wire import object as wire
+from kvtide.wire.http import HEAD_END, parse_request_head
+from kvtide.wire.protocol import (
+    DEADLINE_HEADER,
+    DEADLINE_MS_MAX,
+    STALENESS_HEADER,
+    deadline_ms,
+    etag,
+    is_tag_matched,
+    parse_look_ups,
+    parse_range,
+    parse_target,
+    staleness_s,
+    urgency,
+)
+
+__all__ = ["TARGETS", "seeds"]
+
+_OBJECT_BYTES = 1000
+_GOLDEN = Path(__file__).parent.parent / "golden" / "object-1.kvt"
+_ID = b"/v1/" + b"a1" * 32
+_REQUESTS = (
+    b'GET %b/%b HTTP/1.1\r\nHost: x\r\nRange: bytes=5-9\r\nIf-None-Match: W/"a", *\r\nPriority: u=1, i\r\n\r\n'
+    % (_ID, b"b2" * 32),
+    b"GET %b?after=%b&limit=10 HTTP/1.1\r\nHost: x\r\nRange: bytes=-7\r\n\r\n" % (_ID, b"c3" * 32),
+    b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n%b: 30\r\n%b: 1.5\r\n\r\n"
+    % (DEADLINE_HEADER.encode(), STALENESS_HEADER.encode()),
+    b'POST %b/exists HTTP/1.0\r\nConnection: close\r\n\r\n{"keys": ["%b"]}' % (_ID, b"d4" * 32),
+)
+
+
+def fuzz_request(data: bytes) -> None:
+    """Parse a request as the server does: its head, then everything that its target, headers and body say."""
+    end = data.find(HEAD_END) + len(HEAD_END)
+    with suppress(RequestRefused):
+        parse_look_ups(data[end:])
+    try:
+        head = parse_request_head(data[:end])
+    except RequestRefused as error:
+        assert 400 <= error.status < 600
+        return
+    with suppress(RequestRefused):
+        parse_target(head.target)
+    with suppress(RequestRefused):
+        start, stop = parse_range(head.headers.get("range", ""), _OBJECT_BYTES)
+        assert 0 <= start < stop <= _OBJECT_BYTES
+    with suppress(RequestRefused):
+        assert 1 <= (deadline_ms(head.headers) or 1) <= DEADLINE_MS_MAX
+    with suppress(RequestRefused):
+        assert (staleness_s(head.headers) or 0.0) >= 0
+    assert 0 <= urgency(head.headers) <= 7
+    assert head.content_length is None or head.content_length >= 0
+    is_tag_matched(head.headers.get("if-none-match", ""), etag(bytes(16)))
+
+
+def fuzz_object(data: bytes) -> None:
+    """Parse an object, as it is and with its header's checksum made right, which no fuzzer guesses."""
+    sealed = bytearray(data)
+    if len(data) >= wire.HEADER_BYTES:
+        sealed[240:256] = wire._header_checksum(memoryview(sealed), int.from_bytes(data[12:16], "little"))
+    for each in (data, sealed):
+        try:
+            stored = wire.parse_object(each)
+            assert stored.entries[-1].offset + stored.entries[-1].size == len(each)
+            stored.sections()
+        except CorruptPayload:
+            continue
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {"request": fuzz_request, "object": fuzz_object}
+
+
+def seeds(name: str) -> list[bytes]:
+    """Return good inputs of a target, to begin with."""
+    return list(_REQUESTS) if name == "request" else [_GOLDEN.read_bytes()]

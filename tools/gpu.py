@@ -1,0 +1,183 @@
+"""Builds, checks and times the GPU kernels in one call of some minutes, and writes one JSON object.
+
+Usage: gpu.py [--out FILE] [--dry-run] [--sanitized]
+
+Without a GPU, or with --dry-run, it does all but the timing, on the kernels' twin: times are null then, and
+`is_measured` is false.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tests.gpu.twin import TwinKernels, compile_twin  # noqa: E402
+
+from gpu_cases import DRY, FULL, copy_case, is_real, overlap_case, rans_case, ratio, swap_case, tide_case  # noqa: E402
+from gpu_peers import lmcache_case, nvcomp_case  # noqa: E402
+from kvtide.cli.report import envelope  # noqa: E402
+from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E402
+from kvtide.engines.gpu.program import compile_kernels  # noqa: E402
+
+PROFILES = ("tide-light", "tide-layer", "tide-deep")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZER_S_MAX = 50
+
+
+def build() -> dict[str, Any]:
+    """Compile for Hopper; count what a symbol takes where a disassembler is there."""
+    started = time.perf_counter()
+    code = compile_kernels("sm_90")
+    found: dict[str, Any] = {"compile_s": time.perf_counter() - started, "cubin_bytes": len(code)}
+    disassembler = shutil.which("nvdisasm")
+    if disassembler is None:
+        return found
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    kernels = re.split(r"^\.text\.", text, flags=re.M)[1:]
+    found["instructions"] = {
+        part.split(":")[0]: len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", part, re.M)) for part in kernels
+    }
+    return found
+
+
+def run_tests(which: str = "", environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run tests/gpu: the twin's, and the device's where there is one."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", which]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    return {"status": done.returncode, "summary": done.stdout.strip().splitlines()[-1:], "log": done.stdout[-2000:]}
+
+
+def sanitize() -> dict[str, Any]:
+    """Run the device's tests under compute-sanitizer."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        return {"reason": "no compute-sanitizer"}
+    found = {}
+    for tool in TOOLS:
+        command = [
+            program,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            "--target-processes",
+            "all",
+            sys.executable,
+            __file__,
+        ]
+        try:
+            done = subprocess.run(
+                [*command, "--sanitized"], capture_output=True, text=True, check=False, timeout=SANITIZER_S_MAX
+            )
+            found[tool] = {"status": done.returncode, "log": done.stdout[-1500:]}
+        except subprocess.TimeoutExpired:
+            found[tool] = {"status": None, "log": f"not done after {SANITIZER_S_MAX} s"}
+    return found
+
+
+def sanitize_twin() -> dict[str, Any]:
+    """Run the twin's tests under the compiler's sanitizers: arrays are the allocator's, so it knows where they end."""
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    options = "detect_leaks=0:detect_stack_use_after_return=0"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": ":".join(libraries),
+        "ASAN_OPTIONS": options,
+        "KVTIDE_TWIN_SANITIZED": "1",
+    }
+    # The compiler that the tests start would be preloaded too, and leaks.
+    return run_tests("not program and not cuda", environment)
+
+
+def timed(name: str, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run one case; what it raises becomes its result, so that the others still run."""
+    started = time.perf_counter()
+    try:
+        found = case()
+    except Exception as error:  # noqa: BLE001
+        found = {"failed": f"{type(error).__name__}: {error}"[:1000]}
+    took = time.perf_counter() - started
+    print(f"{name}: {took:.1f} s {found if 'log' not in found else found.get('summary')}", file=sys.stderr, flush=True)
+    return found
+
+
+def cases(kernels: Kernels) -> dict[str, Any]:
+    """Time everything on a device."""
+    size = FULL if is_real(kernels) else DRY
+    found = {
+        "copy": timed("copy", lambda: copy_case(kernels, size)),
+        "rans": timed("rans", lambda: rans_case(kernels, size)),
+    }
+    moved = found["rans"].get("decode_fp16_tb_s")
+    copied = found["copy"].get("memcpy_gb_s")
+    # A copy reads as much as it writes; decoding writes fp16 and reads a sixth of that.
+    found["rans"]["decode_of_memcpy"] = ratio(moved, copied and copied / 2e3)
+    for kind in PROFILES:
+        found[kind] = timed(kind, lambda kind=kind: tide_case(kernels, size, kind))
+    found["swap"] = timed("swap", lambda: swap_case(kernels, size))
+    found["overlap"] = timed("overlap", lambda: overlap_case(kernels, size))
+    for name, peer in (("nvcomp", nvcomp_case), ("lmcache", lmcache_case)):
+        found[name] = timed(name, lambda peer=peer: peer(kernels, size))
+    return found
+
+
+def device_name() -> str:
+    """Return what the figures are of."""
+    name = torch.cuda.get_device_name()
+    return f"{name}, driver and runtime of CUDA {torch.version.cuda}, torch {torch.__version__}"
+
+
+def main() -> int:
+    """Do it all; the exit status says whether everything that could run did."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="where the JSON goes besides stdout")
+    parser.add_argument("--dry-run", action="store_true", help="leave out the timing although there is a GPU")
+    parser.add_argument(
+        "--sanitized", action="store_true", help="only the device's tests, as compute-sanitizer runs them"
+    )
+    options = parser.parse_args()
+    if options.sanitized:
+        return int(run_tests("cuda and not processor")["status"])
+    has_device = torch.cuda.is_available() and not options.dry_run
+    result: dict[str, Any] = {**envelope(), "is_measured": has_device, "device": device_name() if has_device else None}
+    result["build"] = timed("build", build)
+    result["tests"] = timed("tests", run_tests)
+    if has_device:
+        result["sanitizer"] = timed("sanitizer", sanitize)
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        with CudaKernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
+            result["cases"] = cases(kernels)
+    else:
+        result["sanitizer"] = timed("sanitizer", sanitize_twin)
+        with tempfile.TemporaryDirectory() as folder:
+            result["cases"] = cases(TwinKernels(compile_twin(Path(folder))))
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    has_failed = any("failed" in case for case in (result["build"], *result["cases"].values()))
+    return int(has_failed or result["tests"].get("status") != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

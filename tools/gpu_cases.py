@@ -1,0 +1,313 @@
+"""What tools/gpu.py times, on a GPU or, at small sizes and without times, on the kernels' twin."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tests.gpu.twin import TwinKernels
+
+from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.codec import TideCodec
+from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
+from kvtide.codec.tide.model import TideModel
+from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.gpu.rans import DeviceRans
+from kvtide.engines.gpu.swap import KernelSwapper
+from kvtide.engines.gpu.targets import page_target
+from kvtide.engines.gpu.tide import DeviceTide
+from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
+from kvtide.engines.gpu.tide_model import DeviceModel
+from kvtide.engines.profiles import shipped_profiles
+from kvtide.testing.strategies import block_meta
+
+REPEATS, WARM_UPS = 9, 2
+GIB = 1 << 30
+# As `kvtide bench codec-speed` has them.
+TABLES, RUN_SYMBOLS, STREAM_SYMBOLS = 128, 256, 1 << 16
+
+
+class Size(NamedTuple):
+    """How much is timed: data several times the device's L2, or as little as shows that it works."""
+
+    streams: int
+    blocks: int
+    swap_bytes: int
+    matrix: int
+
+
+FULL = Size(streams=16_384, blocks=192, swap_bytes=GIB, matrix=8192)
+DRY = Size(streams=4, blocks=2, swap_bytes=1 << 16, matrix=64)
+
+
+def is_real(kernels: Kernels) -> bool:
+    """Tell whether these run on a GPU."""
+    return not isinstance(kernels, TwinKernels)
+
+
+def seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+    """Return the median time of `work` on the kernels' stream; in a dry run do it once and return None."""
+    if not is_real(kernels):
+        work()
+        return None
+    times = []
+    for repeat in range(WARM_UPS + REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with kernels.queue():
+            start.record()
+        work()
+        with kernels.queue():
+            stop.record()
+        kernels.finish()
+        if repeat >= WARM_UPS:
+            times.append(start.elapsed_time(stop) / 1e3)
+    return median(times)
+
+
+def rate(amount: float, took_s: float | None, unit: float) -> float | None:
+    """Return so many units a second, None if it was not timed."""
+    return None if took_s is None else amount / took_s / unit
+
+
+def ratio(value: float | None, whole: float | None) -> float | None:
+    """Return the quotient of two figures, None if one is."""
+    return None if value is None or whole is None else value / whole
+
+
+def copy_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """A copy inside the device, of as much as decoding writes."""
+    count = 2 * size.streams * STREAM_SYMBOLS if is_real(kernels) else 1024
+    with kernels.queue():
+        source = torch.randint(-128, 128, (count,), dtype=torch.int8, device=kernels.device)
+        target = torch.empty_like(source)
+
+    def copy() -> None:
+        with kernels.queue():
+            target.copy_(source)
+
+    took = seconds(kernels, copy)
+    return {"memcpy_gb_s": rate(2 * count, took, 1e9), "memcpy_bytes": count}
+
+
+def rans_data(count: int) -> tuple[RansTables, Runs, np.ndarray]:
+    """Symbols of 128 tables of many spreads, about 2.6 bits each, a table for 256 symbols."""
+    rng = np.random.default_rng(5)
+    spreads = np.geomspace(0.5, 4.0, TABLES)
+    counts = 1 + 1e5 * np.exp(-np.abs(np.arange(32) - 15) / spreads[:, None])
+    tables = RansCoder().build(counts.astype(np.uint64))
+    run_tables = rng.integers(0, TABLES, (count, STREAM_SYMBOLS // RUN_SYMBOLS), dtype=np.uint16)
+    shares = np.cumsum(tables.frequencies, axis=1)
+    draws = rng.integers(0, 4096, (count, STREAM_SYMBOLS // RUN_SYMBOLS, RUN_SYMBOLS))
+    symbols = (draws[..., None] >= shares[run_tables][:, :, None, :]).sum(axis=-1, dtype=np.uint8)
+    return tables, Runs(run_tables, RUN_SYMBOLS), symbols.reshape(count, STREAM_SYMBOLS)
+
+
+def rans_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """rANS alone: symbols to fp16 and back, checked against the processor's streams."""
+    distinct = min(32, size.streams)
+    tables, runs, symbols = rans_data(distinct)
+    coded = tables.encode(symbols, runs)
+    times = size.streams // distinct
+    many = Streams(bytes(coded.data) * times, list(coded.sizes) * times)
+    many_runs = Runs(np.tile(runs.tables, (times, 1)), RUN_SYMBOLS)
+    values = np.tile(np.arange(32, dtype=np.uint16), (TABLES, 1))
+    device = DeviceRans(kernels, tables)
+    decode = device.prepare_decode(many, many_runs, values, STREAM_SYMBOLS)
+    total = size.streams * STREAM_SYMBOLS
+    decode_s = seconds(kernels, decode.launch)
+    # All of it: a copy may be wrong only under load.
+    assert np.array_equal(
+        decode.result().reshape(times, *symbols.shape), np.broadcast_to(symbols, (times, *symbols.shape))
+    )
+    del decode
+    encode = device.prepare_encode(np.tile(symbols, (times, 1)), many_runs)
+    encode_s = seconds(kernels, encode.launch)
+    pack_s = seconds(kernels, encode.pack)
+    assert encode.result().data == many.data
+    return {
+        "symbols": total,
+        "bits": 8 * sum(coded.sizes) / symbols.size,
+        "decode_tsym_s": rate(total, decode_s, 1e12),
+        "decode_fp16_tb_s": rate(2 * total, decode_s, 1e12),
+        "encode_tsym_s": rate(total, encode_s, 1e12),
+        "encode_packed_tsym_s": None if encode_s is None or pack_s is None else total / (encode_s + pack_s) / 1e12,
+    }
+
+
+def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) -> np.ndarray:
+    """A block as the profile says that the model's are: each component normal with its scale, keys turned."""
+    rng = np.random.default_rng(seed)
+    values = np.empty(layout.shape, dtype=np.float32)
+    for group in model.groups:
+        mean, weight = model.mean_and_weight(group)
+        noise = rng.normal(size=(layout.tokens, len(group.scales))) * np.exp2(group.scales / 12)
+        flat = np.zeros((layout.tokens, group.shape[1]))
+        if group.order.size:
+            flat[:, group.order] = noise
+        else:
+            flat = noise @ (group.matrix.astype(np.float64) / 8192)
+        layers = slice(group.layer_start, group.layer_stop)
+        shaped = (flat / weight + mean).reshape(layout.tokens, -1, 2, layout.kv_heads, layout.head_dim)
+        values[layers] = shaped.transpose(1, 2, 0, 3, 4)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    if model.rotary is not None:
+        for layer, keys in enumerate(values[:, 0]):
+            tables = model.rotary.tables(start, layout.tokens, layer)
+            model.rotary.store(keys, layout.dtype, tables, bits[layer, 0])
+    return bits
+
+
+def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
+    """Whole objects to pages, with what the host does; and the same checked against the processor's codec."""
+    profile = next(found for found in shipped_profiles() if found.kind == kind)
+    tokens = 256 if is_real(kernels) else 32
+    layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
+    codec, model = TideCodec(profile, 5e-3, 2), TideModel(profile)
+    distinct = [(block_meta(layout, 0, i + 1), i) for i in range(2)]
+    coded = [(meta, codec.encode(meta, model_block(model, layout, meta.start, seed))) for meta, seed in distinct]
+    page_tokens = 16
+    per_block = tokens // page_tokens
+    shape = (size.blocks * per_block, layout.kv_heads, page_tokens, 2 * layout.head_dim)
+    with kernels.queue():
+        layers = [torch.zeros(shape, dtype=torch.int16, device=kernels.device) for _ in range(layout.layers)]
+    target = page_target(layers, layout)
+    tide = DeviceTide(device := DeviceModel(kernels, model), target)
+    starts = [target.token_starts(range(i * per_block, (i + 1) * per_block)) for i in range(size.blocks)]
+
+    def decode() -> None:
+        blocks = [(tide.block(coded[i % 2][0], start), coded[i % 2][1]) for i, start in enumerate(starts)]
+        tide.feed(blocks)
+        tide.write([block for block, _ in blocks])
+        assert tide.check([block for block, _ in blocks]) == [None] * len(blocks)
+
+    took = seconds(kernels, decode)
+    _check_pages(layers, layout, codec, coded, per_block)
+    encoder = DeviceTideEncoder(device, target, codec.steps)
+    encode_s = seconds(
+        kernels, lambda: encoder.encode([PagedBlock(coded[i % 2][0], start) for i, start in enumerate(starts)])
+    )
+    elements = size.blocks * layout.raw_bytes // 2
+    stored = sum(len(section.data) for section in coded[0][1])
+    return {
+        "profile": kind,
+        "blocks": size.blocks,
+        "bits": 8 * stored / (layout.raw_bytes // 2),
+        "decode_gelem_s": rate(elements, took, 1e9),
+        "encode_gelem_s": rate(elements, encode_s, 1e9),
+        "raw_gb_s": rate(2 * elements, took, 1e9),
+    }
+
+
+def _check_pages(
+    layers: list[torch.Tensor], layout: BlockLayout, codec: TideCodec, coded: list[Any], per_block: int
+) -> None:
+    for i, (meta, sections) in enumerate(coded):
+        expected = np.empty(layout.shape, np.uint16)
+        meta_checked: BlockMeta = meta
+        codec.decode(meta_checked, sections, expected)
+        pages = torch.stack([layer[i * per_block : (i + 1) * per_block] for layer in layers]).cpu().numpy()
+        found = (
+            pages.view(np.uint16).transpose(0, 1, 3, 2, 4).reshape(layout.layers, layout.tokens, layout.kv_heads, -1)
+        )
+        assert np.array_equal(found[..., : layout.head_dim], expected[:, 0]), "keys"
+        assert np.array_equal(found[..., layout.head_dim :], expected[:, 1]), "values"
+
+
+def _host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+    times = []
+    for _ in range(WARM_UPS + 5 if is_real(kernels) else 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times[WARM_UPS:]) if is_real(kernels) else None
+
+
+def swap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """Scattered pages of 64 KiB out and in, beside one copy of the same bytes and torch's copies page by page."""
+    page_bytes, layer_count = (64 << 10, 32) if is_real(kernels) else (1024, 4)
+    count = size.swap_bytes // page_bytes // layer_count
+    with kernels.queue():
+        shape = (2 * count, page_bytes)
+        layers = [torch.randint(-128, 128, shape, dtype=torch.int8, device=kernels.device) for _ in range(layer_count)]
+    kernels.finish()
+    pages = np.random.default_rng(1).permutation(2 * count)[:count].tolist()
+    slots = list(range(count))
+    pin = is_real(kernels)
+    host = torch.empty(count * layer_count * page_bytes, dtype=torch.int8, pin_memory=pin)
+    whole = torch.empty_like(host, device=kernels.device)
+
+    def waited(action: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            action()
+            if pin:
+                torch.cuda.synchronize()
+
+        return run
+
+    def by_page() -> None:
+        room = host.view(count, layer_count, page_bytes)
+        for slot, page in enumerate(pages):
+            for layer, data in enumerate(layers):
+                room[slot, layer].copy_(data[page], non_blocking=True)
+
+    out_limit = _host_seconds(kernels, waited(lambda: host.copy_(whole, non_blocking=True)))
+    in_limit = _host_seconds(kernels, waited(lambda: whole.copy_(host, non_blocking=True)))
+    torch_out = _host_seconds(kernels, waited(by_page))
+    before = [layer[pages].clone() for layer in layers]
+    with KernelSwapper(kernels, layers, count) as swapper:
+        out = _host_seconds(kernels, lambda: swapper.swap_out(pages, slots).wait())
+        for layer in layers:
+            layer.zero_()
+        into = _host_seconds(kernels, lambda: swapper.swap_in(slots, pages).wait())
+    assert all(torch.equal(layer[pages], old) for layer, old in zip(layers, before, strict=True))
+    total = count * layer_count * page_bytes
+    return {
+        "bytes": total,
+        "pinned_out_gb_s": rate(total, out_limit, 1e9),
+        "pinned_in_gb_s": rate(total, in_limit, 1e9),
+        "swap_out_of_pinned": ratio(out_limit, out),
+        "swap_in_of_pinned": ratio(in_limit, into),
+        "torch_by_page_out_of_pinned": ratio(out_limit, torch_out),
+    }
+
+
+def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """How much a swap of 1 GiB slows products of bf16 matrices on an engine's stream that goes first."""
+    page_bytes, layer_count = (64 << 10, 32) if is_real(kernels) else (1024, 4)
+    count = size.swap_bytes // page_bytes // layer_count
+    dtype = torch.bfloat16 if is_real(kernels) else torch.float32
+    a, b = (torch.randn(size.matrix, size.matrix, device=kernels.device).to(dtype) for _ in range(2))
+    layers = [torch.zeros((count, page_bytes), dtype=torch.int8, device=kernels.device) for _ in range(layer_count)]
+    # About as long as the swap takes: a longer loop would hide it.
+    repeats = 15 if is_real(kernels) else 1
+    stream = torch.cuda.Stream(priority=-1) if is_real(kernels) else None
+    if stream is not None:
+        torch.cuda.synchronize()
+
+    def products(swapper: KernelSwapper | None) -> float:
+        start = time.perf_counter()
+        swap = swapper.swap_out(list(range(count)), list(range(count))) if swapper else None
+        if stream is None:
+            torch.mm(a, b)
+        else:
+            with torch.cuda.stream(stream):
+                for _ in range(repeats):
+                    torch.mm(a, b)
+            stream.synchronize()
+        took = time.perf_counter() - start
+        if swap is not None:
+            swap.wait()
+        return took
+
+    with KernelSwapper(kernels, layers, count) as swapper:
+        pairs = [(products(None), products(swapper)) for _ in range(7 if is_real(kernels) else 1)]
+    alone, beside = median(pair[0] for pair in pairs[-5:]), median(pair[1] for pair in pairs[-5:])
+    if not is_real(kernels):
+        return {"gemm_slowdown": None}
+    return {
+        "gemm_s": alone,
+        "gemm_tflop_s": repeats * 2 * size.matrix**3 / alone / 1e12,
+        "gemm_slowdown": beside / alone - 1,
+    }
