@@ -23,7 +23,7 @@ __all__ = ["FULL", "QUICK", "EngineBenchResult", "EngineBenchRow", "Ratio", "plo
 Progress = Callable[[str, int, int], None]
 _WORKLOADS = ("restart", "memory", "chat", "documents", "misses")
 FULL = EngineBenchSize()
-QUICK = EngineBenchSize(rounds=1, memory=1, misses=3, chat_users=2, chat_rounds=2, documents=1, questions=2)
+QUICK = EngineBenchSize(rounds=1, misses=3, chat_users=2, chat_rounds=2, documents=1, questions=2)
 
 
 class EngineBenchRow(msgspec.Struct, frozen=True):
