@@ -151,6 +151,24 @@ def test_loads_are_counted_as_decisions_and_told_to_the_store(
     assert decisions_text(disk.decisions()) == "abandoned:not_there=1,load:in_time=3"
 
 
+def test_slow_tier_does_not_hold_up_what_memory_has(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, metas = open_cache(tmp_path), metas_of(layout, 6)
+    fill(cache, metas)
+    memory, disk = cache.tiers._tiers
+    for meta in metas[2:]:
+        memory.delete(meta.id, "evicted")
+    go_on = threading.Event()
+    monkeypatch.setattr(disk, "get_into", lambda *arguments: go_on.wait(20) and None)
+    slow = threading.Thread(target=cache.load, args=(metas[2:], Collector()))
+    slow.start()
+    assert cache.load(metas[:2], Collector(), deadline_s=10.0).blocks == 2
+    assert slow.is_alive()
+    go_on.set()
+    slow.join()
+
+
 def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
     cache, metas = open_cache(tmp_path), metas_of(layout, 4)
     fill(cache, metas)

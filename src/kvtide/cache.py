@@ -102,7 +102,8 @@ class _Scratch(NamedTuple):
 class Cache:
     """Blocks of many namespaces over one stack of tiers.
 
-    Owns a storing thread and `limits.load_threads` loading threads between `open` and `close`; use it with `with`.
+    Owns a storing thread and, twice, `limits.load_threads` loading threads between `open` and `close`; use it with
+    `with`. The second ones load what the fastest tier has, so that a slow tier never holds that up.
     Faults of tiers and payloads never leave it.
     """
 
@@ -116,6 +117,7 @@ class Cache:
         self._clock = clock
         self._limits = limits
         self._loaders: ThreadPoolExecutor | None = None
+        self._near_loaders: ThreadPoolExecutor | None = None
         self._storer: Storer | None = None
         self._lock = threading.Lock()
         self._scratch: list[_Scratch] = []
@@ -133,6 +135,7 @@ class Cache:
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
+        self._near_loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load-near")
         self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
         self._storer.open()
 
@@ -142,12 +145,13 @@ class Cache:
 
     def close(self) -> None:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
-        if self._storer is None or self._loaders is None:
+        if self._storer is None or self._loaders is None or self._near_loaders is None:
             return
         self._storer.close(self._limits.close_s_max)
         self._tell_decisions()
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._storer = self._loaders = None
+        for loaders in (self._loaders, self._near_loaders):
+            loaders.shutdown(wait=False, cancel_futures=True)
+        self._storer = self._loaders = self._near_loaders = None
         self.tiers.close()
 
     def __enter__(self) -> Self:
@@ -178,12 +182,16 @@ class Cache:
         Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
         called for such blocks after this has returned.
         """
-        assert self._loaders is not None, "load before open"
+        near, far = self._near_loaders, self._loaders
+        assert near is not None and far is not None, "load before open"
         give_up_s = self._clock.monotonic_s() + (self._limits.load_s_max if deadline_s is None else deadline_s)
         keys = [meta.id.key for meta in metas]
         self.index.pin(keys)
         try:
-            pending = [self._loaders.submit(self._load_one, i, meta, sink) for i, meta in enumerate(metas)]
+            pending = []
+            for position, meta in enumerate(metas):
+                is_near = self.guarded("look up", partial(self.tiers.is_near, meta.id), False)
+                pending.append((near if is_near else far).submit(self._load_one, position, meta, sink))
             report = self._leading(pending, give_up_s)
         finally:
             self.index.unpin(keys)
@@ -284,7 +292,7 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        assert len(self._scratch) <= self._limits.load_threads, f"{len(self._scratch)} buffers"
+        assert len(self._scratch) <= 2 * self._limits.load_threads, f"{len(self._scratch)} buffers"
         self.index.check()
         self.tiers.check()
 

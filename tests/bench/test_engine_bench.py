@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.bench import engine, engine_turns
 from kvtide.bench.engine_nursery import EngineNursery
-from kvtide.bench.engine_peers import Contender, contenders, drop_page_cache, link_contenders, settle
+from kvtide.bench.engine_peers import LOSSLESS, Contender, contenders, drop_page_cache, link_contenders, settle
 from kvtide.bench.engine_process import EngineProcess
 from kvtide.bench.engine_turns import Contest, EngineBenchSize, Turn
 
@@ -19,10 +19,11 @@ SMALL = EngineBenchSize(rounds=2, memory=1, misses=2, chat_users=2, chat_rounds=
 
 def test_contenders_have_stores_of_their_own(tmp_path: Path) -> None:
     found = contenders(PYTHON, PYTHON, ("native", "lmcache"), ("raw=http://host:1",), tmp_path)
-    assert [each.name for each in found] == ["plain", "kvtide", "kvtide raw=http://host:1", "native", "lmcache"]
-    assert [each.is_kvtide for each in found] == [False, True, True, False, False]
+    names = ["plain", "kvtide", "kvtide lossless", "kvtide raw=http://host:1", "native", "lmcache"]
+    assert [each.name for each in found] == names
+    assert [each.is_kvtide for each in found] == [False, True, True, True, False, False]
     folders = [each.folder for each in found if each.folder]
-    assert len(set(folders)) == 3
+    assert len(set(folders)) == 4
 
 
 def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> None:
@@ -80,8 +81,8 @@ class _Engine:
 class _Seat:
     """Takes its turns without an engine; `broken` fails at its second start."""
 
-    def __init__(self, name: str, diary: list[tuple[str, str]], prefix: tuple[str, ...] = ()) -> None:
-        self.contender = Contender(name, PYTHON, None if name == "plain" else {}, prefix=prefix)
+    def __init__(self, name: str, diary: list[tuple[str, str]]) -> None:
+        self.contender = Contender(name, PYTHON, None if name == "plain" else {}, is_brief=" " in name)
         self.turns: dict[str, list[Turn]] = {}
         self.engine = _Engine()
         self.diary = diary
@@ -104,7 +105,7 @@ class _Seat:
 
 def _played(*names: str) -> tuple[Contest, list[tuple[str, str]]]:
     diary: list[tuple[str, str]] = []
-    seats: list[Any] = [_Seat(name, diary, ("nsenter",) if "link" in name else ()) for name in names]
+    seats: list[Any] = [_Seat(name, diary) for name in names]
     contest = Contest(seats, range(20_000), SMALL, lambda *step: None)
     contest.play()
     return contest, diary
@@ -124,7 +125,7 @@ def test_everyone_with_a_store_is_restarted_in_every_round() -> None:
     assert all(len(seat.turns["restart"]) == SMALL.rounds for seat in contest.seats)
 
 
-def test_behind_a_link_only_restarts_are_measured() -> None:
+def test_of_some_only_restarts_are_measured() -> None:
     contest, _ = _played("plain", "kvtide", "kvtide raw, link")
     assert set(contest.seats[2].turns) == {"cold", "restart"}
 
@@ -136,7 +137,7 @@ def test_peer_that_fails_is_left_out_and_named() -> None:
 
 
 def test_ratios_are_medians_over_pairs_and_rows_compare_answers_with_plain() -> None:
-    contest, _ = _played("plain", "kvtide", "lmcache", "kvtide raw, link", "kvtide tide, link")
+    contest, _ = _played("plain", "kvtide", LOSSLESS, "lmcache", "kvtide raw, link", "kvtide tide, link")
     turns = {seat.contender.name: seat.turns for seat in contest.seats}
     turns["lmcache"]["restart"][0].answers[0]["ids"] = [1]
     result = engine.result_of(turns, {"native": "no\nport"}, 1000.0, "model", "float32")
@@ -144,6 +145,7 @@ def test_ratios_are_medians_over_pairs_and_rows_compare_answers_with_plain() -> 
     assert result.miss_engine_cpu_vs_plain == 16.0
     assert (result.restart_vs_lmcache, result.restart_vs_native, result.link_tide_vs_raw) == (2.0, None, 1.0)
     assert (result.is_identical, result.tokens_restored, result.failed_requests) == (True, 128, 0)
+    assert (result.lossless_ttft_speedup_vs_plain, result.lossless_is_identical) == (8.0, True)
     wrong = [(row.engine, row.workload) for row in result.rows if not row.is_identical]
     assert wrong == [("lmcache", "restart")]
     assert engine.table(result).row_count == len(result.rows) + 1

@@ -15,9 +15,9 @@ from kvtide.codec import CodecRegistry, PackedCodec
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.engines.pages import Pages
-from kvtide.engines.selective import Importance, Rest, Selection, kept_tokens
+from kvtide.engines.selective import Importance, Rest, Selection, attention_mass, kept_tokens
 from kvtide.fetch.selective import SelectiveLoad
-from kvtide.importance import AllHeads, Known, Recency
+from kvtide.importance import AllHeads, Ask, FirstHeads, GroupHeads, Known, Recency
 from kvtide.tier import MemoryTier
 from kvtide.wire import pack_object
 
@@ -153,3 +153,12 @@ def test_kept_tokens_are_first_and_last_ones() -> None:
 def test_ratios_out_of_range_are_refused(prefix: Prefix, ratio: float) -> None:
     with pytest.raises(ValueError, match="importance"):
         Selection(prefix.load(), Importance(ratio))
+
+
+@pytest.mark.parametrize("selector", [AllHeads(), FirstHeads(3), GroupHeads()])
+def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
+    heads = selector.heads(6, 2)
+    found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
+    assert np.allclose(found, selector.importance(Ask(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5)

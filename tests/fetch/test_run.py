@@ -178,7 +178,7 @@ def test_nothing_is_taken_after_the_load() -> None:
 
 def test_levels_are_loaded_one_for_each_chunk() -> None:
     small, large = made_objects(3, (1000,)), made_objects(3, (9000,), seed=1)
-    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), Wish(PrefillSpeed(1.0), 0.3))
+    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), Wish(PrefillSpeed(1.0), 3.0))
     # A middle level, the smaller of two, first; then all large ones would take 0.18 s, if the estimate is right.
     source = MadeSource({**small, **large}, bytes_per_s=1e5)
     report, receiver = load(job, CachegenRule(), source)

@@ -13,9 +13,11 @@ from tests.server.worlds import ask, put
 from tests.servers import RunningServer, running_server
 
 from kvtide.clock import ManualClock, SystemClock
-from kvtide.errors import RequestRefused
+from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.link import Answer
+from kvtide.tier.records import records_clients
 from kvtide.wire.records import Record, RecordKind, RecordName
 
 SPACE = object_id(1).namespace
@@ -275,3 +277,23 @@ def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             break
         after = part.records[-1].version
     assert came == [str(number) for number in range(7)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"nonsense",
+        b'{"records": [{"tenant": "", "kind": "other", "name": "x", "value": "1", "version": 1}], "is_whole": true}',
+        b'{"records": [{"tenant": "", "kind": "generation", "name": "x", "value": "1", "version": 1}],'
+        b'"is_whole": true}',
+        b'{"records": [{"tenant": "", "kind": "alias", "name": "x", "value": "1", "version": 1}], "is_whole": true}',
+    ],
+)
+def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    (client,) = records_clients("http://127.0.0.1:9", SystemClock())
+    answers = {"etag": '"1"'}
+    monkeypatch.setattr(client._peer, "call", lambda call, patience: Answer(200, answers, len(body), body))
+    with pytest.raises(TierUnavailable, match="can't be read"):
+        client.changes(0)
+    with pytest.raises(TierUnavailable, match="can't be read"):
+        client.read(NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.clock import SystemClock
@@ -23,6 +23,7 @@ class Remote(Counting):
         return sum(1 for _ in takewhile(self.tier.contains, object_ids))
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
 def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[int]) -> None:
     plain = [MemoryTier(1 << 16, SystemClock(), lambda key: False) for _ in range(3)]

@@ -93,7 +93,7 @@ def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPa
     from kvtide.bench.engine_process import kvtide_transfer
 
     store = tmp_path_factory.mktemp("filled") / "store"
-    with engine(kvtide_transfer(str(store))) as process:
+    with engine(kvtide_transfer(str(store), codec="lossless")) as process:
         process.ask(tokens[:PROMPT_TOKENS], 2)
         assert process.do("settle")["is_done"]
     return store

@@ -20,8 +20,8 @@ from kvtide.bench.engine_process import EngineProcess, kvtide_transfer
 pytestmark = pytest.mark.timeout(900)
 
 FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
-# So little that every block comes from the disk.
-NO_MEMORY = {"memory_bytes_max": 1 << 16}
+# So little memory that every block comes from the disk.
+FROM_DISK = {"memory_bytes_max": 1 << 16, "codec": "lossless"}
 SOAK_REQUESTS = 48
 SOAK_AT_ONCE = 8
 
@@ -50,7 +50,7 @@ def restarted(engine: Any, filled_store: Path, small_disk: Path, tokens: list[in
     """An engine, just started on a store that another has filled, and what it said to the long prompt."""
     store = small_disk / "store"
     shutil.copytree(filled_store, store)
-    with engine(kvtide_transfer(str(store), disk_bytes_max=512 << 20, **NO_MEMORY)) as process:
+    with engine(kvtide_transfer(str(store), disk_bytes_max=512 << 20, **FROM_DISK)) as process:
         process.ask(tokens[-300:], 2)
         yield Restarted(process, store, process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS))
 
@@ -112,7 +112,7 @@ def test_server_that_is_killed_under_the_engine_fails_no_request(
     shutil.copytree(filled_store, store)
     with (
         server_process(*disk_arguments(store)) as server,
-        engine(kvtide_transfer(server.url, **NO_MEMORY)) as process,
+        engine(kvtide_transfer(server.url, **FROM_DISK)) as process,
     ):
         assert _ask(process, tokens[:PROMPT_TOKENS], expected)["blocks_loaded"] == FULL_PAGES
         killer = threading.Timer(0.05, server.kill)
@@ -129,7 +129,7 @@ def test_layers_are_waited_for_within_the_step_and_faults_are_recomputed(
 ) -> None:
     store, expected = tmp_path / "store", plain["long"]["ids"]
     shutil.copytree(filled_store, store)
-    with engine(kvtide_transfer(str(store), load="layers", **NO_MEMORY)) as process:
+    with engine(kvtide_transfer(str(store), load="layers", **FROM_DISK)) as process:
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
         assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS)
         process.do("reset")
@@ -150,7 +150,7 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
 ) -> None:
     # Pages for four requests of eight until their answers need more, and a disk for half of the blocks.
     small = {"num_gpu_blocks_override": 14, "max_model_len": 1024, "disable_log_stats": False}
-    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **NO_MEMORY)
+    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **FROM_DISK)
     requests = 500 if fault_factor > 1 else SOAK_REQUESTS
     sizes, failed, wrong, aborted = [], 0, 0, 0
     with engine(transfer, **small) as process:

@@ -16,7 +16,7 @@ from kvtide.wire.protocol import (
     deadline_ms,
     etag,
     is_tag_matched,
-    parse_keys,
+    parse_look_ups,
     parse_range,
     parse_target,
     staleness_s,
@@ -42,7 +42,7 @@ def fuzz_request(data: bytes) -> None:
     """Parse a request as the server does: its head, then everything that its target, headers and body say."""
     end = data.find(HEAD_END) + len(HEAD_END)
     with suppress(RequestRefused):
-        parse_keys(data[end:])
+        parse_look_ups(data[end:])
     try:
         head = parse_request_head(data[:end])
     except RequestRefused as error:

@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from kvtide.bench.engine_nursery import EngineNursery
-from kvtide.bench.engine_peers import Contender, contenders, link_contenders, link_name
+from kvtide.bench.engine_peers import LOSSLESS, Contender, contenders, link_contenders, link_name
 from kvtide.bench.engine_turns import Contest, EngineBenchSize, Seat, Turn
 
 __all__ = ["FULL", "QUICK", "EngineBenchResult", "EngineBenchRow", "Ratio", "plot", "run", "table"]
@@ -59,6 +59,8 @@ class EngineBenchResult(msgspec.Struct, frozen=True):
     `miss_engine_cpu_vs_plain` compares the processor time of the engines' own threads on misses: what is left of the
     overhead where storing has a core to itself, whatever else the machine does.
 
+    kvtide has its default codec, which is `raw` on a disk of this machine; `lossless` is restarted beside it.
+
     Above 1 means that kvtide, or `tide`, is faster; None where the other did not run, and `failures` says why if it
     could not. `ratios` has the spreads.
     """
@@ -66,6 +68,8 @@ class EngineBenchResult(msgspec.Struct, frozen=True):
     ttft_speedup_vs_plain: float
     tokens_restored: int
     is_identical: bool
+    lossless_ttft_speedup_vs_plain: float
+    lossless_is_identical: bool
     miss_throughput_vs_plain: float
     miss_engine_cpu_vs_plain: float
     restart_vs_native: float | None
@@ -131,6 +135,8 @@ def result_of(
     plain, kvtide, native, lmcache = (turns.get(name) for name in ("plain", "kvtide", "native", "lmcache"))
     found = [
         _ratio("ttft_speedup_vs_plain", plain, kvtide, "restart", _ttft_s),
+        _ratio("lossless_ttft_speedup_vs_plain", plain, turns[LOSSLESS], "restart", _ttft_s),
+        _ratio("lossless_restart_vs_native", native, turns[LOSSLESS], "restart", _ttft_s),
         _ratio("miss_throughput_vs_plain", plain, kvtide, "misses", _seconds),
         _ratio("miss_engine_cpu_vs_plain", plain, kvtide, "misses", _cpu_s),
         _ratio("restart_vs_native", native, kvtide, "restart", _ttft_s),
@@ -146,6 +152,8 @@ def result_of(
         ttft_speedup_vs_plain=medians["ttft_speedup_vs_plain"],
         tokens_restored=restart.tokens_restored // restart.requests,
         is_identical=all(row.is_identical for row in rows if row.engine == "kvtide"),
+        lossless_ttft_speedup_vs_plain=medians["lossless_ttft_speedup_vs_plain"],
+        lossless_is_identical=all(row.is_identical for row in rows if row.engine == LOSSLESS),
         miss_throughput_vs_plain=medians["miss_throughput_vs_plain"],
         miss_engine_cpu_vs_plain=medians["miss_engine_cpu_vs_plain"],
         restart_vs_native=medians.get("restart_vs_native"),

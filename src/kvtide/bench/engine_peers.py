@@ -33,6 +33,7 @@ __all__ = [
 
 PEERS = ("native", "lmcache")
 LINK_CODECS = ("raw", "tide")
+LOSSLESS = "kvtide lossless"
 MEMORY_BYTES = 512 << 20
 SETTLE_S_MAX = 60.0
 SERVER_S_MAX = 120.0
@@ -42,7 +43,7 @@ class Contender(NamedTuple):
     """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
 
     What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says. `prefix`
-    are the words before the engine's command where its store is behind a link.
+    are the words before the engine's command where its store is behind a link. `is_brief`: only restarts are measured.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Contender(NamedTuple):
     server: tuple[str, ...] = ()
     health_url: str = ""
     prefix: tuple[str, ...] = ()
+    is_brief: bool = False
 
     @property
     def is_peer(self) -> bool:
@@ -67,7 +69,7 @@ class Contender(NamedTuple):
 def contenders(
     python: Path, lmcache_python: Path | None, peers: tuple[str, ...], stores: tuple[str, ...], work: Path
 ) -> list[Contender]:
-    """Return plain vLLM, kvtide and the chosen peers, each with its store under `work`.
+    """Return plain vLLM, kvtide, kvtide with `lossless` and the chosen peers, each with its store under `work`.
 
     `stores` are further stores for kvtide, each `codec=URL`. ValueError for an unknown peer, a store without a codec,
     and for LMCache without an environment that has it.
@@ -76,7 +78,9 @@ def contenders(
     if unknown:
         raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
     disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
-    found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide")]
+    folder = work / "lossless"
+    lossless = _further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
+    found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
     for store in stores:
         codec, separator, url = store.partition("=")
         if not separator or "/" in codec:
@@ -91,9 +95,12 @@ def contenders(
     return found
 
 
-def _further(name: str, python: Path, codec: str, url: str, prefix: Sequence[str] = ()) -> Contender:
-    transfer = kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES)
-    return Contender(name, python, transfer, prefix=tuple(prefix))
+def _further(name: str, python: Path, codec: str, url: str) -> Contender:
+    return Contender(name, python, kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES))
+
+
+def _behind(name: str, python: Path, codec: str, url: str, prefix: Sequence[str]) -> Contender:
+    return _further(name, python, codec, url)._replace(prefix=tuple(prefix), is_brief=True)
 
 
 @contextmanager
@@ -117,7 +124,7 @@ def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Co
                 if " on " not in line:
                     raise ValueError(f"the server behind the link said {line!r}")
                 url = f"http://127.0.0.1:{line.rsplit(':', 1)[1].strip()}"
-                yield [_further(link_name(codec), python, codec, url, prefix) for codec in LINK_CODECS]
+                yield [_behind(link_name(codec), python, codec, url, prefix) for codec in LINK_CODECS]
             finally:
                 server.terminate()
 

@@ -141,9 +141,9 @@ class Contest:
         self._each(self._open)
         self._each(lambda seat: seat.take("cold", context))
         for step in range(size.chat_rounds):
-            self._each_local("chat", lambda seat, step: chat(self._tokens, size, seat.turns.get("chat", [])), step)
+            self._each_long("chat", lambda seat, step: chat(self._tokens, size, seat.turns.get("chat", [])), step)
         for step in range(size.questions * size.documents):
-            self._each_local("documents", lambda seat, step: question(self._tokens, size, step), step)
+            self._each_long("documents", lambda seat, step: question(self._tokens, size, step), step)
         for number in range(size.rounds):
             self._show("round", number + 1, size.rounds)
             self._each(self._restart)
@@ -151,7 +151,7 @@ class Contest:
             for _ in range(size.memory):
                 self._each(lambda seat: self._from_memory(seat, context))
             for step in range(number * size.misses, (number + 1) * size.misses):
-                self._each_local("misses", lambda seat, step: miss(self._tokens, step), step)
+                self._each_long("misses", lambda seat, step: miss(self._tokens, step), step)
 
     def _each(self, act: Callable[[Seat], None]) -> None:
         """Let each do something, another one first each time."""
@@ -168,9 +168,9 @@ class Contest:
                 self.seats.remove(seat)
                 seat.close()
 
-    def _each_local(self, workload: str, prompts: Callable[[Seat, int], Prompts], step: int) -> None:
-        """Let each answer whose store is on this side of any link."""
-        self._each(lambda seat: None if seat.contender.prefix else seat.take(workload, prompts(seat, step)))
+    def _each_long(self, workload: str, prompts: Callable[[Seat, int], Prompts], step: int) -> None:
+        """Let each answer that does more than restart."""
+        self._each(lambda seat: None if seat.contender.is_brief else seat.take(workload, prompts(seat, step)))
 
     def _open(self, seat: Seat) -> None:
         seat.open(self._tokens[-300:])
@@ -187,7 +187,7 @@ class Contest:
             self._open(seat)
 
     def _from_memory(self, seat: Seat, context: Prompts) -> None:
-        if seat.contender.transfer is not None and not seat.contender.prefix:
+        if seat.contender.transfer is not None and not seat.contender.is_brief:
             # The first load brings it from the disk into memory.
             seat.engine.do("reset")
             seat.engine.ask(context[0], 1)

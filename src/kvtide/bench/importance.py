@@ -39,7 +39,7 @@ class ImportanceSize(NamedTuple):
     questions: int
 
 
-FULL = ImportanceSize(4, 2048, (0.1, 0.2, 0.25, 0.3, 0.5), 4)
+FULL = ImportanceSize(3, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3)
 QUICK = ImportanceSize(1, 512, (0.25,), 2)
 
 
@@ -149,10 +149,11 @@ def run(
     size: ImportanceSize,
     bytes_s: float,
     progress: Progress,
+    dtype: KVDtype = KVDtype.FLOAT16,
     clock: Clock | None = None,
 ) -> ImportanceBench:
-    """Judge every case on texts that are long enough. ValueError if there are none."""
-    judge = ImportanceJudge(model, CodecRegistry(profiles), clock or SystemClock(), bytes_s, KVDtype.FLOAT16)
+    """Judge every case on texts that are long enough, KV kept as `dtype`. ValueError if there are none."""
+    judge = ImportanceJudge(model, CodecRegistry(profiles), clock or SystemClock(), bytes_s, dtype)
     tasks = _tasks(texts, tokenize, size)
     prefixes = []
     for number, task in enumerate(tasks):

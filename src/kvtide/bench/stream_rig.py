@@ -164,15 +164,19 @@ class Rig:
     def speeds(self) -> Speeds:
         """Measure the engine by its passes. What the first byte and decoding take is measured for each codec."""
         self.probe_s()
-        spans, block = cut(self.tokens, PASS_TOKENS), self.layout.tokens
+        spans = cut(self.tokens, PASS_TOKENS)
         sweeps = [self._passes_s(spans) for _ in range(2)]
         prefill = _speed(spans, [statistics.fmean(each) for each in zip(*sweeps, strict=True)])
-        short_s = statistics.median(self._passes_s(cut(min(self.tokens, _TIMINGS * block), block)))
-        over_s = max(0.0, short_s - prefill.seconds(0, block)) / (1 - block / PASS_TOKENS) if block < PASS_TOKENS else 0
-        engine = self.engine()
-        engine.compute(0, self.tokens, lambda: True)
-        question_s = statistics.median(self._question_s(engine) for _ in range(_TIMINGS))
-        return Speeds(prefill, Costs(short_pass_s=over_s), question_s)
+        whole = self.engine()
+        whole.compute(0, self.tokens, lambda: True)
+        # As shares of the pass beside them: a busy machine is slower for both.
+        usual_s, share = prefill.seconds(0, min(PASS_TOKENS, self.tokens)), min(1.0, self.layout.tokens / PASS_TOKENS)
+        block = [(0, self.layout.tokens)]
+        beside = [(self.probe_s(), self._passes_s(block)[0], self._question_s(whole)) for _ in range(_TIMINGS)]
+        over = statistics.median(short_s / pass_s for pass_s, short_s, _ in beside) - share
+        question = statistics.median(asked_s / pass_s for pass_s, _, asked_s in beside)
+        costs = Costs(short_pass_s=usual_s * max(0.0, over) / (1 - share) if share < 1 else 0.0)
+        return Speeds(prefill, costs, usual_s * question)
 
     def _passes_s(self, spans: Sequence[tuple[int, int]]) -> list[float]:
         engine, seconds = self.engine(), []

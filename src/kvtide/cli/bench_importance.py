@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvtide.block import KVDtype
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
@@ -17,6 +18,9 @@ __all__ = ["bench_importance"]
 def bench_importance(
     text: Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be repeated.")] = None,
     disk_mb_s: Annotated[float, typer.Option("--disk-mb-s", help="What the disk reads in a second.")] = 200.0,
+    kv: Annotated[
+        str, typer.Option("--kv", help="How the cache is kept: float16, or float32 as the model has it.")
+    ] = "float16",
     plot: Annotated[Path, typer.Option("--plot", help="Where to draw quality against bytes.")] = Path("importance.png"),
     quick: Annotated[bool, typer.Option("--quick", help="One short text, two questions, one ratio.")] = False,
     as_json: JsonOption = False,
@@ -27,6 +31,8 @@ def bench_importance(
 
     if not disk_mb_s > 0:
         raise ValueError(f"--disk-mb-s must be positive, got {disk_mb_s}")
+    if kv not in {"float16", "float32"}:
+        raise ValueError(f"--kv must be float16 or float32, got {kv!r}")
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
     folder = smollm2.converted_folder()
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
@@ -41,6 +47,7 @@ def bench_importance(
             size,
             disk_mb_s * 1e6,
             show,
+            KVDtype(kv),
         )
     importance.plot(result, plot)
     emit(result, importance.render, as_json)

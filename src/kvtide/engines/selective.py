@@ -177,9 +177,7 @@ class Selection:
     ) -> torch.Tensor | None:
         """Load what matters into the engine's cache, in place; return the tokens to attend to, None for all."""
         settings, tokens = self._settings, self._tokens
-        rough = self._keys(layer) if self._keys else _floats(key[0, :, :tokens])
-        ask = Ask(layer, _floats(query[0]), rough, _floats(key[0, :, tokens:]), scaling)
-        by_head = settings.selector.importance(ask)
+        by_head = self._by_head(layer, query[0], key[0], scaling)
         importance = self.importance[layer] = by_head.mean(axis=0)
         count = max(1, round(settings.ratio * tokens))
         chunks, selected = self._selected(layer, importance, count)
@@ -192,6 +190,18 @@ class Selection:
         if settings.rest is Rest.BASE or len(selected) == tokens:
             return None
         return torch.from_numpy(np.union1d(selected, self._kept)).to(key.device)
+
+    def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
+        """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
+        selector, tokens = self._settings.selector, self._tokens
+        heads = selector.heads(len(query), len(key))
+        if not heads:
+            nothing = np.empty((1, tokens, 1), dtype=np.float32)
+            return selector.importance(Ask(layer, nothing, nothing, nothing, scaling))
+        known = key.float()
+        if self._keys:
+            known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)
+        return attention_mass(query.float(), known, heads, tokens, scaling)
 
     def _selected(self, layer: int, importance: Floats, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the chunks to load and the tokens that are then exact and wanted."""
@@ -212,9 +222,19 @@ class Selection:
         return chunks, np.sort(np.concatenate(places))
 
 
-def _floats(tensor: torch.Tensor) -> Floats:
-    found: Floats = tensor.float().cpu().numpy()
-    return found
+def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
+    """Return what `importance.probe.attention_mass` does, by the engine's own threads.
+
+    numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
+    query: (heads, suffix, head_dim); key: (kv_heads, tokens and suffix, head_dim).
+    """
+    suffix, group = query.shape[1], len(query) // len(key)
+    chosen = query[heads] * scaling
+    logits = torch.bmm(chosen, key[[head // group for head in heads]].transpose(1, 2))
+    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
+    logits[:, :, tokens:].masked_fill_(hidden, -torch.inf)
+    mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    return mass
 
 
 def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tensor) -> None:

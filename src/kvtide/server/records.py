@@ -217,5 +217,5 @@ def _parsed(line: bytes) -> Record | None:
         return None
     try:
         return msgspec.json.decode(text, type=Record)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -158,22 +158,25 @@ class Sender:
         return await self._send_file(order.stream, file, stop - position)
 
     async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
-        done = 0
-        while views:
-            sent = stream.send_some(views)
-            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
-                break
-            done += sent
-            views = window(views, sent, sum(map(len, views)))
+        done, count = 0, sum(map(len, views))
+
+        def step() -> bool:
+            nonlocal done
+            done += stream.send_some(window(views, done, count))
+            return done == count
+
+        await stream.send_steps(step, self._stall_s_max)
         return done
 
     async def _send_file(self, stream: Stream, file: FilePart, count: int) -> int:
         done = 0
-        while done < count:
-            sent = stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
-            if not sent and not await stream.is_writable(self._loop.time() + self._stall_s_max):
-                break
-            done += sent
+
+        def step() -> bool:
+            nonlocal done
+            done += stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
+            return done == count
+
+        await stream.send_steps(step, self._stall_s_max)
         return done
 
     async def _send_encrypted(self, stream: Stream, file: FilePart, count: int) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -89,18 +90,26 @@ class Stream:
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
-        while done < len(view):
+
+        def read() -> bool:
+            """Read once; ask to be called again when a good part of the rest has come. True if that was all."""
+            nonlocal done
             rest = view[done:]
-            try:
-                came = self._sock.recv_into(rest)
-            except _WOULD_BLOCK as error:
-                self._set_wake_bytes(min(len(rest), WAKE_BYTES))
-                await self._wait(error, deadline_s, is_send=False)
-                continue
+            came = self._sock.recv_into(rest)
             if not came:
                 raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
             done += came
-        self._set_wake_bytes(1)
+            self._set_wake_bytes(min(len(view) - done, WAKE_BYTES) or 1)
+            return done == len(view)
+
+        if self._is_tls:
+            while done < len(view):
+                await self._until_done(read, deadline_s)
+        elif done < len(view):
+            try:
+                await self._drive(read, deadline_s - self._loop.time(), is_send=False)
+            finally:
+                self._set_wake_bytes(1)
 
     def _set_wake_bytes(self, count: int) -> None:
         if self._can_set_wake_bytes and count != self._wake_bytes:
@@ -139,6 +148,56 @@ class Stream:
         if not sent:
             raise ConnectionAbortedError("the object was evicted while it was sent")
         return sent
+
+    async def send_steps(self, step: Callable[[], bool], stall_s_max: float) -> None:
+        """Call `step`, which sends what the socket takes, until it is True or the peer takes nothing for so long."""
+        if step():
+            return
+        try:
+            await self._drive(step, stall_s_max, is_send=True, is_stall=True)
+        except TimeoutError:
+            return
+
+    async def _drive(self, step: Callable[[], bool], wait_s_max: float, is_send: bool, is_stall: bool = False) -> None:
+        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError after `wait_s_max`.
+
+        A stall begins anew with every call. One registration and one timer for all calls: resuming a coroutine, which
+        registers again, for each of them cost half of the time that a body took in Python.
+        """
+        waiter = self._loop.create_future()
+        due_s = self._loop.time() + wait_s_max
+
+        def ready() -> None:
+            nonlocal due_s
+            if waiter.done():
+                return
+            try:
+                is_done = step()
+            except _WOULD_BLOCK:
+                return
+            except OSError as error:
+                waiter.set_exception(error)
+                return
+            if is_done:
+                waiter.set_result(None)
+            elif is_stall:
+                due_s = self._loop.time() + wait_s_max
+
+        def expire() -> None:
+            if waiter.done():
+                return
+            if self._loop.time() < due_s:
+                timers.append(self._loop.call_at(due_s, expire))
+            else:
+                waiter.set_exception(TimeoutError())
+
+        timers = deque([self._loop.call_at(due_s, expire)], maxlen=1)
+        (self._loop.add_writer if is_send else self._loop.add_reader)(self._descriptor, ready)
+        try:
+            await waiter
+        finally:
+            timers[0].cancel()
+            (self._loop.remove_writer if is_send else self._loop.remove_reader)(self._descriptor)
 
     async def is_writable(self, deadline_s: float) -> bool:
         """Wait until the socket takes bytes. False if it did not until the deadline."""

@@ -16,10 +16,11 @@ from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.tier.pool_url import POOL_SCHEMES, server_urls
 from kvtide.wire.protocol import FORCE_HEADER
-from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, record_target
+from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
 
 __all__ = ["RecordsClient", "raise_generation", "records_clients"]
 
+_VERSION_DIGITS_MAX = 18
 Headers = Sequence[tuple[str, str]]
 
 
@@ -62,9 +63,13 @@ class RecordsClient:
         if answer.status == 304:
             return RecordList([], True)
         try:
-            return msgspec.json.decode(answer.body, type=RecordList)
-        except msgspec.DecodeError as error:
+            found = msgspec.json.decode(answer.body, type=RecordList)
+            for each in found.records:
+                record_name(each.kind, each.name)
+                checked_value(each.kind, each.value.encode())
+        except (msgspec.DecodeError, UnicodeError, RequestRefused) as error:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
+        return found
 
     def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Answer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
@@ -80,9 +85,12 @@ class RecordsClient:
 
 def _record(name: RecordName, answer: Answer) -> Record:
     version = answer.headers.get("etag", "").strip('"')
-    if not (version.isascii() and version.isdecimal()):
+    if not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX):
         raise TierUnavailable("the server's record has no version")
-    return Record("", name.kind, name.name, answer.body.decode(errors="replace").strip(), int(version))
+    try:
+        return Record("", name.kind, name.name, checked_value(name.kind, answer.body), int(version))
+    except RequestRefused as error:
+        raise TierUnavailable(f"the server's record can't be read: {error}") from error
 
 
 def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> list[RecordsClient]:

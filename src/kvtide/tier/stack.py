@@ -167,6 +167,11 @@ class TierStack:
         """Return the fastest tier of each object of the longest leading run that is here now."""
         return run_places(object_ids, self.places, self._tiers, self._ask)
 
+    def is_near(self, object_id: ObjectId) -> bool:
+        """Tell whether the fastest of several tiers has the object now: reading it waits for none of the others."""
+        tiers = self._open[:1] if len(self._open) > 1 else []
+        return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in tiers)
+
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
         uses = self._ranking.note_use(object_id) if offset == 0 else 0

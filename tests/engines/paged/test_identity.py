@@ -9,6 +9,7 @@ import pytest
 
 from kvtide.engines.paged import identity
 from kvtide.engines.paged.gate import WriteGate
+from kvtide.engines.paged.settings import ConnectorSettings
 
 
 @pytest.fixture
@@ -46,3 +47,18 @@ def test_closed_gate_lets_nobody_in() -> None:
     gate.close()
     with gate.enter() as is_in:
         assert not is_in
+
+
+@pytest.mark.parametrize(
+    ("store", "codec"),
+    [
+        ("/var/cache", "raw"),
+        ("disk:///c", "raw"),
+        ("memory://", "raw"),
+        ("http://h:1", "lossless"),
+        ("s3://b", "lossless"),
+    ],
+)
+def test_codec_suits_the_store_unless_it_is_given(store: str, codec: str) -> None:
+    assert ConnectorSettings.parse({"store": store}).codec == codec
+    assert ConnectorSettings.parse({"store": store, "codec": "tide"}).codec == "tide"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from kvtide.config import Limits
 
@@ -23,7 +24,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     store: str
-    codec: str = "lossless"
+    # None to choose: `raw` for a store on this machine, which is read faster than it is decoded, else `lossless`.
+    codec: str = ""
     block_tokens: int = 0
     tenant_salt: str = ""
     fingerprint: str = ""
@@ -48,7 +50,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if settings.match_s_max <= 0:
             raise ValueError(f"match_s_max must be positive, got {settings.match_s_max}")
         settings.limits()
-        return settings
+        return settings if settings.codec else replace(settings, codec=_codec_for(settings.store))
 
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""
@@ -72,3 +74,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"block_tokens must be a multiple of the engine's page of {page_tokens} tokens, got {self.block_tokens}"
             )
         return self.block_tokens or page_tokens * max(1, BLOCK_TOKENS_WANTED // page_tokens)
+
+
+def _codec_for(store: str) -> str:
+    is_local = "://" not in store or store.startswith(("disk://", "memory://"))
+    return "raw" if is_local else "lossless"

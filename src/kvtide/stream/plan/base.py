@@ -32,7 +32,7 @@ __all__ = [
 CHUNKS_MAX = 8192
 # A plan names at most so many fetches: enough to keep a link busy until the next plan.
 PLAN_FETCHES_MAX = 8
-# Shorter passes waste the engine: SmolLM2 on two cores takes 2.1 times as long for 1,024 tokens by 64 as by 256, and by
+# Shorter passes waste the engine: SmolLM2 on two cores takes twice as long for 1,024 tokens by 64 as by 256, and by
 # 256 no longer than in one pass.
 PASS_TOKENS = 256
 
