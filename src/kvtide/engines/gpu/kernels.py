@@ -158,6 +158,7 @@ class CudaKernels:
         from cuda.bindings import driver
 
         self.finish()
+        _checked(driver.cuCtxSetCurrent(self._context))
         _checked(driver.cuModuleUnload(self._module))
         self._module, self._stream, self._functions = None, None, {}
 
