@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtide.decisions import Choice, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
@@ -35,6 +36,7 @@ def labels_of() -> dict[str, set[str]]:
     metrics.count_sent("a", 1)
     metrics.count_received("a", 1)
     metrics.count_wait("a", 1.0)
+    metrics.count_decisions({(Choice.LOAD, Why.IN_TIME): 1})
     tiers = [TierStats("memory", *range(7))]
     registry.register(SourceCollector(lambda: tiers, Scheduler(SchedulerSettings(), random.Random(0))))
     families = text_string_to_metric_families(metrics_body(registry).decode())

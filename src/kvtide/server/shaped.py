@@ -111,6 +111,9 @@ class ShapedProxy:
                 if is_answer and not self._has_passed(len(data)):
                     break
                 sink.sendall(data)
+                with self._lock:
+                    # Only now: a cut may have come while it waited.
+                    self.passed_bytes += len(data) if is_answer else 0
         with self._lock:
             self._open -= {source, sink}
         for sock in (source, sink):
@@ -130,7 +133,6 @@ class ShapedProxy:
         while self._is_up:
             with self._lock:
                 if self._carried(time.monotonic() - self._started_s) >= mine:
-                    self.passed_bytes += size
                     return True
             time.sleep(1e-3)
         return False

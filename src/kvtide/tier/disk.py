@@ -170,11 +170,11 @@ class DiskTier:
             _log.debug("removal not noted: %s", error)
 
     def note_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Add to the journal, which all processes on this directory share."""
+        """Add to the journal, which all processes on this directory share; where it can't be written they are lost."""
         try:
             self._journal.note_decisions(counts, self._clock.wall_s())
         except OSError as error:
-            raise TierUnavailable(f"decisions not noted in {self._root}: {error}") from error
+            _log.debug("decisions not noted in %s: %s", self._root, error)
 
     def decisions(self) -> dict[Decided, int]:
         """Return what was decided about blocks of this store, as far back as the journal goes."""
