@@ -7,7 +7,7 @@ KvtideError
 │   ├── TierFull                no room for this object: it is not stored
 │   └── WrongServer             a pool's server that does not keep this object, as its newer map says
 ├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
-├── DeviceFault                 a GPU can't compile or run the kernels: the processor does it
+├── DeviceFault                 a GPU can't compile or run the kernels
 ├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
