@@ -47,7 +47,7 @@ class DiskTier:
     ) -> None:
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
-        self._root = root
+        self.root = root
         self._bytes_max = bytes_max
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
@@ -72,7 +72,7 @@ class DiskTier:
         try:
             self._log.open()
         except OSError as error:
-            raise TierUnavailable(f"store directory {self._root} can't be used: {error}") from error
+            raise TierUnavailable(f"store directory {self.root} can't be used: {error}") from error
 
     def close(self) -> None:
         """Give back the space reserved for more records and save the checkpoint."""
@@ -80,7 +80,7 @@ class DiskTier:
             self._log.close()
         except (OSError, TierUnavailable) as error:
             # The store is whole without it; the next open scans.
-            _log.debug("closed %s without a checkpoint: %s", self._root, error)
+            _log.debug("closed %s without a checkpoint: %s", self.root, error)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is in the log, as far as can be told without reading it."""
@@ -174,7 +174,7 @@ class DiskTier:
         try:
             self._journal.note_decisions(counts, self._clock.wall_s())
         except OSError as error:
-            _log.debug("decisions not noted in %s: %s", self._root, error)
+            _log.debug("decisions not noted in %s: %s", self.root, error)
 
     def decisions(self) -> dict[Decided, int]:
         """Return what was decided about blocks of this store, as far back as the journal goes."""
@@ -223,4 +223,4 @@ class DiskTier:
         except OSError as error:
             with self._lock:
                 self._faults += 1
-            raise TierUnavailable(f"can't {verb} in store directory {self._root}: {error}") from error
+            raise TierUnavailable(f"can't {verb} in store directory {self.root}: {error}") from error

@@ -37,6 +37,7 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.faults import TierFaults
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
@@ -61,7 +62,7 @@ class TierStack:
 
     `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Tiers named in
     `write_back` are written by a background thread after `put_from` has returned; those named in `demote_to` get
-    only what the slowest of the others evicts.
+    only what the slowest of the others evicts. `invalidations` are followed while the stack is open.
     """
 
     name = "stack"
@@ -72,6 +73,7 @@ class TierStack:
         ranking: Ranking | None = None,
         write_back: Collection[str] = (),
         demote_to: Collection[str] = (),
+        invalidations: Invalidations | None = None,
     ) -> None:
         if not tiers:
             raise ValueError("a stack needs at least one tier, got none")
@@ -83,6 +85,7 @@ class TierStack:
         self._write_back = frozenset(write_back)
         self._late = frozenset(late)
         self._demote_to = [tier for tier in tiers if tier.name in demote_to]
+        self._invalidations = invalidations
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
@@ -128,6 +131,8 @@ class TierStack:
         evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
         if self._demote_to and isinstance(evicting, Evicting):
             evicting.offer_to(self.demoter.offer)
+        if self._invalidations is not None:
+            self._invalidations.open(self._open)
 
     def _demote_evicted(self, object_id: ObjectId, data: bytearray) -> None:
         for tier in self._demote_to:
@@ -139,6 +144,8 @@ class TierStack:
 
         Work that a tier does not come back from is left behind after as long again for each kind.
         """
+        if self._invalidations is not None:
+            self._invalidations.close()
         self.flush(CLOSE_S_MAX)
         self.demoter.close(CLOSE_S_MAX)
         for workers in (self._prefetcher, self._writer):

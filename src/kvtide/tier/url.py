@@ -12,14 +12,19 @@ from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import HttpTier, http_tier
+from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
 from kvtide.tier.ranking import Ranking, ScoreRanking
+from kvtide.tier.records import RecordsClient, records_clients
 from kvtide.tier.stack import TierStack
 
 __all__ = ["open_tier", "stack_of", "tiers_of"]
 
 _MEMORY = "memory://"
+# Schemes of what has records, and how long it may take to answer about them.
+_SERVERS = ("http", "https", "http+unix", *POOL_SCHEMES)
+OPERATION_S_MAX = 2.0
 
 
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -91,15 +96,22 @@ def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, rankin
     Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`.
     """
     urls = url.split(" ") if " " in url and "://" in url else [url]
-    return tiers_of(urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls], limits, clock, is_pinned, ranking)
+    urls = urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls]
+    return tiers_of(urls, limits, clock, is_pinned, ranking, follows=True)
 
 
 def tiers_of(
-    urls: Sequence[str], limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None
+    urls: Sequence[str],
+    limits: Limits,
+    clock: Clock,
+    is_pinned: IsPinned,
+    ranking: Ranking | None = None,
+    follows: bool = False,
 ) -> TierStack:
     """Return what the URLs name as one tier, fastest first.
 
-    What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`.
+    What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`. If it
+    `follows`, what servers among them declare invalid leaves memory and disk as well.
     """
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tiers: list[Tier] = []
@@ -108,4 +120,16 @@ def tiers_of(
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
     is_demoted = any(isinstance(tier, HttpTier) and tier.takes_evicted for tier in tiers)
-    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else ())
+    invalidations = _invalidations(urls, tiers, clock) if follows else None
+    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else (), invalidations=invalidations)
+
+
+def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:
+    servers = [url for url in urls if urlsplit(url).scheme in _SERVERS]
+    own = [tier for tier in tiers if isinstance(tier, MemoryTier | DiskTier)]
+    roots = [tier.root for tier in own if isinstance(tier, DiskTier)]
+
+    def clients() -> list[RecordsClient]:
+        return [client for url in servers for client in records_clients(url, clock, OPERATION_S_MAX)]
+
+    return Invalidations(clients, own, roots[0] / "invalidated" if roots else None, clock) if servers and own else None

@@ -1,0 +1,148 @@
+"""What servers declare invalid leaves an engine's own tiers too (docs/protocol.md, "Records").
+
+Invariant: a namespace counts as dealt with only once none of its objects that were in the own tiers is left there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.tier.base import Tier
+from kvtide.tier.records import RecordsClient
+from kvtide.types import Namespace, ObjectId
+from kvtide.wire.records import RecordKind
+
+__all__ = ["Invalidations"]
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+# An engine that starts waits this long for what happened while it was away.
+FIRST_S_MAX = 1.0
+CLOSE_S_MAX = 30.0
+REASON = "invalidated"
+
+_Generations = dict[str, int]
+
+
+class Invalidations:
+    """Asks servers which generation each namespace is at, and empties the own tiers of what is older.
+
+    `clients` finds the servers. What was dealt with is remembered in `path`, for tiers that outlive the process;
+    without it, and for a namespace that it does not name, everything stored of one that was ever invalidated goes.
+    """
+
+    def __init__(
+        self, clients: Callable[[], Sequence[RecordsClient]], own: Sequence[Tier], path: Path | None, clock: Clock
+    ) -> None:
+        self._find_clients = clients
+        self._own = list(own)
+        self._served: list[Tier] = []
+        self._path = path
+        self._clock = clock
+        self._known: _Generations = {}
+        self._clients: list[tuple[RecordsClient, int]] = []
+        self._closing = threading.Event()
+        self._asked = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_failed = False
+        self.removed = 0
+
+    def open(self, tiers: Sequence[Tier]) -> None:
+        """Begin to ask, for those of the own tiers that are open; return after the first answer, or FIRST_S_MAX."""
+        self._served = [tier for tier in self._own if tier in tiers]
+        self._closing.clear()
+        self._asked.clear()
+        self._known = _remembered(self._path)
+        self._thread = threading.Thread(target=self._run, name="kvtide-invalidations", daemon=True)
+        self._thread.start()
+        self._asked.wait(FIRST_S_MAX)
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+            self._thread = None
+        for client, _ in self._clients:
+            client.close()
+        self._clients = []
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.refresh()
+                self._has_failed = False
+            except (TierUnavailable, RequestRefused, OSError, ValueError) as error:
+                level = logging.DEBUG if self._has_failed else logging.WARNING
+                _log.log(level, "can't learn what was invalidated, own tiers stay as they are: %s", error)
+                self._has_failed = True
+            self._asked.set()
+            self._closing.wait(POLL_S)
+
+    def refresh(self) -> None:
+        """Ask every server, then remove what the others named even if one could not be asked.
+
+        TierUnavailable or RequestRefused if one can't be asked or a tier can't remove, OSError if it can't be noted.
+        """
+        if not self._clients:
+            self._clients = [(client, 0) for client in self._find_clients()]
+            for client, _ in self._clients:
+                client.open()
+        raised, fault, asked = _Generations(), None, self._clients.copy()
+        for position, (client, after) in enumerate(asked):
+            try:
+                asked[position] = (client, self._changed(client, after, raised))
+            except (TierUnavailable, RequestRefused) as error:
+                fault = fault or error
+        self._forget({name: value for name, value in raised.items() if value > self._known.get(name, 0)})
+        self._clients = asked
+        if fault is not None:
+            raise fault
+
+    def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
+        is_whole = False
+        while not is_whole:
+            found = client.changes(after)
+            for each in found.records:
+                if each.kind is RecordKind.GENERATION:
+                    raised[each.name] = max(raised.get(each.name, 0), int(each.value))
+            is_whole = found.is_whole or not found.records
+            after = found.records[-1].version if found.records else after
+        return after
+
+    def _forget(self, raised: Mapping[str, int]) -> None:
+        if not raised:
+            return
+        gone = {Namespace(bytes.fromhex(name)) for name in raised}
+        for tier in self._served:
+            here: list[ObjectId] = [info.id for info in tier.objects() if info.id.namespace in gone]
+            removed = sum(tier.delete(object_id, REASON) for object_id in here)
+            if removed:
+                _log.info("removed %d objects of invalidated namespaces from %s", removed, tier.name)
+            self.removed += removed
+        self._known |= raised
+        if self._path is not None:
+            aside = self._path.with_name(self._path.name + ".new")
+            aside.write_bytes(msgspec.json.encode(self._known))
+            aside.replace(self._path)
+
+
+def _remembered(path: Path | None) -> _Generations:
+    """Return what the file says; nothing if it can't be read: then too much is removed, never too little."""
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Generations)
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        _log.warning("what was invalidated before can't be read and is asked for anew: %s", error)
+        return {}
