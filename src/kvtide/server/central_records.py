@@ -6,12 +6,12 @@ Invariant: everything that the centre wrote before `as_of_s` is in the region's 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records
+from kvtide.tier.background import Repeater
 from kvtide.tier.records import RecordsClient
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
@@ -21,7 +21,6 @@ __all__ = ["CentralRecords"]
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-CLOSE_S_MAX = 30.0
 
 
 class CentralRecords:
@@ -31,8 +30,7 @@ class CentralRecords:
         self._client = client
         self._records = records
         self._clock = clock
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._asking = Repeater(self._ask, "kvtide-records")
         # The version of the last change that is here. Asked for anew after a restart: that mends what a file lost.
         self._after = 0
         # Wall time; None until the centre has answered once.
@@ -41,29 +39,23 @@ class CentralRecords:
 
     def open(self) -> None:
         """Begin to ask."""
-        self._closing.clear()
         self._client.open()
-        self._thread = threading.Thread(target=self._run, name="kvtide-records", daemon=True)
-        self._thread.start()
+        self._asking.open()
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S_MAX)
-            self._thread = None
+        self._asking.close()
         self._client.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self.refresh()
-                self._has_failed = False
-            except (TierUnavailable, RequestRefused, OSError) as error:
-                level = logging.DEBUG if self._has_failed else logging.WARNING
-                _log.log(level, "the centre's records stay as they are: %s", error)
-                self._has_failed = True
-            self._closing.wait(POLL_S)
+    def _ask(self) -> float:
+        try:
+            self.refresh()
+            self._has_failed = False
+        except (TierUnavailable, RequestRefused, OSError) as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            _log.log(level, "the centre's records stay as they are: %s", error)
+            self._has_failed = True
+        return POLL_S
 
     def refresh(self) -> None:
         """Take over what the centre has written until now. TierUnavailable or RequestRefused if it can't be asked."""

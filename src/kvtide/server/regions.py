@@ -7,7 +7,6 @@ own: servers ask each other by tenant, namespace and generation, and one that is
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvtide.server.manifest import Manifest
 from kvtide.server.names import Name, Names
 from kvtide.server.records import Records
 from kvtide.tier import TierStack, WrappedTier
+from kvtide.tier.background import Repeater
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import Naming, http_tier
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 # How long the synchroniser waits when there is nothing to send, or nobody to send it to.
 IDLE_S = 0.2
-CLOSE_S_MAX = 30.0
 # Whoever wants the latest hears after so long that it can't be had.
 LATEST_S_MAX = 2.0
 TRIES_MAX = 3
@@ -93,8 +92,7 @@ class Synchroniser:
         self._manifest = manifest
         self._settings = settings
         self._clock = clock
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sending = Repeater(self._send, "kvtide-sync")
         self._buffer = memoryview(b"")
         self._tries: Counter[ObjectId] = Counter()
         self.sent_objects = self.sent_bytes = self.given_up = 0
@@ -102,29 +100,22 @@ class Synchroniser:
     def open(self) -> None:
         """Read the manifest and start."""
         self._manifest.open()
-        self._closing.clear()
-        self._thread = threading.Thread(target=self._run, name="kvtide-sync", daemon=True)
-        self._thread.start()
+        self._sending.open()
 
     def close(self) -> None:
         """Stop after what is under way; the manifest keeps the rest. Idempotent."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S_MAX)
-            self._thread = None
+        self._sending.close()
         self._manifest.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            started_s = self._clock.monotonic_s()
-            try:
-                size = self.step()
-            except (TierUnavailable, OSError) as error:
-                _log.debug("nothing is sent to the centre now: %s", error)
-                self._closing.wait(IDLE_S)
-                continue
-            least_s = IDLE_S if size is None else size / self._settings.sync_bytes_s_max
-            self._closing.wait(max(0.0, least_s - (self._clock.monotonic_s() - started_s)))
+    def _send(self) -> float:
+        started_s = self._clock.monotonic_s()
+        try:
+            size = self.step()
+        except (TierUnavailable, OSError) as error:
+            _log.debug("nothing is sent to the centre now: %s", error)
+            return IDLE_S
+        least_s = IDLE_S if size is None else size / self._settings.sync_bytes_s_max
+        return max(0.0, least_s - (self._clock.monotonic_s() - started_s))
 
     def step(self) -> int | None:
         """Send the next object; return how many bytes that took, None if nothing waits.

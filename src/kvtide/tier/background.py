@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-__all__ = ["Background"]
+__all__ = ["Background", "Repeater"]
+
+CLOSE_S_MAX = 30.0
 
 
 class Background:
@@ -55,3 +57,33 @@ class Background:
         with self._lock:
             pending = set(self._unfinished)
         return not wait(pending, timeout_s).not_done
+
+
+class Repeater:
+    """A thread that does something over and over between `open` and `close`.
+
+    `action` handles its own faults and returns for how many seconds to wait then; closing ends the wait.
+    """
+
+    def __init__(self, action: Callable[[], float], name: str) -> None:
+        self._action = action
+        self._name = name
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Begin at once."""
+        self._closing.clear()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after what is under way, for which it waits CLOSE_S_MAX. Idempotent."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._closing.wait(self._action())

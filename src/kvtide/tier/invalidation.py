@@ -14,6 +14,7 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.tier.background import Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.records import RecordsClient
 from kvtide.types import Namespace, ObjectId
@@ -26,7 +27,6 @@ _log = logging.getLogger(__name__)
 POLL_S = 5.0
 # An engine that starts waits this long for what happened while it was away.
 FIRST_S_MAX = 1.0
-CLOSE_S_MAX = 30.0
 REASON = "invalidated"
 
 _Generations = dict[str, int]
@@ -49,43 +49,36 @@ class Invalidations:
         self._clock = clock
         self._known: _Generations = {}
         self._clients: list[tuple[RecordsClient, int]] = []
-        self._closing = threading.Event()
         self._asked = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._asking = Repeater(self._ask, "kvtide-invalidations")
         self._has_failed = False
         self.removed = 0
 
     def open(self, tiers: Sequence[Tier]) -> None:
         """Begin to ask, for those of the own tiers that are open; return after the first answer, or FIRST_S_MAX."""
         self._served = [tier for tier in self._own if tier in tiers]
-        self._closing.clear()
         self._asked.clear()
         self._known = _remembered(self._path)
-        self._thread = threading.Thread(target=self._run, name="kvtide-invalidations", daemon=True)
-        self._thread.start()
+        self._asking.open()
         self._asked.wait(FIRST_S_MAX)
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S_MAX)
-            self._thread = None
+        self._asking.close()
         for client, _ in self._clients:
             client.close()
         self._clients = []
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self.refresh()
-                self._has_failed = False
-            except (TierUnavailable, RequestRefused, OSError, ValueError) as error:
-                level = logging.DEBUG if self._has_failed else logging.WARNING
-                _log.log(level, "can't learn what was invalidated, own tiers stay as they are: %s", error)
-                self._has_failed = True
-            self._asked.set()
-            self._closing.wait(POLL_S)
+    def _ask(self) -> float:
+        try:
+            self.refresh()
+            self._has_failed = False
+        except (TierUnavailable, RequestRefused, OSError, ValueError) as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            _log.log(level, "can't learn what was invalidated, own tiers stay as they are: %s", error)
+            self._has_failed = True
+        self._asked.set()
+        return POLL_S
 
     def refresh(self) -> None:
         """Ask every server, then remove what the others named even if one could not be asked.
