@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtide.bench.quality_goals import bits_at_kl, bits_of, embedded_penalty, ratio_to_tide
+from kvtide.bench.quality_goals import Point, bits_at_kl, bits_of, embedded_penalty, ratio_to_tide
 
 
 class Row(NamedTuple):
@@ -31,6 +31,8 @@ ROWS = [
 def test_bits_lie_between_the_rows_in_bits_and_log_kl() -> None:
     assert bits_of(bits_at_kl(ROWS), 5e-3, "tide-deep", "shared") == pytest.approx(1.5)
     assert ratio_to_tide(bits_at_kl(ROWS), "cachegen", "shared") == pytest.approx(4 / 1.5)
+    said = next(each for each in bits_at_kl(ROWS) if (each.codec, each.kl) == ("tide-deep", 5e-3))
+    assert said.between == (Point(1, 2e-2), Point(2, 1.25e-3))
 
 
 def test_nothing_is_said_beyond_the_rows() -> None:

@@ -1,29 +1,33 @@
-"""What each codec costs in bits and in what the model then says: rate against distortion, every byte counted."""
+"""What each codec costs in bits and in what the model then says: rate against distortion, every byte counted.
+
+Each context goes through each case by itself, two at a time; what was found is kept, so that a run goes on from it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Group
-from rich.table import Table
 
+from kvtide.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
 from kvtide.bench.quality_goals import BitsAtKl, bits_at_kl, embedded_penalty, ratio_to_tide
+from kvtide.bench.quality_state import Inputs, Measured, Partial, ids_digest
 from kvtide.bench.texts import Text
-from kvtide.block import BlockLayout
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec, TideCodec
-from kvtide.codec.cachegen import LEVELS
-from kvtide.codec.chunkwise import CHUNKWISE_LEVELS
-from kvtide.codec.integers import CODERS
+from kvtide.block import BlockBits, BlockLayout
+from kvtide.codec import Profile, TideCodec
 from kvtide.codec.tide import THIRD, Steps
-from kvtide.engines.judge import CodedContext, Judge, Verdict
+from kvtide.engines.fingerprint import model_fingerprint
+from kvtide.engines.judge import CodedContext, Judge, Verdict, one_torch_thread
 
-__all__ = ["CodecQuality", "QualityRow", "QualitySize", "plot", "render", "run"]
+__all__ = ["CodecQuality", "QualityRow", "QualitySize", "Subject", "partial_of", "run", "subject_of"]
 
 
 class QualitySize(NamedTuple):
@@ -37,6 +41,10 @@ class QualitySize(NamedTuple):
 
 FULL = QualitySize(contexts=12, context_tokens=1536, continuation=128, greedy=32)
 QUICK = QualitySize(contexts=1, context_tokens=256, continuation=128, greedy=8)
+
+# Cases that are worked on at once, each by one thread: a pass of the model by two threads takes as long as its slower
+# half, and many times that where the machine is busy.
+WORKERS = 2
 
 # Called with what is being done, and how much of it.
 Progress = Callable[[str, int, int], None]
@@ -89,241 +97,174 @@ class CodecQuality(msgspec.Struct, frozen=True):
     rows: list[QualityRow]
 
 
-# Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.
-SINGLE_DELTAS = (0, 1, 3, 6)
+class Subject(NamedTuple):
+    """What codecs are judged on. ids: of each context and its continuation."""
 
-
-class _Case(NamedTuple):
-    """`refinements`: how many are read, None for all."""
-
+    model: Any
     name: str
-    level: int
-    coder: str
-    profile: str
-    codec: Codec
-    refinements: int | None = None
-    quality: float | None = None
+    layout: BlockLayout
+    size: QualitySize
+    ids: list[list[int]]
+    kinds: list[str]
 
 
-# By codec, level, place of distributions, refinements.
-_Verdicts = dict[tuple[str, int, str, int], list[Verdict]]
-# What objects of tide are asked for, and how many refinements they get: the last has prefixes of all qualities.
-TIDE_QUALITIES = ((1e-2, 1), (4.5e-3, 1), (4e-3, 1), (9e-4, 3))
-TIDE_QUALITIES_QUICK = ((4e-3, 1),)
-
-
-def cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list[_Case]:
-    """Return every codec, level, coder and place of distributions; shared ones where a profile fits.
-
-    With `quick`, the finest and the coarsest level of each codec only.
-    """
-    found = [_Case("raw", 0, "none", "none", RawCodec()), _Case("lossless", 0, "rans", "none", LosslessCodec())]
-    for name, maker, levels in (("cachegen", CachegenCodec, LEVELS), ("chunkwise", ChunkwiseCodec, CHUNKWISE_LEVELS)):
-        fitting = next((p for p in profiles if p.kind == name and p.fits(layout)), None)
-        for level in (min(levels), max(levels)) if quick else levels:
-            for profile in (None, fitting) if fitting else (None,):
-                for number, coder in enumerate(CODERS):
-                    where = "shared" if profile else "payload"
-                    found.append(_Case(name, level, coder.name, where, maker(level, number, profile)))
-    return found + _anchor_cases(found) + _tide_cases(profiles, layout, quick)
-
-
-def _anchor_cases(found: Sequence[_Case]) -> list[_Case]:
-    # The paper's own bins, the coarsest: beside deltas that are not here, finer ones are bits for nothing.
-    whole = [case for case in found if (case.name, case.level, case.coder) == ("cachegen", max(LEVELS), "rans")]
-    return [whole[-1]._replace(refinements=refinements) for refinements in SINGLE_DELTAS]
-
-
-def _tide_cases(profiles: Sequence[Profile], layout: BlockLayout, quick: bool) -> list[_Case]:
-    return [
-        _Case(profile.kind, 0, "rans", "shared", TideCodec(profile, quality, refinements), quality=quality)
-        for profile in profiles
-        if profile.kind.startswith("tide") and profile.fits(layout)
-        for quality, refinements in (TIDE_QUALITIES_QUICK if quick else TIDE_QUALITIES)
-    ]
-
-
-def run(
+def subject_of(
     model: Any,
-    model_name: str,
+    name: str,
     tokenize: Callable[[str], list[int]],
     layout: BlockLayout,
     texts: Sequence[Text],
-    profiles: Sequence[Profile],
     size: QualitySize,
-    progress: Progress,
-) -> CodecQuality:
-    """Judge every case on the first texts that are long enough. ValueError if none is."""
-    judge = Judge(model, layout, size.context_tokens, size.continuation, size.greedy)
-    kinds: list[str] = []
+) -> Subject:
+    """Take the first texts that are long enough. ValueError if none is."""
+    needed = Judge(model, layout, *size[1:]).tokens_needed
+    subject = Subject(model, name, layout, size, [], [])
     for text in texts:
-        ids = tokenize(text.content[: 8 * judge.tokens_needed])
-        if len(kinds) < size.contexts and len(ids) >= judge.tokens_needed:
-            progress("contexts", len(kinds), size.contexts)
-            judge.add(ids)
-            kinds.append(text.kind)
-    if not kinds:
-        raise ValueError(f"no text has the {judge.tokens_needed} tokens that a context and its continuation need")
-    progress("contexts", size.contexts, size.contexts)
-    every = cases(profiles, layout, size == QUICK)
+        ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.contexts else []
+        if len(ids) >= needed:
+            subject.ids.append(list(ids[:needed]))
+            subject.kinds.append(text.kind)
+    if not subject.ids:
+        raise ValueError(f"no text has the {needed} tokens that a context and its continuation need")
+    return subject
+
+
+def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial:
+    """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
+    layout, size = subject.layout, subject.size
+    inputs = Inputs(
+        model=model_fingerprint(subject.model).hex(),
+        kv_dtype=layout.dtype.value,
+        block_tokens=layout.tokens,
+        context_tokens=size.context_tokens,
+        continuation_tokens=size.continuation,
+        greedy_tokens=size.greedy,
+        texts=[ids_digest(ids) for ids in subject.ids],
+        profiles=[profile.digest.hex() for profile in profiles],
+    )
+    return Partial(inputs, path)
+
+
+def run(
+    subject: Subject, profiles: Sequence[Profile], codecs: Sequence[str], partial: Partial, progress: Progress
+) -> CodecQuality:
+    """Judge every case that is not in `partial` yet; of all codecs if none is named. ValueError for an unknown name."""
+    qualities = TIDE_QUALITIES_QUICK if subject.size == QUICK else TIDE_QUALITIES
+    every = chosen(cases(profiles, subject.layout, qualities), codecs)
+    contexts = range(len(subject.ids))
+    missing = [[case for case in every if partial.get(case.id, context) is None] for context in contexts]
+    total = len(every) * len(contexts)
+    done = total - sum(map(len, missing))
+    progress("results", done, total)
+    with one_torch_thread():
+        for context in contexts:
+            for case, found in _found(subject, context, missing[context]):
+                partial.put(case.id, context, found)
+                done += 1
+                progress("results", done, total)
     rows: list[QualityRow] = []
-    verdicts: _Verdicts = {}
-    for number, case in enumerate(every):
-        progress("codecs", number, len(every))
-        if isinstance(case.codec, TideCodec):
-            rows += _tide_rows(judge, case, case.codec)
-        else:
-            rows.append(_row(judge, case, rows, verdicts))
-    progress("codecs", len(every), len(every))
+    for case in every:
+        rows += _rows(subject, case, partial, rows)
     at_kl = bits_at_kl(rows)
     ratios = (ratio_to_tide(at_kl, "cachegen", "shared"), ratio_to_tide(at_kl, "chunkwise", "payload"))
-    judged = (model_name, layout.dtype.value, len(kinds), *size[1:], kinds)
+    judged = (subject.name, subject.layout.dtype.value, len(contexts), *subject.size[1:], subject.kinds)
     return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, rows)
 
 
-def _row(judge: Judge, case: _Case, rows: Sequence[QualityRow], verdicts: _Verdicts) -> QualityRow:
-    coded = [judge.code(context, case.codec, case.refinements) for context in range(len(judge.contexts))]
-    # Coders differ in size and speed, never in what they give back: the model need be asked once.
-    key = (case.name, case.level, case.profile, coded[0].refinements)
-    if key not in verdicts:
-        verdicts[key] = [judge.judge(context, found.decoded) for context, found in enumerate(coded)]
-    bits = _bits(judge, coded)
-    rans = [row for row in rows if (row.codec, row.level, row.profile, row.refinements, row.coder) == (*key, "rans")]
-    return _said(judge, case, coded, verdicts[key], size_vs_rans=bits / rans[0].bits_per_element if rans else None)
+def _found(subject: Subject, context: int, missing: Sequence[Case]) -> Iterator[tuple[Case, list[Measured]]]:
+    if not missing:
+        return
+    judging = _Judging(subject, context)
+    pool = ThreadPoolExecutor(WORKERS)
+    try:
+        futures = {pool.submit(judging.measured, case): case for case in missing}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _tide_rows(judge: Judge, case: _Case, codec: TideCodec) -> list[QualityRow]:
-    """Return a row for each refinement at which the objects may end."""
-    contexts = range(len(judge.contexts))
-    by_context = [judge.code_prefixes(context, codec) for context in contexts]
-    rows = []
-    for refinement in range(codec.steps.refinements + 1):
-        coded = [prefixes[refinement] for prefixes in by_context]
-        verdicts = [judge.judge(context, coded[context].decoded) for context in contexts]
-        units = codec.steps.final_units + THIRD * (codec.steps.refinements - refinement)
-        single = codec.with_steps(Steps(units, 0))
-        single_bits = _bits(judge, [judge.code(context, single) for context in contexts])
-        over_single = _bits(judge, coded) / single_bits - 1
-        rows.append(_said(judge, case, coded, verdicts, over_single=over_single))
-    return rows
+class _Judging:
+    """One context, its exact cache, and what the model said behind each decoded cache so far."""
+
+    def __init__(self, subject: Subject, context: int) -> None:
+        self._judge = Judge(subject.model, subject.layout, *subject.size[1:])
+        self._judge.add(subject.ids[context])
+        self._lock = threading.Lock()
+        self._verdicts: dict[bytes, Verdict] = {}
+        self._asking: dict[bytes, threading.Lock] = {}
+
+    def measured(self, case: Case) -> list[Measured]:
+        """Return what a case comes to: of tide at each refinement at which its objects may end."""
+        if not isinstance(case.codec, TideCodec):
+            return [self._measured(self._judge.code(0, case.codec, case.refinements))]
+        found, steps = [], case.codec.steps
+        for coded in self._judge.code_prefixes(0, case.codec):
+            units = steps.final_units + THIRD * (steps.refinements - coded.refinements)
+            single = self._judge.stored_bytes(0, case.codec.with_steps(Steps(units, 0)))
+            found.append(self._measured(coded, single))
+        return found
+
+    def _measured(self, coded: CodedContext, single_bytes: int | None = None) -> Measured:
+        return Measured(
+            refinements=coded.refinements,
+            raw_bytes=coded.raw_bytes,
+            stored_bytes=coded.stored_bytes,
+            single_bytes=single_bytes,
+            encode_s=coded.encode_s,
+            decode_s=coded.decode_s,
+            verdict=self._verdict(coded.decoded),
+        )
+
+    def _verdict(self, decoded: list[BlockBits]) -> Verdict:
+        # Coders differ in size and speed, not in what they give back: of the same bytes the model is asked once.
+        digest = blocks_digest(decoded)
+        with self._lock:
+            asking = self._asking.setdefault(digest, threading.Lock())
+        with asking:
+            if digest not in self._verdicts:
+                self._verdicts[digest] = self._judge.judge(0, decoded)
+            return self._verdicts[digest]
 
 
-def _bits(judge: Judge, coded: Sequence[CodedContext]) -> float:
-    raw_bytes, stored_bytes = sum(found.raw_bytes for found in coded), sum(found.stored_bytes for found in coded)
-    return 8 * judge.layout.dtype.item_bytes * stored_bytes / raw_bytes
+def blocks_digest(blocks: Sequence[BlockBits]) -> bytes:
+    """Return a digest of every byte of some blocks."""
+    digest = hashlib.sha256()
+    for bits in blocks:
+        digest.update(bits.tobytes())
+    return digest.digest()
 
 
-def _said(
-    judge: Judge,
-    case: _Case,
-    coded: Sequence[CodedContext],
-    verdicts: Sequence[Verdict],
-    over_single: float | None = None,
-    size_vs_rans: float | None = None,
-) -> QualityRow:
+def _rows(subject: Subject, case: Case, partial: Partial, rows: Sequence[QualityRow]) -> list[QualityRow]:
+    """Return a case's rows, one for each refinement at which its objects may end, over all contexts."""
+    by_context = [partial.get(case.id, context) or [] for context in range(len(subject.ids))]
+    return [_row(subject, case, found, rows) for found in zip(*by_context, strict=True)]
+
+
+def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence[QualityRow]) -> QualityRow:
+    raw_bytes, stored_bytes = sum(each.raw_bytes for each in found), sum(each.stored_bytes for each in found)
+    bits = 8 * subject.layout.dtype.item_bytes * stored_bytes / raw_bytes
+    singles = [each.single_bytes for each in found if each.single_bytes is not None]
+    key = (case.name, case.level, case.profile, found[0].refinements, "rans")
+    rans = [row for row in rows if (row.codec, row.level, row.profile, row.refinements, row.coder) == key]
+    is_tide = case.quality is not None
+    verdicts = [each.verdict for each in found]
     kls = [verdict.kl for verdict in verdicts]
-    raw_bytes = sum(found.raw_bytes for found in coded)
     return QualityRow(
         codec=case.name,
         level=case.level,
         coder=case.coder,
         profile=case.profile,
         quality=case.quality,
-        refinements=coded[0].refinements,
-        over_single=over_single,
-        bits_per_element=_bits(judge, coded),
+        refinements=found[0].refinements,
+        over_single=stored_bytes / sum(singles) - 1 if singles else None,
+        bits_per_element=bits,
         kl=fmean(kls),
         kl_stderr=float(np.std(kls) / math.sqrt(len(kls))),
         ppl_change_pct=100 * (math.exp(fmean(verdict.nll_change for verdict in verdicts)) - 1),
         top1=fmean(verdict.top1 for verdict in verdicts),
         greedy_match=fmean(verdict.greedy_match for verdict in verdicts),
-        size_vs_rans=size_vs_rans,
-        encode_mb_s=raw_bytes / 1e6 / sum(found.encode_s for found in coded),
-        decode_mb_s=raw_bytes / 1e6 / sum(found.decode_s for found in coded),
+        size_vs_rans=bits / rans[0].bits_per_element if rans and not is_tide else None,
+        encode_mb_s=raw_bytes / 1e6 / sum(each.encode_s for each in found),
+        decode_mb_s=raw_bytes / 1e6 / sum(each.decode_s for each in found),
     )
-
-
-def render(result: CodecQuality) -> Group:
-    """Return the tables that people read."""
-    return Group(_render_rows(result), _render_goals(result))
-
-
-def _render_goals(result: CodecQuality) -> Table:
-    table = Table("codec", "coder", "tables", "KL", "bits", "best row", title="bits at a KL, between rows")
-    for each in result.at_kl:
-        bits = ("" if bits is None else f"{bits:.3f}" for bits in (each.bits_per_element, each.bits_of_row))
-        table.add_row(each.codec, each.coder, each.profile, f"{each.kl:g}", *bits)
-    return table
-
-
-def _render_rows(result: CodecQuality) -> Table:
-    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    columns = (
-        "codec",
-        "level",
-        "refinements",
-        "coder",
-        "tables",
-        "bits",
-        "KL",
-        "±",
-        "ppl %",
-        "top-1",
-        "greedy",
-        "× rans",
-        "over single %",
-        "enc",
-        "dec MB/s",
-    )
-    table = Table(*columns, title=title)
-    for row in result.rows:
-        table.add_row(
-            row.codec,
-            f"{row.quality:g}" if row.quality else str(row.level),
-            str(row.refinements),
-            row.coder,
-            row.profile,
-            f"{row.bits_per_element:.3f}",
-            f"{row.kl:.5f}",
-            f"{row.kl_stderr:.5f}",
-            f"{row.ppl_change_pct:+.2f}",
-            f"{row.top1:.3f}",
-            f"{row.greedy_match:.1f}",
-            f"{row.size_vs_rans:.3f}" if row.size_vs_rans else "",
-            "" if row.over_single is None else f"{100 * row.over_single:+.2f}",
-            f"{row.encode_mb_s:.0f}",
-            f"{row.decode_mb_s:.0f}",
-        )
-    return table
-
-
-def plot(result: CodecQuality, path: Path) -> str | None:
-    """Draw rate against distortion, KL on a log scale; None where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    lines: dict[str, list[QualityRow]] = {}
-    whole: dict[tuple[str, int], int] = {}
-    for row in result.rows:
-        whole[row.codec, row.level] = max(row.refinements, whole.get((row.codec, row.level), 0))
-    for row in result.rows:
-        if row.kl > 0:
-            is_part = row.level and row.refinements < whole[row.codec, row.level]
-            part = f", level {row.level} in part" if is_part else ""
-            lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables{part}", []).append(row)
-    for rows in lines.values():
-        rows.sort(key=lambda row: row.bits_per_element)
-    for name, rows in lines.items():
-        style = "o-" if "rans" in name else "s--"
-        axes.plot([row.bits_per_element for row in rows], [row.kl for row in rows], style, label=name, markersize=4)
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per KV element, everything counted")
-    axes.set_ylabel("KL of the continuation, nats")
-    axes.set_title(f"{result.model}: lower left is better")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    return str(path)

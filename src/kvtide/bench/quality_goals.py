@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["KL_GOALS", "BitsAtKl", "bits_at_kl", "bits_of", "embedded_penalty", "ratio_to_tide"]
+__all__ = ["KL_GOALS", "BitsAtKl", "Point", "bits_at_kl", "bits_of", "embedded_penalty", "ratio_to_tide"]
 
 KL_GOALS = (1e-3, 5e-3, 1.2e-2)
 
@@ -33,11 +33,20 @@ class Judged(Protocol):
     def kl(self) -> float: ...
 
 
+class Point(msgspec.Struct, frozen=True):
+    """What a row costs and what the model then says."""
+
+    bits_per_element: float
+    kl: float
+
+
 class BitsAtKl(msgspec.Struct, frozen=True):
     """One codec with one coder and one place of distributions at a KL.
 
-    `bits_per_element` lies between the two best rows on either side, in (bits, log KL); None if one side has none.
-    `bits_of_row` are the fewest of a row that is at least as good, None if none is.
+    `bits_per_element` lies on the straight line, in (bits, log KL), through `between`: of the rows of this codec, coder
+    and place, at whatever level, quality and refinement, those that no cheaper one is as good as, the nearest on either
+    side (the coarser first). Both are None if a side has none. `bits_of_row` are the fewest of a row that is at least
+    as good, None if none is.
     """
 
     codec: str
@@ -46,6 +55,7 @@ class BitsAtKl(msgspec.Struct, frozen=True):
     kl: float
     bits_per_element: float | None
     bits_of_row: float | None
+    between: tuple[Point, Point] | None
 
 
 def bits_at_kl(rows: Sequence[Judged]) -> list[BitsAtKl]:
@@ -53,22 +63,26 @@ def bits_at_kl(rows: Sequence[Judged]) -> list[BitsAtKl]:
     lines = dict.fromkeys((row.codec, row.coder, row.profile) for row in rows if row.kl > 1e-6)
     found = []
     for line in lines:
-        points = [(row.bits_per_element, row.kl) for row in rows if (row.codec, row.coder, row.profile) == line]
+        points = [Point(row.bits_per_element, row.kl) for row in rows if (row.codec, row.coder, row.profile) == line]
         for kl in KL_GOALS:
-            good = [bits for bits, row_kl in points if row_kl <= kl]
-            found.append(BitsAtKl(*line, kl, _between(points, kl), min(good, default=None)))
+            between = _between(points, kl)
+            good = [point.bits_per_element for point in points if point.kl <= kl]
+            bits = _bits(*between, kl) if between else None
+            found.append(BitsAtKl(*line, kl, bits, min(good, default=None), between))
     return found
 
 
-def _between(points: Sequence[tuple[float, float]], kl: float) -> float | None:
-    front: list[tuple[float, float]] = []
-    for bits, row_kl in sorted(points):
-        if row_kl > 0 and (not front or row_kl < front[-1][1]):
-            front.append((bits, row_kl))
-    for (low, coarse), (high, fine) in pairwise(front):
-        if fine <= kl <= coarse:
-            return low + (high - low) * math.log(coarse / kl) / math.log(coarse / fine)
-    return None
+def _between(points: Sequence[Point], kl: float) -> tuple[Point, Point] | None:
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.bits_per_element, point.kl)):
+        if point.kl > 0 and (not front or point.kl < front[-1].kl):
+            front.append(point)
+    return next(((coarse, fine) for coarse, fine in pairwise(front) if fine.kl <= kl <= coarse.kl), None)
+
+
+def _bits(coarse: Point, fine: Point, kl: float) -> float:
+    share = math.log(coarse.kl / kl) / math.log(coarse.kl / fine.kl)
+    return coarse.bits_per_element + (fine.bits_per_element - coarse.bits_per_element) * share
 
 
 def bits_of(found: Sequence[BitsAtKl], kl: float, codec: str, profile: str) -> float | None:

@@ -116,11 +116,20 @@ def bench_codec_quality(
     plot: Annotated[Path, typer.Option("--plot", help="Where to draw rate against distortion.")] = Path(
         "codec-quality.png"
     ),
+    codec: Annotated[
+        list[str] | None, typer.Option("--codec", help="Judge this codec only, as tide-deep; may be repeated.")
+    ] = None,
+    partial: Annotated[
+        Path | None, typer.Option("--partial", help="Keep each result in this file, and go on from it.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bits per element against what the model then says, for every codec."""
-    from kvtide.bench import codec_quality, texts
+    """Bits per element against what the model then says, for every codec.
+
+    With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
+    """
+    from kvtide.bench import codec_quality, quality_report, texts
     from kvtide.engines import fingerprint, profiles, smollm2, transformers
 
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
@@ -129,9 +138,11 @@ def bench_codec_quality(
     tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
     layout = fingerprint.model_layout(loaded, transformers.BLOCK_TOKENS)
     size = codec_quality.QUICK if quick else codec_quality.FULL
+    subject = codec_quality.subject_of(
+        loaded, Path(folder).name, lambda content: tokenizer(content).input_ids, layout, chosen, size
+    )
+    results = codec_quality.partial_of(subject, known, partial)
     with progress_bars() as show:
-        result = codec_quality.run(
-            loaded, Path(folder).name, lambda content: tokenizer(content).input_ids, layout, chosen, known, size, show
-        )
-    codec_quality.plot(result, plot)
-    emit(result, codec_quality.render, as_json)
+        result = codec_quality.run(subject, known, codec or [], results, show)
+    quality_report.plot(result, plot)
+    emit(result, quality_report.render, as_json)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,18 @@ from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks", "restored_kl"]
+__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks", "one_torch_thread", "restored_kl"]
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch use the calling thread alone, in threads that are started meanwhile too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def capture_blocks(model: Any, ids: Sequence[int], layout: BlockLayout) -> list[BlockBits]:
@@ -55,7 +67,10 @@ def restored_kl(cached: CachedModel, input_ids: torch.Tensor, answer_ids: Sequen
 
 
 class CodedContext(NamedTuple):
-    """A context's blocks through a codec: whole objects counted, headers and all; they end at a refinement."""
+    """A context's blocks through a codec: whole objects counted, headers and all; they end at a refinement.
+
+    Times are of the calling thread's CPU.
+    """
 
     decoded: list[BlockBits]
     stored_bytes: int
@@ -134,11 +149,17 @@ class Judge:
         encoded = self._encoded(context, codec)
         return [self._decoded(encoded, codec, refinement) for refinement in range(encoded.refinements + 1)]
 
+    def stored_bytes(self, context: int, codec: Codec) -> int:
+        """Return the bytes of a context's whole objects."""
+        encoded = self._encoded(context, codec)
+        pairs = zip(encoded.metas, encoded.blocks, strict=True)
+        return sum(len(pack_object(meta, codec.codec_id, sections, codec.profile)) for meta, sections in pairs)
+
     def _encoded(self, context: int, codec: Codec) -> _Encoded:
         found = self.contexts[context]
-        start = time.perf_counter()
+        start = time.thread_time()
         blocks = [codec.encode(meta, bits) for meta, bits in zip(found.metas, found.blocks, strict=True)]
-        encode_s = time.perf_counter() - start
+        encode_s = time.thread_time() - start
         return _Encoded(found.metas, blocks, max(section.id.refinement for section in blocks[0]), encode_s)
 
     def _decoded(self, encoded: _Encoded, codec: Codec, refinement: int) -> CodedContext:
@@ -147,9 +168,9 @@ class Judge:
             here = [section for section in sections if section.id.refinement <= refinement]
             packed = pack_object(meta, codec.codec_id, here, codec.profile)
             out = np.empty(self.layout.shape, dtype=self.layout.bits_dtype)
-            start = time.perf_counter()
+            start = time.thread_time()
             codec.decode(meta, parse_object(packed, meta.id).sections(), out)
-            decode_s += time.perf_counter() - start
+            decode_s += time.thread_time() - start
             decoded.append(out)
             stored_bytes += len(packed)
         raw_bytes = len(decoded) * self.layout.raw_bytes

@@ -1,0 +1,97 @@
+"""What `codec-quality` has found so far, in a file, so that a run that was broken off goes on where it was.
+
+Invariant: results of other inputs than this run's are never taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvtide.engines.judge import Verdict
+
+__all__ = ["Inputs", "Measured", "Partial", "ids_digest"]
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """All that decides what is found, but for the program itself. Digests in hex; `texts`: one of each context."""
+
+    model: str
+    kv_dtype: str
+    block_tokens: int
+    context_tokens: int
+    continuation_tokens: int
+    greedy_tokens: int
+    texts: list[str]
+    profiles: list[str]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A context's objects that end at one refinement, through one case. Times are of the CPU.
+
+    `single_bytes`: objects of the same step without refinements, of tide only.
+    """
+
+    refinements: int
+    raw_bytes: int
+    stored_bytes: int
+    single_bytes: int | None
+    encode_s: float
+    decode_s: float
+    verdict: Verdict
+
+
+class _File(msgspec.Struct, frozen=True):
+    inputs: Inputs
+    results: dict[str, list[Measured]]
+
+
+class Partial:
+    """Results by case and context. Without a path they are kept in memory only."""
+
+    def __init__(self, inputs: Inputs, path: Path | None = None) -> None:
+        """Read the file if it is there. ValueError if it is of other inputs, naming them, or is no such file."""
+        self._inputs = inputs
+        self._path = path
+        self._results: dict[str, list[Measured]] = {}
+        if path is not None and path.exists():
+            self._results = self._read(path)
+
+    def _read(self, path: Path) -> dict[str, list[Measured]]:
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=_File)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ValueError(f"{path} holds no results of codec-quality: {error}") from error
+        fields = Inputs.__struct_fields__
+        others = [name for name in fields if getattr(found.inputs, name) != getattr(self._inputs, name)]
+        if others:
+            raise ValueError(f"{path} is of a run with another {', '.join(others)}: name another file, or delete it")
+        return found.results
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def get(self, case: str, context: int) -> list[Measured] | None:
+        """Return what was found, a case's refinements in order; None if it was not yet."""
+        return self._results.get(_key(case, context))
+
+    def put(self, case: str, context: int, found: list[Measured]) -> None:
+        """Add a result, and write all to the file: aside, then renamed."""
+        self._results[_key(case, context)] = found
+        if self._path is not None:
+            aside = self._path.with_name(f"{self._path.name}.new")
+            aside.write_bytes(msgspec.json.encode(_File(self._inputs, self._results)))
+            aside.rename(self._path)
+
+
+def _key(case: str, context: int) -> str:
+    return f"{context} {case}"
+
+
+def ids_digest(ids: Sequence[int]) -> str:
+    """Return a digest of token ids, in hex."""
+    return hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).hexdigest()
