@@ -57,8 +57,9 @@ class Prefix:
                 return self.model(suffix, past_key_values=past).logits
 
     def load(self) -> SelectiveLoad:
-        load = SelectiveLoad(self.tier)
-        assert load.open(self.metas, self.registry) == PREFIX // 16
+        load, rough = SelectiveLoad(self.tier), dict[int, Any]()
+        assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
+        self.rough = [rough[position] for position in range(load.blocks)]
         return load
 
 
@@ -71,15 +72,15 @@ def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
 def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
     load = prefix.load()
     selection = Selection(load, Importance(1.0, guard=None, rest=rest))
-    assert torch.equal(prefix.said(load.rough, selection), prefix.said(prefix.blocks))
+    assert torch.equal(prefix.said(prefix.rough, selection), prefix.said(prefix.blocks))
     assert selection.report().tokens_share == 1.0
 
 
 def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:
     load = prefix.load()
     selection = Selection(load, Importance(0.25, guard=None))
-    got = prefix.said(load.rough, selection)
-    exact, rough = prefix.said(prefix.blocks), prefix.said(load.rough)
+    got = prefix.said(prefix.rough, selection)
+    exact, rough = prefix.said(prefix.blocks), prefix.said(prefix.rough)
     assert (got - exact).abs().mean() < (rough - exact).abs().mean()
     report = selection.report()
     assert 0.25 <= report.tokens_share < 0.35 and not report.is_fallback
@@ -89,7 +90,7 @@ def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
     """Recency and single tokens: what is attended to is known without asking the selection."""
     load = prefix.load()
     settings = Importance(0.5, Recency(), None, Rest.DROP, by_chunks=False)
-    got = prefix.said(load.rough, Selection(load, settings))
+    got = prefix.said(prefix.rough, Selection(load, settings))
     past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
     seen[:, 4 : PREFIX // 2] = 0
     with torch.inference_mode():
@@ -114,7 +115,7 @@ class Never:
 def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool) -> None:
     load = prefix.load()
     selection = Selection(load, Importance(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
-    past, suffix = prefix.past(load.rough), torch.tensor([prefix.ids[PREFIX:]])
+    past, suffix = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
     with torch.inference_mode(), selection.active(prefix.model):
         prefix.model(suffix, past_key_values=past)
         assert selection.is_refused
@@ -129,18 +130,18 @@ def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
     floats = keys.view(np.float32).transpose(0, 2, 1, 3)
     load = prefix.load()
     probed = Selection(load, Importance(0.25, AllHeads(), None), lambda layer: floats[layer])
-    prefix.said(load.rough, probed)
+    prefix.said(prefix.rough, probed)
     scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
     load = prefix.load()
     known = Selection(load, Importance(0.25, Known(scores), None))
-    prefix.said(load.rough, known)
+    prefix.said(prefix.rough, known)
     assert known.report().tokens_share == probed.report().tokens_share
 
 
 def test_the_model_is_as_before_afterwards(prefix: Prefix) -> None:
     usual = prefix.model.config._attn_implementation
     load = prefix.load()
-    prefix.said(load.rough, Selection(load, Importance(0.25)))
+    prefix.said(prefix.rough, Selection(load, Importance(0.25)))
     assert prefix.model.config._attn_implementation == usual
 
 

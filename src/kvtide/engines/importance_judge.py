@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ from kvtide.wire import object_bytes_max, pack_object, parse_object
 __all__ = ["ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
 
 ANSWER_TOKENS = 16
+# Room for a question and its answer.
+SPARE_TOKENS = 256
+# Threads that load whole blocks, as many as an engine's cache has for a disk: one copies while another reads.
+WHOLE_THREADS = 2
 STORE_BYTES = 4 << 30
 
 
@@ -143,10 +148,10 @@ class ImportanceJudge:
         return tier
 
     def _importance(self, metas: Sequence[BlockMeta], tier: MemoryTier, use: Question) -> Floats:
-        load = SelectiveLoad(tier)
-        load.open(metas, self._registry)
+        load, pages = SelectiveLoad(tier), self._pages(len(metas))
+        load.open(metas, self._registry, pages.write)
         selection = Selection(load, Importance(0.25, guard=None))
-        self._pass(self.past(load.rough), use.ids, selection)
+        self._pass(self._filled(pages, load.blocks), use.ids, selection)
         load.close()
         return np.stack([selection.importance[layer] for layer in sorted(selection.importance)])
 
@@ -155,8 +160,14 @@ class ImportanceJudge:
         pages = Pages(self.layout, len(blocks))
         for position, bits in enumerate(blocks):
             pages.write(position, bits)
+        return self._filled(pages, len(blocks))
+
+    def _pages(self, blocks: int) -> Pages:
+        return Pages(self.layout, blocks, SPARE_TOKENS)
+
+    def _filled(self, pages: Pages, blocks: int) -> DynamicCache:
         past = DynamicCache(config=self._model.config)
-        pages.fill(past, len(blocks), self._model.device)
+        pages.fill(past, blocks, self._model.device)
         return past
 
     def _pass(self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None) -> torch.Tensor:
@@ -182,19 +193,23 @@ class ImportanceJudge:
         device = Paced(self._tier(), self._clock, time.sleep, self._bytes_s)
         for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
             device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
+        pages = Pages(self.layout, len(prefix.metas))
         started_s = self._clock.monotonic_s()
-        blocks = [self._read_raw(device, meta) for meta in prefix.metas]
-        past = self.past(blocks)
+        with ThreadPoolExecutor(WHOLE_THREADS) as pool:
+            done = [pool.submit(self._load_raw, device, *each, pages) for each in enumerate(prefix.metas)]
+        for each in done:
+            each.result()
+        past = self._filled(pages, len(prefix.metas))
         first = self._pass(past, prefix.questions[number].ids)
         ttft_s = self._clock.monotonic_s() - started_s
         return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s), None)
 
-    def _read_raw(self, device: Paced, meta: BlockMeta) -> BlockBits:
+    def _load_raw(self, device: Paced, position: int, meta: BlockMeta, pages: Pages) -> None:
         buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
         stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
         RawCodec().decode(meta, stored.sections(), bits)
-        return bits
+        pages.write(position, bits)
 
     def selected(
         self,
@@ -214,14 +229,16 @@ class ImportanceJudge:
         device = Paced(tier, self._clock, time.sleep, self._bytes_s)
         load = SelectiveLoad(device if has_base else tier)
         keys = self._probe(prefix, device, importance) if probes else None
+        pages = self._pages(len(prefix.metas))
         if not has_base:
-            load.open(prefix.metas, self._registry)
+            load.open(prefix.metas, self._registry, pages.write)
             load.read_from(device)
         started_s = self._clock.monotonic_s()
         if has_base:
-            load.open(prefix.metas, self._registry, importance.tokens_ahead(self.layout.tokens))
+            ahead = importance.tokens_ahead(self.layout.tokens)
+            load.open(prefix.metas, self._registry, pages.write, ahead)
         selection = Selection(load, importance, keys)
-        past = self.past(load.rough)
+        past = self._filled(pages, load.blocks)
         first = self._pass(past, prefix.questions[number].ids, selection)
         if selection.is_refused:
             selection.fall_back(past)
@@ -235,9 +252,10 @@ class ImportanceJudge:
     def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Ask with the base alone."""
         load = SelectiveLoad(Paced(prefix.packed, self._clock, time.sleep, self._bytes_s))
+        pages = self._pages(len(prefix.metas))
         started_s = self._clock.monotonic_s()
-        load.open(prefix.metas, self._registry)
-        past = self.past(load.rough)
+        load.open(prefix.metas, self._registry, pages.write)
+        past = self._filled(pages, load.blocks)
         first = self._pass(past, prefix.questions[number].ids)
         ttft_s = self._clock.monotonic_s() - started_s
         load.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.engines.fingerprint import TORCH_DTYPES
@@ -17,9 +20,11 @@ _BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 class Pages:
     """Room for the restored blocks of all layers, in the shape that the engine wants."""
 
-    def __init__(self, layout: BlockLayout, blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, blocks: int, spare_tokens: int = 0) -> None:
+        """spare_tokens: room for what comes behind the blocks, which then need not be copied for it."""
         self._layout = layout
-        tokens = blocks * layout.tokens
+        self._spare_tokens = spare_tokens
+        tokens = blocks * layout.tokens + spare_tokens
         shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
         # numpy asks for huge pages, torch does not: touching 90 MiB anew takes 16 ms instead of 65.
         self._room = np.empty(shape, dtype=layout.bits_dtype)
@@ -39,10 +44,34 @@ class Pages:
             return
         signed = self._room.view(f"<i{self._room.itemsize}")
         pages = torch.from_numpy(signed).view(TORCH_DTYPES[self._layout.dtype])
-        pages = pages[..., : blocks * self._layout.tokens, :]
-        for layer, (keys, values) in zip(past.layers, pages.to(device), strict=True):
+        tokens = blocks * self._layout.tokens
+        pages = pages[..., : tokens + self._spare_tokens, :].to(device)
+        if self._spare_tokens:
+            past.layers = [_Roomy(keys, values) for keys, values in pages]
+        for layer, (keys, values) in zip(past.layers, pages[..., :tokens, :], strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
+
+
+class _Roomy(DynamicLayer):
+    """A layer that grows in place while there is room behind its tokens; the usual one copies all of them each time."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self._room = (keys, values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append."""
+        start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        keys, values = self._room
+        is_ours = self.keys.data_ptr() == keys.data_ptr() and key_states.dtype == keys.dtype
+        if not is_ours or stop > keys.shape[-2]:
+            return super().update(key_states, value_states, *arguments, **named)
+        keys[..., start:stop, :], values[..., start:stop, :] = key_states, value_states
+        self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
+        return self.keys, self.values
 
 
 def block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:

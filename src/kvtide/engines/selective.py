@@ -106,11 +106,13 @@ class Selection:
         self._attended: dict[int, torch.Tensor | None] = {}
         self._loaded: dict[int, NDArray[np.int64]] = {}
         self._loaded_tokens = 0
+        # A selection of everything is the plain model, bit for bit.
+        self._loaded_all = settings.ratio == 1.0
         self._guard_scores: list[float] = []
         self._is_fallback = False
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
-        self._tokens = sum(bits.shape[2] for bits in load.rough)
+        self._tokens = load.tokens
         self._kept = kept_tokens(self._tokens)
 
     @contextmanager
@@ -164,13 +166,15 @@ class Selection:
         layer = int(module.layer_idx)
         if layer not in self._attended:
             self._attended[layer] = self._choose(layer, query, key, value, float(arguments["scaling"]))
+        if self._is_fallback or self._loaded_all:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         attended = self._attended[layer]
         if attended is not None:
             behind = torch.arange(self._tokens, key.shape[2], device=key.device)
             places = torch.cat([attended, behind])
             key, value = key.index_select(2, places), value.index_select(2, places)
             attention_mask = None if attention_mask is None else attention_mask.index_select(-1, places)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+        return grouped_attention(module, query, key, value, attention_mask, **arguments)
 
     def _choose(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -222,6 +226,31 @@ class Selection:
         return chunks, np.sort(np.concatenate(places))
 
 
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> Any:
+    """Do what the usual function does without a copy of keys and values for each head of a group.
+
+    The heads of a group become more queries of one head. Its copies of 4,096 tokens take longer than a short suffix's sums.
+    """
+    _, heads, suffix, head_dim = query.shape
+    group = heads // key.shape[1]
+    is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[0] == 1
+    if group == 1 or not is_plain or any(arguments.get(name) is not None for name in ("softcap", "position_bias")):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    assert attention_mask is not None
+    packed = query.reshape(1, heads // group, group * suffix, head_dim)
+    mask = attention_mask.repeat(1, 1, group, 1)
+    scaling = arguments["scaling"]
+    found = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
+
+
 def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
     """Return what `importance.probe.attention_mass` does, by the engine's own threads.
 
@@ -229,8 +258,12 @@ def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tok
     query: (heads, suffix, head_dim); key: (kv_heads, tokens and suffix, head_dim).
     """
     suffix, group = query.shape[1], len(query) // len(key)
-    chosen = query[heads] * scaling
-    logits = torch.bmm(chosen, key[[head // group for head in heads]].transpose(1, 2))
+    if heads == list(range(len(query))):
+        # The heads of a group are more queries of one: keys are not copied for each.
+        chosen = query.reshape(len(key), group * suffix, -1) * scaling
+        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), suffix, -1)
+    else:
+        logits = torch.bmm(query[heads] * scaling, key[[head // group for head in heads]].transpose(1, 2))
     hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
     logits[:, :, tokens:].masked_fill_(hidden, -torch.inf)
     mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()

@@ -43,6 +43,8 @@ __all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach
 _log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 256
+# Tokens of an answer behind a selected prefix before it is copied for each.
+ANSWER_ROOM = 256
 # Shorter runs say more about the machine's mood than about its prefill speed.
 PREFILL_SAMPLE_TOKENS_MIN = 128
 # Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
@@ -160,34 +162,33 @@ class CachedModel:
         self.last = report._replace(blocks_queued=queued)
         return output
 
-    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, float] | None:
+    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, Pages, float] | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be loaded."""
         if self._importance is None:
             return None
         started_s = self._clock.monotonic_s()
         hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
         metas = self._metas(prompt[:-1])[:hits]
+        pages = Pages(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
         importance, _, registry = self._importance
         ahead = importance.tokens_ahead(self.layout.tokens)
-        found = self.cache.guarded("select", partial(load.open, metas, registry, ahead), 0)
+        found = self.cache.guarded("select", partial(load.open, metas, registry, pages.write, ahead), 0)
         if not found:
             load.close()
-        return (load, started_s) if found else None
+        return (load, pages, started_s) if found else None
 
     def _generate_selected(
         self,
         input_ids: torch.Tensor,
         prompt: np.ndarray[Any, Any],
         load: SelectiveLoad,
+        pages: Pages,
         started_s: float,
         arguments: dict[str, Any],
     ) -> Any:
         """Answer on rough blocks of which each layer loads what matters. New blocks are not stored: none is exact."""
         assert self._importance is not None
         importance, learner, _ = self._importance
-        pages = Pages(self.layout, load.blocks)
-        for position, bits in enumerate(load.rough):
-            pages.write(position, bits)
         past = DynamicCache(config=self.model.config)
         pages.fill(past, load.blocks, self.model.device)
         load_s = self._clock.monotonic_s() - started_s

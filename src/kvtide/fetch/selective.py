@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.cache import BlockSink
 from kvtide.codec import CodecRegistry, PackedBase, PackedCodec
 from kvtide.codec.packed import put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
@@ -61,25 +62,27 @@ class SelectiveLoad:
         self._ahead_chunks = 0
         # What the table of one block took, for the next.
         self._head_bytes = HEADER_BYTES
-        self.rough: list[BlockBits] = []
         self.read_bytes = 0
         self.damaged_chunks = 0
 
-    def open(self, metas: Sequence[BlockMeta], registry: CodecRegistry, tokens_ahead: int = 0) -> int:
-        """Load heads and bases of the leading blocks; return how many there are. `rough` then has their values.
+    def open(
+        self, metas: Sequence[BlockMeta], registry: CodecRegistry, sink: BlockSink | None = None, tokens_ahead: int = 0
+    ) -> int:
+        """Load heads and bases of the leading blocks; return how many there are. `sink` has got their rough values.
 
-        It ends before the first block that is absent, damaged or of another codec. Of each block that was packed anew
+        It ends before the first block that is absent, damaged or of another codec; the sink, which is called in several
+        threads, may have got some behind that. Of each block that was packed anew
         the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are loaded meanwhile.
         """
         self._pool = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="kvtide-select")
-        opened = []
-        for future in [self._pool.submit(self._try_block, meta, registry) for meta in metas]:
+        opening = [
+            self._pool.submit(self._try_block, position, meta, registry, sink) for position, meta in enumerate(metas)
+        ]
+        for future in opening:
             found = future.result()
             if found is None:
                 break
-            opened.append(found)
-        self._parts = [part for part, _ in opened]
-        self.rough = [bits for _, bits in opened]
+            self._parts.append(found)
         if self._parts:
             self._ahead_chunks = tokens_ahead // self.chunk_tokens
             for layer in range(self._parts[0].meta.layout.layers) if len(self.ahead_chunks()) else ():
@@ -102,9 +105,17 @@ class SelectiveLoad:
         starts = np.array(packed, dtype=np.int64)[:, None] * self.chunks_per_block
         return (starts + np.arange(min(self._ahead_chunks, self.chunks_per_block))).reshape(-1)
 
-    def _try_block(self, meta: BlockMeta, registry: CodecRegistry) -> tuple[_Part, BlockBits] | None:
+    def _try_block(
+        self, position: int, meta: BlockMeta, registry: CodecRegistry, sink: BlockSink | None
+    ) -> _Part | None:
         try:
-            return self._open_block(meta, registry)
+            found = self._open_block(meta, registry)
+            if found is None:
+                return None
+            part, bits = found
+            if sink is not None:
+                sink(position, bits)
+            return part
         except (CorruptPayload, TierUnavailable) as error:
             _log.debug("block %s is not loaded in part: %s", meta.id, error)
             return None
@@ -135,6 +146,11 @@ class SelectiveLoad:
     def blocks(self) -> int:
         """Return the blocks that are open."""
         return len(self._parts)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the blocks that are open."""
+        return sum(part.meta.layout.tokens for part in self._parts)
 
     @property
     def chunk_tokens(self) -> int:
