@@ -284,8 +284,8 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
 
     engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0), prefill=NotingPrefill)
     over.set()
-    # Longer and longer, so that neither short passes nor one that is stopped cost much.
-    assert engine.passes == [(0, 16), (16, 32), (32, 64), (64, 96)]
+    # Half of it, as the link may begin at any moment, and then as much again.
+    assert engine.passes == [(0, 48), (48, 96)]
     assert (report.computed_tokens, engine.stopped_tokens) == (96, 0)
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
@@ -297,6 +297,32 @@ def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored)
         [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(1e5), 0.0), link, NotingPrefill
     )
     assert (report.fetch, stats.received_bytes) == (None, 0)
-    # What was under way when the headers came is at most as long as what was done before; the rest is one pass.
-    assert engine.stopped_tokens <= max(16, report.computed_tokens)
+    # What was under way when the headers came goes on.
+    assert engine.stopped_tokens == 0
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stored) -> None:
+    source = MadeSource(stored.objects, bytes_per_s=1e4)
+
+    class Broken(StreamedPrefill):
+        def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+            while not source.served_bytes > 5000:
+                time.sleep(0.01)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stored.load([source], (0.0,), Wish(SPEED, 0.0), prefill=Broken)
+    time.sleep(0.3)
+    served = source.served_bytes
+    time.sleep(0.3)
+    assert source.served_bytes == served
+
+
+def test_load_begins_beside_the_pass_that_is_under_way(stored: Stored) -> None:
+    source = MadeSource(stored.objects, bytes_per_s=1e6)
+    engine, report, _ = stored.load([source], (0.0,), Wish(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
+    # A pass takes a second, everything else much less.
+    assert report.ready_s < 1.0
+    assert (report.tokens, report.computed_tokens) == (96, 0)
     assert torch.equal(stored.answer(engine), stored.plain_answer())

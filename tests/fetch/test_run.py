@@ -9,7 +9,7 @@ import pytest
 from tests.fetch.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.fetch import Engine, FetchLimits, FetchReport, Job, LinkState, Source, Wish, level_job, run
+from kvtide.fetch import Engine, FetchLimits, FetchReport, Job, LinkState, Run, Source, Wish, level_job
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import CachegenRule, Layered, Plan, Policy, PrefillSpeed, Progress, Reason, Request, TwoEnded
 from kvtide.stream.receiver import Receiver
@@ -25,7 +25,9 @@ def load(
     link = LinkState(HarmonicRate())
     receiver = Receiver(job.objects)
     bounds = limits or FetchLimits(retry_s=0.01)
-    report = run(job, receiver, policy, sources, link, SystemClock(), engine or IdleEngine(), bounds)
+    run = Run(job, receiver, policy, sources, link, SystemClock(), bounds)
+    run.start()
+    report = run.until_ready(engine or IdleEngine())
     receiver.check()
     return report, receiver
 

@@ -83,9 +83,9 @@ def test_costs_of_a_machine_take_their_time() -> None:
 def test_short_passes_take_longer_than_their_share() -> None:
     chunks = tuple(Chunk(64 * i, 64 * i + 64, (10**6,), (0.1,)) for i in range(5))
     request = Request(chunks, True, SPEED, 0.0)
-    # Two and then one at a time: half of what is left, and the link is at the last one.
+    # Two, half of what nobody has begun with, and then three, as nothing comes meanwhile.
     outcome = play(TwoEnded(), request, STEADY, 0.0, LastRate(), Costs(short_pass_s=1.0))
-    assert (outcome.computed_tokens, outcome.ready_s) == (320, pytest.approx(0.32 + 0.5 + 3 * 0.75))
+    assert (outcome.computed_tokens, outcome.ready_s) == (320, pytest.approx(0.32 + 0.5 + 0.25))
 
 
 @pytest.mark.parametrize("name", LINK_MODELS)

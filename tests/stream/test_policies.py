@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from kvtide.stream.plan import (
@@ -12,12 +15,14 @@ from kvtide.stream.plan import (
     ImportanceWeighted,
     Layered,
     NewestFiner,
+    Plan,
     Policy,
     PrefillSpeed,
     Progress,
     Reason,
     Request,
     TwoEnded,
+    expected_s,
     leading_pass,
 )
 from kvtide.testing.plan_suite import PlanSuite
@@ -183,6 +188,30 @@ def test_two_ended_has_short_chunks_computed_in_one_pass() -> None:
     # With a reserve: a pass that the deadline cuts off is lost.
     assert TwoEnded().plan(Request(chunks, True, SPEED, 0.26), met).computes == (0, 1)
     assert TwoEnded().plan(Request(chunks, True, SPEED, 0.24), met).computes == (0,)
+
+
+def test_two_ended_computes_whole_passes_while_nothing_comes_and_leaves_the_last_one() -> None:
+    chunks = tuple(Chunk(50 * i, 50 * i + 50, (10,), (0.1,)) for i in range(12))
+    request = Request(chunks, True, SPEED, 0.0)
+
+    def planned(computed: int, coming_s: float | None) -> Plan:
+        done = frozenset(range(computed))
+        progress = Progress(1.0, (0,) * 12, (0,) * 11 + (1,), done, done, None, coming_s)
+        return TwoEnded().plan(request, progress)
+
+    assert planned(4, None).computes == planned(4, 1.2).computes == (4, 5, 6)
+    assert planned(4, 1.26).computes == (4, 5, 6, 7, 8)
+    assert planned(7, 1.24).computes == (7, 8)
+    assert planned(7, 1.25) == planned(7, math.inf) == ((), (), Reason.LEFT)
+    # A link that is down may come back before the deadline.
+    assert TwoEnded().plan(replace(request, deadline_s=9.0), Progress.start(request)).reason is not Reason.LEFT
+
+
+def test_what_is_asked_for_is_expected_at_its_pace() -> None:
+    assert expected_s(1.05, 1.0, 100, 50, 0.0) is None
+    assert expected_s(1.5, 1.0, 100, 75, 0.3) is None
+    assert expected_s(1.5, 1.0, 100, 75, 0.1) == pytest.approx(3.0)
+    assert expected_s(1.5, 1.0, 100, 100, 0.1) == math.inf
 
 
 def test_pass_is_neighbours_of_so_many_tokens() -> None:

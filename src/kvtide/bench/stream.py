@@ -94,7 +94,7 @@ class StreamBench(msgspec.Struct, frozen=True):
     """All rows; then TTFT of exact blocks as soon as can be on the constant link, and where loading loses.
 
     break_even_ratio: TTFT over recomputing's, by a loader that knows its link to be far too slow; `_unknown`: by one
-    that does not.
+    that does not. The CPU seconds, proxy and fetching included, likewise.
     """
 
     context_tokens: int
@@ -108,6 +108,8 @@ class StreamBench(msgspec.Struct, frozen=True):
     two_ended_beats_both: bool
     break_even_ratio: float
     break_even_ratio_unknown: float
+    break_even_cpu_ratio: float
+    break_even_cpu_ratio_unknown: float
 
 
 class _Case(NamedTuple):
@@ -278,6 +280,8 @@ def _result(size: StreamSize, speeds: Speeds, rows: list[StreamBenchRow], exact:
         two_ended_beats_both=exact.two_ended_s < min(exact.load_s, exact.recompute_s),
         break_even_ratio=exact.break_even_ratio,
         break_even_ratio_unknown=exact.break_even_ratio_unknown,
+        break_even_cpu_ratio=exact.break_even_cpu_ratio,
+        break_even_cpu_ratio_unknown=exact.break_even_cpu_ratio_unknown,
     )
 
 
@@ -287,7 +291,8 @@ def render(result: StreamBench) -> Table:
         f"{result.rows_predicted} of {len(result.rows)} rows as predicted; exact blocks on the last link: both "
         f"ends {result.ttft_two_ended_s:.2f} s, loading {result.ttft_load_s:.2f} s, recomputing "
         f"{result.ttft_recompute_s:.2f} s; on a far too slow link {result.break_even_ratio:.3f} of recomputing, "
-        f"{result.break_even_ratio_unknown:.3f} if nobody knows that"
+        f"{result.break_even_ratio_unknown:.3f} if nobody knows that "
+        f"(CPU {result.break_even_cpu_ratio:.3f}, {result.break_even_cpu_ratio_unknown:.3f})"
     )
     title = f"{result.context_tokens} tokens, prefill {result.prefill_tokens_per_s:.0f} tokens/s; measured / simulated"
     table = Table(title=title, caption=caption)

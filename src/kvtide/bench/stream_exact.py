@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,13 +22,22 @@ SLOW_BYTES_PER_S = 1e6 / 8
 
 
 class ExactTimes(NamedTuple):
-    """Medians of seconds, and medians of ratios to the recomputing beside them."""
+    """Medians of seconds, and medians of ratios to the recomputing beside them: of the clock's and of CPU seconds."""
 
     two_ended_s: float
     load_s: float
     recompute_s: float
     break_even_ratio: float
     break_even_ratio_unknown: float
+    break_even_cpu_ratio: float
+    break_even_cpu_ratio_unknown: float
+
+
+class _Spent(NamedTuple):
+    """Seconds of the clock, and of this process's threads."""
+
+    wall_s: float
+    cpu_s: float
 
 
 def exact_times(rig: Rig, link: Link, speed: PrefillSpeed, repeats: int) -> ExactTimes:
@@ -38,24 +48,29 @@ def exact_times(rig: Rig, link: Link, speed: PrefillSpeed, repeats: int) -> Exac
     def played(policy: Policy) -> float:
         return rig.play(job, policy, LinkState(HarmonicRate()), link.carried).ttft_s
 
-    def recomputed() -> float:
-        return rig.first_token_s(rig.engine())
-
-    loads = [(played(TwoEnded()), played(Layered()), recomputed()) for _ in range(repeats)]
+    loads = [(played(TwoEnded()), played(Layered()), rig.plain_s()) for _ in range(repeats)]
     ratios = []
     for repeat in range(repeats):
-        ways = [recomputed, lambda: _slow_s(rig, stored, speed, True), lambda: _slow_s(rig, stored, speed, False)]
+        ways = [rig.plain_s, lambda: _slow_s(rig, stored, speed, True), lambda: _slow_s(rig, stored, speed, False)]
         ratios.append(_ratios(ways, is_reversed=repeat % 2 == 1))
     medians = [statistics.median(each) for each in zip(*loads, strict=True)]
-    known, unknown = (statistics.median(each) for each in zip(*ratios, strict=True))
-    return ExactTimes(medians[0], medians[1], medians[2], known, unknown)
+    known, unknown = (_medians(each) for each in zip(*ratios, strict=True))
+    return ExactTimes(medians[0], medians[1], medians[2], known.wall_s, unknown.wall_s, known.cpu_s, unknown.cpu_s)
 
 
-def _ratios(ways: Sequence[Callable[[], float]], is_reversed: bool) -> tuple[float, float]:
+def _ratios(ways: Sequence[Callable[[], float]], is_reversed: bool) -> list[_Spent]:
     """Return what the second and third way took over the first."""
     order = range(len(ways) - 1, -1, -1) if is_reversed else range(len(ways))
-    seconds = {position: ways[position]() for position in order}
-    return seconds[1] / seconds[0], seconds[2] / seconds[0]
+    spent = {}
+    for position in order:
+        before_s = time.process_time()
+        wall_s = ways[position]()
+        spent[position] = _Spent(wall_s, time.process_time() - before_s)
+    return [_Spent(spent[way].wall_s / spent[0].wall_s, spent[way].cpu_s / spent[0].cpu_s) for way in (1, 2)]
+
+
+def _medians(ratios: Sequence[_Spent]) -> _Spent:
+    return _Spent(*(statistics.median(each) for each in zip(*ratios, strict=True)))
 
 
 def _slow_s(rig: Rig, stored: Sequence[StoredObject], speed: PrefillSpeed, is_known: bool) -> float:

@@ -16,7 +16,7 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.engines.judge import capture_blocks
 from kvtide.engines.streaming import StreamedPrefill
-from kvtide.fetch import Brought, FetchLimits, Job, LinkState, bring, read_heads
+from kvtide.fetch import Bringing, Brought, FetchLimits, Job, LinkState, read_heads
 from kvtide.keys import block_keys
 from kvtide.server.shaped import ShapedProxy
 from kvtide.sim.stream import Costs
@@ -64,8 +64,8 @@ class Played(NamedTuple):
 
     def text_share(self, job: Job) -> float:
         """Return the share of the tokens that the engine computed."""
-        computed = sum(job.request.chunks[chunk].tokens for chunk in self.brought.report.progress.computed)
-        return computed / job.request.tokens
+        loaded = len(self.brought.appended) * job.objects[0].meta.layout.tokens
+        return 1 - loaded / job.request.tokens
 
 
 class Rig:
@@ -133,13 +133,19 @@ class Rig:
         """Run what is behind the context of `engine` up to the first token; return how long that took."""
         return self._timed(lambda: engine.first_token(self.ids))
 
+    def plain_s(self) -> float:
+        """Return what the first token takes without a cache: one pass over all."""
+        engine = StreamedPrefill(self._model, self.ids, self.layout)
+        return self._timed(lambda: engine.compute(0, len(self.ids), lambda: True))
+
     def play(self, job: Job, policy: Policy, link: LinkState, carried: Callable[[float], float]) -> Played:
         """Load a context for real, up to the first token."""
         self.restart(carried)
         engine = self.engine()
         started_s = self.clock.monotonic_s()
         limits = FetchLimits()
-        brought = bring(job, policy, [self.source], link, self.clock, limits, self.registry, engine, engine.append)
+        bringing = Bringing(job, policy, [self.source], link, self.clock, limits, self.registry)
+        brought = bringing.finish(engine, engine.append)
         engine.first_token(self.ids)
         return Played(self.clock.monotonic_s() - started_s, brought)
 

@@ -13,12 +13,12 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.fetch.job import Job
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, run
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, Run
 from kvtide.stream.plan import Policy
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.source import Source
 
-__all__ = ["Brought", "LoadedBlock", "bring"]
+__all__ = ["Bringing", "Brought", "LoadedBlock"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,28 +34,55 @@ class Brought(NamedTuple):
     append_s: float
     report: FetchReport
     receiver: Receiver
+    job: Job
 
 
-def bring(
-    job: Job,
-    policy: Policy,
-    sources: Sequence[Source],
-    link: LinkState,
-    clock: Clock,
-    limits: FetchLimits,
-    registry: CodecRegistry,
-    engine: Engine,
-    append: LoadedBlock,
-    computed_chunks: int = 0,
-) -> Brought:
-    """Run a job as `run` does, then append all that is usable. Damaged blocks end it early, they raise nothing."""
-    receiver = Receiver(job.objects)
-    behind = _Behind(engine, append, job, receiver, registry, clock)
-    if computed_chunks:
-        behind.tokens = job.request.chunks[computed_chunks - 1].stop
-    report = run(job, receiver, policy, sources, link, clock, behind, limits, computed_chunks)
-    behind.append_until(job.request.tokens)
-    return Brought(behind.tokens, behind.appended, behind.append_s, report, receiver)
+class Bringing:
+    """A load into an engine: it fetches from the first moment on, and ends in `finish`."""
+
+    def __init__(
+        self,
+        job: Job,
+        policy: Policy,
+        sources: Sequence[Source],
+        link: LinkState,
+        clock: Clock,
+        limits: FetchLimits,
+        registry: CodecRegistry,
+        computed: Sequence[int] = (),
+        begun: Sequence[int] = (),
+    ) -> None:
+        """computed, begun: chunks that the engine has, and those behind them that it is computing."""
+        self._job = job
+        self._clock = clock
+        self._registry = registry
+        self._receiver = Receiver(job.objects)
+        self._run = Run(job, self._receiver, policy, sources, link, clock, limits, computed, begun)
+        self._tokens = max((job.request.chunks[chunk].stop for chunk in computed), default=0)
+        self._begun = begun
+        self._run.start()
+
+    def is_ready(self) -> bool:
+        """Tell whether the engine should start now, so that what it computes is for nothing."""
+        return self._run.is_ready()
+
+    def stop(self) -> None:
+        """End it with what is there, and nothing appended."""
+        self._run.stop()
+
+    def finish(self, engine: Engine, append: LoadedBlock, is_begun_computed: bool = False) -> Brought:
+        """Have the engine compute its part, then append all that is usable.
+
+        Damaged blocks end it early, they raise nothing. is_begun_computed: whether the engine has what it had begun.
+        """
+        behind = _Behind(engine, append, self._job, self._receiver, self._registry, self._clock)
+        behind.tokens = self._tokens
+        if is_begun_computed:
+            self._run.add_computed(self._begun)
+            behind.tokens = max((self._job.request.chunks[chunk].stop for chunk in self._begun), default=self._tokens)
+        report = self._run.until_ready(behind)
+        behind.append_until(self._job.request.tokens)
+        return Brought(behind.tokens, behind.appended, behind.append_s, report, self._receiver, self._job)
 
 
 class _Behind:

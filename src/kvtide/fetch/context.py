@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
-from kvtide.fetch.bring import LoadedBlock, bring
+from kvtide.fetch.bring import Bringing, Brought, LoadedBlock
 from kvtide.fetch.job import Job, Wish, layered_job
 from kvtide.fetch.keep import Left
+from kvtide.fetch.lead import Lead, Opening
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
 from kvtide.stream.plan import (
     CHUNK_TOKENS,
-    PASS_TOKENS,
     Decision,
     Policy,
     Reason,
@@ -93,42 +94,50 @@ class ContextLoader:
         where nothing can be loaded no time is lost. `append` is called in this thread, before the engine computes
         what is behind a loaded block, and at the end. CorruptPayload never leaves it: such blocks are not loaded.
         """
-        started_s = self._clock.monotonic_s()
+        started_s, tokens = self._clock.monotonic_s(), metas[0].layout.tokens
+        lead = Lead(len(metas) * tokens, tokens, wish, self._clock)
         pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
-        ids = [meta.id for meta in metas]
-        requests_max, wait_s = self._limits.requests_max, self._limits.read_s_max
-        heads = pool.submit(read_heads, self._sources, ids, self._clock, wait_s, requests_max)
+        opened = pool.submit(self._open, metas, kl, wish, lead, started_s)
         # Heads that come too late are read to no purpose, for `read_s_max` at most.
         pool.shutdown(wait=False)
-        computed = self._compute_until_known(metas, heads, engine)
-        stored = self._matching(heads.result() if heads.done() else [], metas)
-        tokens = metas[0].layout.tokens
-        if len(stored) <= computed:
-            return ContextReport(computed * tokens, computed * tokens, 0.0, self._since(started_s), None, None)
-        job = self._job(stored, computed, kl, wish, started_s)
-        decision = decide(
-            job.request, self._link.estimator.bytes_per_s(), min(self._link.latency_s, self._limits.read_s_max)
-        )
-        self._ways[decision.way] += 1
-        if decision.way is Way.RECOMPUTE:
-            done, stored_tokens = computed * tokens, len(stored) * tokens
-            return ContextReport(done, done, 0.0, self._since(started_s), decision, None, stored_tokens)
-        return self._run(job, computed, engine, append, decision, started_s)
+        lead.compute(engine, lambda: not opened.done())
+        if opened.done():
+            opened.result()
+        opening, done = lead.opening, lead.tokens
+        if opening is None or opening.decision is None:
+            return ContextReport(done, done, 0.0, self._since(started_s), None, None)
+        self._ways[opening.decision.way] += 1
+        if opening.bringing is None:
+            ready_s = self._since(started_s)
+            return ContextReport(done, done, 0.0, ready_s, opening.decision, None, opening.stored_tokens)
+        brought = opening.bringing.finish(engine, append, lead.is_begun_computed)
+        return self._report(brought, opening, started_s)
 
     def _since(self, started_s: float) -> float:
         return self._clock.monotonic_s() - started_s
 
-    def _compute_until_known(
-        self, metas: Sequence[BlockMeta], heads: Future[list[StoredObject]], engine: Engine
-    ) -> int:
-        """Compute until the heads are here; what is under way then is stopped, at most half of the time so far."""
-        computed, blocks, tokens = 0, 1, metas[0].layout.tokens
-        while computed < len(metas):
-            after = min(len(metas), computed + blocks)
-            if heads.done() or not engine.compute(computed * tokens, after * tokens, lambda: not heads.done()):
-                break
-            computed, blocks = after, max(1, min(after, PASS_TOKENS // tokens))
-        return computed
+    def _open(self, metas: Sequence[BlockMeta], kl: Sequence[float], wish: Wish, lead: Lead, started_s: float) -> None:
+        """Read the heads, decide, and begin to fetch beside whatever the engine is computing then."""
+        ids = [meta.id for meta in metas]
+        heads = read_heads(self._sources, ids, self._clock, self._limits.read_s_max, self._limits.requests_max)
+        # At least two round trips, one after the other.
+        self._link.latency_s = min(self._link.latency_s, self._since(started_s) / 2)
+        stored, tokens = self._matching(heads, metas), metas[0].layout.tokens
+
+        def found(done: int, under_way: int) -> Opening:
+            if len(stored) * tokens <= done or len(stored) * tokens < under_way:
+                return Opening(None, 0, None)
+            job, computed, begun = self._job(stored, (done, under_way), kl, wish, started_s)
+            decision = decide(job.request, self._link.estimator.bytes_per_s(), self._link.latency_s)
+            if decision.way is Way.RECOMPUTE:
+                return Opening(decision, job.request.tokens, None)
+            link, limits = self._link, self._limits
+            bringing = Bringing(
+                job, self._policy, self._sources, link, self._clock, limits, self._registry, computed, begun
+            )
+            return Opening(decision, job.request.tokens, bringing)
+
+        lead.open(found)
 
     def _matching(self, heads: Sequence[StoredObject], metas: Sequence[BlockMeta]) -> list[StoredObject]:
         """Return the leading objects that are the blocks asked for, and whose codec is here."""
@@ -141,8 +150,14 @@ class ContextLoader:
         return found
 
     def _job(
-        self, stored: Sequence[StoredObject], computed: int, kl: Sequence[float], wish: Wish, started_s: float
-    ) -> Job:
+        self,
+        stored: Sequence[StoredObject],
+        under_way: tuple[int, int],
+        kl: Sequence[float],
+        wish: Wish,
+        started_s: float,
+    ) -> tuple[Job, Sequence[int], Sequence[int]]:
+        """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
         tokens, blocks = stored[0].meta.layout.tokens, len(stored)
         decode_s = self._decode_block_s * blocks
         left_s = max(0.0, wish.deadline_s - self._since(started_s) - decode_s)
@@ -152,36 +167,33 @@ class ContextLoader:
         else:
             # They meet as early as they can, wherever that is.
             spans = cut(blocks * tokens, tokens)
-        if computed:
-            done = computed * tokens
-            spans = [(0, done), *((max(start, done), stop) for start, stop in spans if stop > done)]
-        return layered_job(stored, spans, kl, wish._replace(deadline_s=left_s))
+        done, busy = (min(each, blocks * tokens) for each in under_way)
+        marks = sorted({done, busy, *(start for start, _ in spans if start > done)} - {0, blocks * tokens})
+        spans = list(pairwise([0, *marks, blocks * tokens]))
+        computed = [chunk for chunk, (_, stop) in enumerate(spans) if stop <= done]
+        begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
+        return layered_job(stored, spans, kl, wish._replace(deadline_s=left_s)), computed, begun
 
-    def _run(
-        self, job: Job, computed: int, engine: Engine, append: LoadedBlock, decision: Decision, started_s: float
-    ) -> ContextReport:
-        brought = bring(
-            job,
-            self._policy,
-            self._sources,
-            self._link,
-            self._clock,
-            self._limits,
-            self._registry,
-            engine,
-            append,
-            computed_chunks=1 if computed else 0,
-        )
-        report = brought.report
+    def _report(self, brought: Brought, opening: Opening, started_s: float) -> ContextReport:
+        report, chunks = brought.report, brought.report.progress.computed
         if brought.appended:
             self._decode_block_s = brought.append_s / len(brought.appended)
         self._reasons.update(report.reasons)
         self._received_bytes += report.received_bytes
         self._faults += report.faults
-        own = sum(job.request.chunks[chunk].tokens for chunk in report.progress.computed)
-        ready_s = self._since(started_s)
-        left = Left(job.objects, brought.receiver, brought.appended)
-        return ContextReport(brought.tokens, own, report.kl, ready_s, decision, report, job.request.tokens, left)
+        request = brought.job.request
+        own = sum(request.chunks[chunk].tokens for chunk in chunks)
+        left = Left(brought.job.objects, brought.receiver, brought.appended)
+        return ContextReport(
+            brought.tokens,
+            own,
+            report.kl,
+            self._since(started_s),
+            opening.decision,
+            report,
+            opening.stored_tokens,
+            left,
+        )
 
     def stats(self) -> LoaderStats:
         """Return the counters."""

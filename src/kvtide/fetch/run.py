@@ -18,11 +18,11 @@ from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.fetch.job import Job, Piece
 from kvtide.stream.bandwidth import Estimator
-from kvtide.stream.plan import Fetch, Policy, Progress, Reason, is_ready, leading_pass, mean_kl
+from kvtide.stream.plan import Fetch, Policy, Progress, Reason, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.source import Source
 
-__all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "run"]
+__all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "Run"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class LinkState:
 class FetchReport(NamedTuple):
     """How a load went.
 
-    kl: inf unless every chunk is usable. faults: reads that ended early or brought damaged bytes. reasons: why things
-    were asked for, or given to the engine, and how many.
+    kl: inf unless every chunk is usable, or left to the engine for good. faults: reads that ended early or brought
+    damaged bytes. reasons: why things were asked for, or given to the engine, and how many.
     """
 
     progress: Progress
@@ -86,14 +86,21 @@ class FetchReport(NamedTuple):
 class _Flight:
     """One fetch under way: whether it is still wanted, and what it still has to bring."""
 
-    def __init__(self, fetch: Fetch, size: int) -> None:
+    def __init__(self, fetch: Fetch, size: int, asked_s: float) -> None:
         self.fetch = fetch
-        self.left_bytes = size
+        self._size = self.left_bytes = size
         self.is_wanted = True
+        self._asked_s = asked_s
+
+    def coming_s(self, now_s: float, latency_s: float) -> float | None:
+        return expected_s(now_s, self._asked_s, self._size, self.left_bytes, latency_s)
 
 
-class _Run:
-    """The state of one load; everything is read and written under `changed`."""
+class Run:
+    """One load, from `start` on: threads that fetch, and the caller's, which computes in `until_ready`.
+
+    Everything is read and written under `_changed`.
+    """
 
     def __init__(
         self,
@@ -104,8 +111,15 @@ class _Run:
         link: LinkState,
         clock: Clock,
         limits: FetchLimits,
-        computed_chunks: int,
+        computed: Sequence[int] = (),
+        begun: Sequence[int] = (),
     ) -> None:
+        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it is computing (`add_computed`).
+
+        Sources are tried in order, from the first that works on. ValueError for no source.
+        """
+        if not sources:
+            raise ValueError("a load needs at least one source, got none")
         self._job = job
         self._receiver = receiver
         self._policy = policy
@@ -114,79 +128,99 @@ class _Run:
         self._clock = clock
         self._limits = limits
         self._started_s = clock.monotonic_s()
-        self.changed = threading.Condition()
-        self.progress = Progress.start(job.request).assigning(range(computed_chunks))
-        for chunk in range(computed_chunks):
-            self.progress = self.progress.computing_done(chunk)
+        self._changed = threading.Condition()
+        self._progress = Progress.start(job.request).assigning([*computed, *begun])
+        self.add_computed(computed)
         self._arrived: dict[int, set[int]] = {}
         self._queue: deque[Fetch] = deque()
         self._reason = Reason.COMPLETE
         self._given: deque[int] = deque()
         self._flights: set[_Flight] = set()
         self._is_over = False
-        self.received_bytes = self.faults = 0
-        self.reasons: Counter[Reason] = Counter()
+        # What is not here is the engine's: nothing more is asked for.
+        self._is_left = False
+        self._received_bytes = self._faults = 0
+        self._reasons: Counter[Reason] = Counter()
 
-    def now_s(self) -> float:
+    def start(self) -> None:
+        """Begin to fetch."""
+        for number in range(self._limits.requests_max):
+            name = f"kvtide-fetch-{number}"
+            threading.Thread(target=self._fetch_until_over, name=name, daemon=True).start()
+
+    def _now_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s
 
     def _touch(self) -> None:
         """Bring the progress up to now; what is no longer wanted is told so."""
-        was_s = self.progress.now_s
-        self.progress = self.progress.at(self.now_s(), self._link.estimator.bytes_per_s())
+        was_s = self._progress.now_s
+        now_s = self._now_s()
+        self._progress = self._progress.at(now_s, self._link.estimator.bytes_per_s(), self._coming_s(now_s))
         deadline_s = self._job.request.deadline_s
-        is_late = self.progress.now_s >= deadline_s
-        if was_s < deadline_s <= self.progress.now_s:
+        is_late = self._progress.now_s >= deadline_s
+        if was_s < deadline_s <= self._progress.now_s:
             self._queue.clear()
         for flight in self._flights:
             chunk = flight.fetch.chunk
-            if chunk in self.progress.computed or (is_late and self.progress.is_usable(chunk)):
+            if chunk in self._progress.computed or (is_late and self._progress.is_usable(chunk)):
                 flight.is_wanted = False
+
+    def _coming_s(self, now_s: float) -> float | None:
+        soonest_s = math.inf
+        wanted = [flight for flight in self._flights if flight.is_wanted]
+        for flight in wanted:
+            coming_s = flight.coming_s(now_s, self._link.latency_s)
+            if coming_s is None:
+                return None
+            soonest_s = min(soonest_s, coming_s)
+        return soonest_s if wanted else None
 
     def _replan(self) -> bool:
         """Plan anew; tell whether that gave the engine or the link anything to do."""
-        plan = self._policy.plan(self._job.request, self.progress)
+        plan = self._policy.plan(self._job.request, self._progress)
         self._queue, self._reason = deque(plan.fetches), plan.reason
+        self._is_left = plan.reason is Reason.LEFT
         if plan.computes:
-            self.progress = self.progress.assigning(plan.computes)
-            self.reasons[plan.reason] += len(plan.computes)
+            self._progress = self._progress.assigning(plan.computes)
+            self._reasons[plan.reason] += len(plan.computes)
         self._given.extend(plan.computes)
         return bool(plan.fetches or plan.computes)
 
     # The fetching threads.
 
-    def fetch_until_over(self) -> None:
+    def _fetch_until_over(self) -> None:
         """Fetch what the plan says until the load is over."""
         while (flight := self._next_flight()) is not None:
             deadline_s = self._clock.monotonic_s() + self._limits.read_s_max
             pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
             is_whole = all(self._bring(piece, flight, deadline_s) for piece in pieces)
-            with self.changed:
+            with self._changed:
                 self._flights.discard(flight)
                 self._touch()
                 if is_whole:
                     self._arrive(flight.fetch)
                 # What was planned before this came is planned anew.
                 self._queue.clear()
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def _next_flight(self) -> _Flight | None:
         """Wait for something to fetch; None when the load is over."""
-        with self.changed:
+        with self._changed:
             while not self._is_over:
                 self._touch()
                 if self._has_room():
                     # Only for news: threads that wake each other for nothing take the engine's time.
                     if not self._queue and self._replan():
-                        self.changed.notify_all()
+                        self._changed.notify_all()
                     if self._queue:
                         fetch = self._queue.popleft()
-                        self.reasons[self._reason] += 1
-                        self.progress = self.progress.asking(fetch)
-                        flight = _Flight(fetch, self._job.request.chunks[fetch.chunk].sizes[fetch.step])
+                        self._reasons[self._reason] += 1
+                        self._progress = self._progress.asking(fetch)
+                        size = self._job.request.chunks[fetch.chunk].sizes[fetch.step]
+                        flight = _Flight(fetch, size, self._now_s())
                         self._flights.add(flight)
                         return flight
-                self.changed.wait(self._limits.retry_s)
+                self._changed.wait(self._limits.retry_s)
         return None
 
     def _has_room(self) -> bool:
@@ -197,7 +231,7 @@ class _Run:
         """Read a piece to its end, at one source after the other, from where the last one stopped."""
         position, absent = piece.start, 0
         while position < piece.stop and absent < len(self._sources):
-            with self.changed:
+            with self._changed:
                 source = self._sources[0]
             asked_s = self._clock.monotonic_s()
             taker = _Taker(self, piece.block, position, flight, asked_s)
@@ -215,83 +249,110 @@ class _Run:
         return position == piece.stop and flight.is_wanted
 
     def _note(self, size: int, asked_s: float) -> None:
-        with self.changed:
+        with self._changed:
             self._link.estimator.add(size, asked_s, self._clock.monotonic_s())
 
     def _may_go_on(self, source: Source, flight: _Flight, fault: str, deadline_s: float) -> bool:
         """Tell whether to try again after a read that ended early, at the next source; waits before that."""
-        with self.changed:
+        with self._changed:
             if not flight.is_wanted or self._is_over or self._clock.monotonic_s() >= deadline_s:
                 return False
-            self.faults += 1
-            if self.faults == 1:
+            self._faults += 1
+            if self._faults == 1:
                 _log.warning("%s; going on at the next source, further faults are only counted", fault)
             if self._sources[0] is source:
                 self._sources.rotate(-1)
-            self.changed.wait_for(lambda: self._is_over, self._limits.retry_s)
+            self._changed.wait_for(lambda: self._is_over, self._limits.retry_s)
             return not self._is_over
 
     def take(self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None) -> bool:
         """Hand bytes to the receiver; False when the flight is no longer wanted."""
-        with self.changed:
+        with self._changed:
             if part and asked_s is not None:
                 self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
-            self.received_bytes += len(part)
+            self._received_bytes += len(part)
             flight.left_bytes -= len(part)
             self._touch()
             if part and flight.is_wanted:
                 self._receiver.offer_bytes(block, position, part)
             if self._has_room():
-                self.changed.notify_all()
+                self._changed.notify_all()
             return flight.is_wanted and not self._is_over
 
     def _arrive(self, fetch: Fetch) -> None:
         """Count a fetch whose bytes are all here, if their checksums hold; refinements count in unbroken runs."""
         for piece in self._job.pieces[fetch.chunk][fetch.step]:
             if not self._receiver.has_range(piece.block, piece.start, piece.stop):
-                self.faults += 1
+                self._faults += 1
                 return
         if not self._job.request.is_layered:
-            self.progress = self.progress.arrived(fetch)
+            self._progress = self._progress.arrived(fetch)
             return
         early = self._arrived.setdefault(fetch.chunk, set())
         early.add(fetch.step)
-        while (following := Fetch(fetch.chunk, self.progress.here[fetch.chunk])).step in early:
-            self.progress = self.progress.arrived(following)
+        while (following := Fetch(fetch.chunk, self._progress.here[fetch.chunk])).step in early:
+            self._progress = self._progress.arrived(following)
 
     # The caller's thread.
 
-    def compute_until_ready(self, engine: Engine) -> None:
-        """Have the engine compute what it is given, until it should start or nothing more can come."""
+    def add_computed(self, chunks: Sequence[int]) -> None:
+        """Take that the engine has chunks which it was given."""
+        with self._changed:
+            for chunk in chunks:
+                self._progress = self._progress.computing_done(chunk)
+
+    def until_ready(self, engine: Engine) -> FetchReport:
+        """Have the engine compute what it is given; return when it should start or nothing more can come.
+
+        What then has not arrived is left, and the receiver is the caller's alone.
+        """
+        try:
+            self._compute_until_ready(engine)
+        finally:
+            self.stop()
+        with self._changed:
+            rest = [chunk for chunk in range(len(self._progress.here)) if not self._progress.is_usable(chunk)]
+            whole = self._progress.left_to_engine(rest) if self._is_left else self._progress
+            return FetchReport(
+                progress=self._progress,
+                kl=mean_kl(self._job.request, whole),
+                ready_s=self._now_s(),
+                received_bytes=self._received_bytes,
+                faults=self._faults,
+                reasons=dict(self._reasons),
+            )
+
+    def _compute_until_ready(self, engine: Engine) -> None:
         while True:
-            with self.changed:
+            with self._changed:
                 self._touch()
-                if is_ready(self._job.request, self.progress) or not self._has_work():
+                if is_ready(self._job.request, self._progress) or not self._has_work():
                     return
                 chunks = self._next_pass()
                 if not chunks:
-                    left_s = self._job.request.deadline_s - self.progress.now_s
-                    self.changed.wait(min(self._limits.retry_s, left_s) if left_s > 0 else self._limits.retry_s)
+                    if self._is_left:
+                        return
+                    left_s = self._job.request.deadline_s - self._progress.now_s
+                    self._changed.wait(min(self._limits.retry_s, left_s) if left_s > 0 else self._limits.retry_s)
                     continue
             first, last = (self._job.request.chunks[chunk] for chunk in (chunks[0], chunks[-1]))
-            is_computed = engine.compute(first.start, last.stop, lambda: not self._is_ready())
-            with self.changed:
-                if is_computed:
-                    for chunk in chunks:
-                        self.progress = self.progress.computing_done(chunk)
+            if engine.compute(first.start, last.stop, lambda: not self.is_ready()):
+                self.add_computed(chunks)
+                with self._changed:
                     self._touch()
                     self._replan()
-                    self.changed.notify_all()
+                    self._changed.notify_all()
 
-    def _is_ready(self) -> bool:
-        with self.changed:
+    def is_ready(self) -> bool:
+        """Tell whether the engine should start now."""
+        with self._changed:
             self._touch()
-            return is_ready(self._job.request, self.progress)
+            return is_ready(self._job.request, self._progress)
 
     def _next_pass(self) -> tuple[int, ...]:
         if not self._given:
             self._replan()
-        if not self._given or not all(self.progress.is_usable(before) for before in range(self._given[0])):
+        if not self._given or not all(self._progress.is_usable(before) for before in range(self._given[0])):
             return ()
         chunks = leading_pass(self._job.request, self._given)
         for _ in chunks:
@@ -304,19 +365,19 @@ class _Run:
         self._replan()
         return bool(self._queue or self._given)
 
-    def finish(self) -> None:
+    def stop(self) -> None:
         """Let the fetching threads go: none takes a byte after this."""
-        with self.changed:
+        with self._changed:
             self._is_over = True
             for flight in self._flights:
                 flight.is_wanted = False
-            self.changed.notify_all()
+            self._changed.notify_all()
 
 
 class _Taker:
     """Follows the position of one read."""
 
-    def __init__(self, run_: _Run, block: int, position: int, flight: _Flight, asked_s: float) -> None:
+    def __init__(self, run_: Run, block: int, position: int, flight: _Flight, asked_s: float) -> None:
         self._run = run_
         self._block = block
         self._flight = flight
@@ -329,44 +390,3 @@ class _Taker:
             self._asked_s = None
         self.position += len(part)
         return goes_on
-
-
-def run(
-    job: Job,
-    receiver: Receiver,
-    policy: Policy,
-    sources: Sequence[Source],
-    link: LinkState,
-    clock: Clock,
-    engine: Engine,
-    limits: FetchLimits,
-    computed_chunks: int = 0,
-) -> FetchReport:
-    """Load a job's context into `receiver`, computing in this thread what the policy gives to the engine.
-
-    Returns when the engine should start, or nothing more can come; what then has not arrived is left, and the receiver
-    is the caller's alone. Sources are tried in order, from the first that works on. computed_chunks: leading chunks
-    that the engine has already. ValueError for no source.
-    """
-    if not sources:
-        raise ValueError("a load needs at least one source, got none")
-    state = _Run(job, receiver, policy, sources, link, clock, limits, computed_chunks)
-    threads = [
-        threading.Thread(target=state.fetch_until_over, name=f"kvtide-fetch-{number}", daemon=True)
-        for number in range(limits.requests_max)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        state.compute_until_ready(engine)
-    finally:
-        state.finish()
-    with state.changed:
-        return FetchReport(
-            progress=state.progress,
-            kl=mean_kl(job.request, state.progress),
-            ready_s=state.now_s(),
-            received_bytes=state.received_bytes,
-            faults=state.faults,
-            reasons=dict(state.reasons),
-        )

@@ -13,7 +13,19 @@ from typing import NamedTuple
 
 from kvtide.sim.links import Link
 from kvtide.stream.bandwidth import Estimator
-from kvtide.stream.plan import PASS_TOKENS, Fetch, Plan, Policy, Progress, Request, is_ready, leading_pass, mean_kl
+from kvtide.stream.plan import (
+    PASS_TOKENS,
+    Fetch,
+    Plan,
+    Policy,
+    Progress,
+    Reason,
+    Request,
+    expected_s,
+    is_ready,
+    leading_pass,
+    mean_kl,
+)
 
 __all__ = ["Costs", "Outcome", "play"]
 
@@ -64,6 +76,7 @@ class _Player:
         self._given: deque[int] = deque()
         self._pass: tuple[int, ...] = ()
         self._engine_stop_s: float | None = None
+        self._is_left = False
         # Chunks before this one are in the engine, decoded or computed.
         self._front = 0
         self.wasted_bytes = 0
@@ -75,6 +88,9 @@ class _Player:
         while not is_ready(self._request, self.progress):
             if not self._queue and self._flight is None:
                 self._replan()
+            if self._is_left and self._engine_stop_s is None and not self._given:
+                self._compute_rest()
+                break
             self._start_fetch(link_free_s)
             self._start_computing()
             if not self._step():
@@ -104,11 +120,31 @@ class _Player:
         if self.progress.now_s < self._request.deadline_s <= now_s:
             # What was planned for before the deadline is no longer wanted.
             self._queue.clear()
-        self.progress = self.progress.at(now_s, self._estimator.bytes_per_s())
+        self.progress = self.progress.at(now_s, self._estimator.bytes_per_s(), self._coming_s(now_s))
+
+    def _coming_s(self, now_s: float) -> float | None:
+        if self._flight is None:
+            return None
+        fetch, start_s, _ = self._flight
+        size = self._request.chunks[fetch.chunk].sizes[fetch.step]
+        came = self._link.carried(self._start_s + now_s) - self._link.carried(self._start_s + start_s)
+        return expected_s(now_s, start_s, size, min(size, size - came), self._costs.latency_s)
+
+    def _compute_rest(self) -> None:
+        """Have the engine compute all that is not usable, in one pass."""
+        rest = [chunk for chunk in range(len(self._request.chunks)) if not self.progress.is_usable(chunk)]
+        seconds = self.decode_s(rest[0]) + sum(
+            self._request.prefill.seconds(self._request.chunks[chunk].start, self._request.chunks[chunk].stop)
+            for chunk in rest
+        )
+        self._cancel(self.progress.now_s)
+        self._front = len(self._request.chunks)
+        self.progress = self.progress.left_to_engine(rest).at(self.progress.now_s + seconds, None)
 
     def _replan(self) -> None:
         plan: Plan = self._policy.plan(self._request, self.progress)
         self._queue = deque(plan.fetches)
+        self._is_left = plan.reason is Reason.LEFT
         if plan.computes:
             self.progress = self.progress.assigning(plan.computes)
             self._given.extend(plan.computes)

@@ -10,9 +10,11 @@ from kvtide.stream.plan.base import (
     Progress,
     Reason,
     Request,
+    expected_s,
     is_ready,
     leading_pass,
     mean_kl,
+    pass_reach,
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
@@ -46,7 +48,9 @@ __all__ = [
     "cut",
     "cut_for_meeting",
     "decide",
+    "expected_s",
     "is_ready",
     "leading_pass",
     "mean_kl",
+    "pass_reach",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -24,9 +24,11 @@ __all__ = [
     "Progress",
     "Reason",
     "Request",
+    "expected_s",
     "is_ready",
     "leading_pass",
     "mean_kl",
+    "pass_reach",
 ]
 
 CHUNKS_MAX = 8192
@@ -35,6 +37,11 @@ PLAN_FETCHES_MAX = 8
 # Shorter passes waste the engine: SmolLM2 on two cores takes twice as long for 1,024 tokens by 64 as by 256, and by
 # 256 no longer than in one pass.
 PASS_TOKENS = 256
+# Of the time that is left, what a pass of several chunks may take: one that the deadline cuts off is lost, and the last
+# ones are short.
+_PASS_SHARE = 0.8
+# What comes is not judged by less than this.
+_PACE_S_MIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,8 @@ class Progress:
 
     here, asked: for each chunk the steps that are here, and those that are here or asked for; with levels level + 1, or
     0 for none. computed, assigned: the chunks that the engine has computed, and those given to it. bytes_per_s: the
-    link's rate as estimated, None before the first transfer.
+    link's rate as estimated, None before the first transfer. coming_s: when something that is asked for will be here at
+    the pace at which it comes, infinite if nothing does; None if nothing is asked for or there is no telling yet.
     """
 
     now_s: float
@@ -123,6 +131,7 @@ class Progress:
     computed: frozenset[int] = frozenset()
     assigned: frozenset[int] = frozenset()
     bytes_per_s: float | None = None
+    coming_s: float | None = None
 
     @classmethod
     def start(cls, request: Request) -> Progress:
@@ -130,32 +139,36 @@ class Progress:
         nothing = (0,) * len(request.chunks)
         return cls(0.0, nothing, nothing)
 
-    def at(self, now_s: float, bytes_per_s: float | None) -> Progress:
+    def at(self, now_s: float, bytes_per_s: float | None, coming_s: float | None = None) -> Progress:
         """Return the same at a later time."""
         assert now_s >= self.now_s
-        return Progress(now_s, self.here, self.asked, self.computed, self.assigned, bytes_per_s)
+        return replace(self, now_s=now_s, bytes_per_s=bytes_per_s, coming_s=coming_s)
 
     def asking(self, fetch: Fetch) -> Progress:
         """Return what is so once `fetch` has been asked for."""
         asked = _with(self.asked, fetch)
-        return Progress(self.now_s, self.here, asked, self.computed, self.assigned, self.bytes_per_s)
+        return replace(self, asked=asked)
 
     def arrived(self, fetch: Fetch) -> Progress:
         """Return what is so once `fetch`, asked for before, is here."""
         assert self.asked[fetch.chunk] > fetch.step
         here = _with(self.here, fetch)
-        return Progress(self.now_s, here, self.asked, self.computed, self.assigned, self.bytes_per_s)
+        return replace(self, here=here)
 
     def assigning(self, chunks: Sequence[int]) -> Progress:
         """Return what is so once the engine has been given `chunks`."""
         assigned = self.assigned.union(chunks)
-        return Progress(self.now_s, self.here, self.asked, self.computed, assigned, self.bytes_per_s)
+        return replace(self, assigned=assigned)
 
     def computing_done(self, chunk: int) -> Progress:
         """Return what is so once the engine has computed a chunk given to it."""
         assert chunk in self.assigned
         computed = self.computed | {chunk}
-        return Progress(self.now_s, self.here, self.asked, computed, self.assigned, self.bytes_per_s)
+        return replace(self, computed=computed)
+
+    def left_to_engine(self, chunks: Iterable[int]) -> Progress:
+        """Return what is so once the engine has computed `chunks`, unasked."""
+        return replace(self, computed=self.computed.union(chunks))
 
     def is_usable(self, chunk: int) -> bool:
         """Tell whether the engine could run with this chunk."""
@@ -178,6 +191,7 @@ class Reason(Enum):
     REFINE = "every base is here or asked for: the refinement with the most quality per byte"
     LATE = "the deadline has passed: only what the engine can't start without"
     COMPLETE = "nothing is left to ask for"
+    LEFT = "the engine has computed the rest before anything more comes: it is left to it, in one piece"
 
 
 class Plan(NamedTuple):
@@ -211,6 +225,22 @@ def leading_pass(request: Request, given: Iterable[int]) -> tuple[int, ...]:
             break
         found.append(chunk)
     return tuple(found)
+
+
+def pass_reach(prefill: PrefillSpeed, start: int, left_s: float) -> int:
+    """Return the token up to which a pass from `start` ends in time for a deadline in `left_s`, with a reserve."""
+    return math.floor(min(start + PASS_TOKENS, prefill.reach(start, _PASS_SHARE * left_s)))
+
+
+def expected_s(now_s: float, asked_s: float, size: int, left_bytes: float, latency_s: float) -> float | None:
+    """Return when what was asked for will be here at its pace so far: `Progress.coming_s`.
+
+    None while even its first byte is not overdue, infinite if that is and nothing came.
+    """
+    elapsed_s = now_s - asked_s
+    if elapsed_s < max(_PACE_S_MIN, 2 * latency_s):
+        return None
+    return now_s + elapsed_s * left_bytes / (size - left_bytes) if left_bytes < size else math.inf
 
 
 def mean_kl(request: Request, progress: Progress) -> float:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from kvtide.stream.plan.base import (
+    PASS_TOKENS,
     PLAN_FETCHES_MAX,
     Fetch,
     Plan,
@@ -21,6 +22,7 @@ from kvtide.stream.plan.base import (
     Reason,
     Request,
     leading_pass,
+    pass_reach,
 )
 
 __all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "NewestFiner", "TwoEnded"]
@@ -28,9 +30,6 @@ __all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "N
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
 _ENGINE_SHARE = 0.95
-# Of the time that is left, what a pass of several chunks may take: one that the deadline cuts off is lost, and the last
-# ones are short.
-_PASS_SHARE = 0.8
 
 
 class _BaseFirst(ABC):
@@ -155,8 +154,9 @@ class TwoEnded(Layered):
         [floor, chunks)   loaded: bases from the end on, then refinements
 
     Before the deadline the engine goes on over what is loaded, since what it computes is exact. After it, or with a
-    goal that ends the wait, floor is front and whoever gets to a chunk first has it. A chunk that never comes is
-    computed in the end, on top of what is loaded before it.
+    goal that ends the wait, floor is front and whoever gets to a chunk first has it; the engine's last pass is left to
+    it once nothing can come before it ends. A chunk that never comes is computed in the end, on top of what is loaded
+    before it.
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
@@ -165,6 +165,8 @@ class TwoEnded(Layered):
         chunks = len(request.chunks)
         front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
         chunk = self._next_to_compute(request, progress, front)
+        if chunk is not None and chunk not in progress.assigned and _is_left(chunk, request, progress):
+            return Plan((), (), Reason.LEFT)
         computes = () if chunk is None or chunk in progress.assigned else _pass_from(chunk, request, progress)
         for first in (_floor(request, progress, front), front):
             backwards = range(chunks - 1, first - 1, -1)
@@ -184,15 +186,35 @@ class TwoEnded(Layered):
         return next((chunk for chunk in range(front, len(request.chunks)) if not progress.is_usable(chunk)), None)
 
 
+def _is_left(chunk: int, request: Request, progress: Progress) -> bool:
+    """Tell whether all from `chunk` on is the engine's last pass, which it computes with what follows the context.
+
+    Links that are down come back: so never before half of the context is there.
+    """
+    start = request.chunks[chunk].start
+    is_last = request.tokens - start <= min(start, PASS_TOKENS)
+    return is_last and not any(progress.here[chunk:]) and _undisturbed(start, request, progress) == request.tokens
+
+
+def _undisturbed(start: int, request: Request, progress: Progress) -> int:
+    """Return the end of a whole pass from `start` on if nothing comes before it, else `start`: where both ends race."""
+    stop = min(request.tokens, start + PASS_TOKENS)
+    is_race = request.kl_goal > 0 or progress.now_s >= request.deadline_s
+    if not is_race or progress.coming_s is None:
+        return start
+    return stop if progress.now_s + request.prefill.seconds(start, stop) <= progress.coming_s else start
+
+
 def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, ...]:
     """Return `chunk` and those behind it that the engine should compute with it: short passes are dear.
 
-    Until the deadline all that ends in time; where both ends race, half of what nobody has begun with.
+    Until the deadline all that ends in time; where both ends race, half of what nobody has begun with, or more if
+    nothing comes meanwhile.
     """
     start, left = request.chunks[chunk].start, range(chunk, len(request.chunks))
-    reach = start
+    reach = _undisturbed(start, request, progress)
     if not request.kl_goal and progress.now_s < request.deadline_s:
-        reach = math.floor(request.prefill.reach(start, _PASS_SHARE * (request.deadline_s - progress.now_s)))
+        reach = pass_reach(request.prefill, start, request.deadline_s - progress.now_s)
     begun = next((other for other in left if progress.asked[other] or progress.is_usable(other)), len(request.chunks))
     untouched = (request.chunks[begun].start if begun < len(request.chunks) else request.tokens) - start
     stop = max(reach, start + untouched // 2)

@@ -1,0 +1,115 @@
+"""What the engine computes before it is known what can be loaded, handed over without losing any of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtide.clock import Clock
+from kvtide.fetch.bring import Bringing
+from kvtide.fetch.job import Wish
+from kvtide.fetch.run import Engine
+from kvtide.stream.plan import PASS_TOKENS, Decision, pass_reach
+
+__all__ = ["Lead", "Opening"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What was found, and what to do: `bringing` is under way, or None if the rest is the engine's.
+
+    decision: None if there is nothing to load. stored_tokens: those that could be loaded.
+    """
+
+    decision: Decision | None
+    stored_tokens: int
+    bringing: Bringing | None
+
+
+class Lead:
+    """The first tokens of a context, computed until an opening is known; the pass that is under way then goes on.
+
+    One thread is in `compute`, another one calls `open`.
+    """
+
+    def __init__(self, tokens: int, block_tokens: int, wish: Wish, clock: Clock) -> None:
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._wish = wish
+        self._clock = clock
+        self._started_s = clock.monotonic_s()
+        self._lock = threading.Lock()
+        # Computed, and what will be once the pass under way has ended.
+        self._done = self._under_way = 0
+        self._is_over = False
+        self.opening: Opening | None = None
+        # Whether the pass that was under way when the opening came has been computed.
+        self.is_begun_computed = False
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens are computed, without the pass that was under way when something to load was found."""
+        return self._done
+
+    def open(self, found: Callable[[int, int], Opening]) -> None:
+        """Take what `found` says of the tokens that are computed, and those that will be once a pass has ended.
+
+        It is not called once `compute` has ended.
+        """
+        with self._lock:
+            if not self._is_over:
+                self.opening = found(self._done, self._under_way)
+
+    def compute(self, engine: Engine, is_awaited: Callable[[], bool]) -> None:
+        """Compute until there is something to load, or all is computed.
+
+        Once no opening is awaited, or it has nothing to load, the rest is the engine's: the last pass is left to it,
+        which computes that with what follows the context.
+        """
+        try:
+            while self._begin_pass(is_awaited()):
+                is_computed = engine.compute(self._done, self._under_way, self._is_wanted)
+                with self._lock:
+                    if self._bringing is not None:
+                        self.is_begun_computed = is_computed
+                        self._is_over = True
+                        return
+                    self._done = self._under_way if is_computed else self._done
+        except BaseException:
+            self._abandon()
+            raise
+
+    @property
+    def _bringing(self) -> Bringing | None:
+        return self.opening.bringing if self.opening is not None else None
+
+    def _is_wanted(self) -> bool:
+        bringing = self._bringing
+        return bringing is None or not bringing.is_ready()
+
+    def _begin_pass(self, is_awaited: bool) -> bool:
+        with self._lock:
+            rest = self._tokens - self._done
+            is_engines = self.opening is not None or not is_awaited
+            if self._bringing is not None or not rest or (is_engines and rest <= PASS_TOKENS):
+                self._is_over = True
+                return False
+            longest = min(PASS_TOKENS, rest if is_engines else self._pass_tokens(rest))
+            blocks = max(1, longest // self._block_tokens)
+            self._under_way = min(self._tokens, self._done + blocks * self._block_tokens)
+            return True
+
+    def _pass_tokens(self, rest: int) -> int:
+        """Return as `TwoEnded` does how long a pass should be: the link may begin at the other end at any moment."""
+        left_s = self._wish.deadline_s - (self._clock.monotonic_s() - self._started_s)
+        longest = max(rest // 2, self._done)
+        if self._wish.kl_goal or left_s <= 0:
+            return longest
+        return max(longest, pass_reach(self._wish.prefill, self._done, left_s) - self._done)
+
+    def _abandon(self) -> None:
+        with self._lock:
+            self._is_over = True
+            if self._bringing is not None:
+                self._bringing.stop()
