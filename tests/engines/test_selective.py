@@ -163,3 +163,26 @@ def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
     heads = selector.heads(6, 2)
     found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
     assert np.allclose(found, selector.importance(Ask(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
+    rng = np.random.default_rng(1)
+    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
+    of_all = attention_mass(torch.from_numpy(query[:, 4:]), torch.from_numpy(key), [0], 40, 0.3)
+    plain = np.exp(query[0, 4] @ key[0].T * 0.3)
+    assert np.allclose(of_all[0], plain[:40] / plain.sum() * 40, rtol=1e-4)
+
+
+def test_a_cache_with_room_grows_as_the_usual_one(prefix: Prefix) -> None:
+    layout = model_layout(prefix.model, 16)
+    pages = Pages(layout, len(prefix.blocks), spare_tokens=3)
+    for position, bits in enumerate(prefix.blocks):
+        pages.write(position, bits)
+    roomy = DynamicCache(config=prefix.model.config)
+    pages.fill(roomy, len(prefix.blocks), prefix.model.device)
+    usual = prefix.past(prefix.blocks)
+    with torch.inference_mode():
+        for token in prefix.ids[PREFIX : PREFIX + 5]:
+            said = [prefix.model(torch.tensor([[token]]), past_key_values=past).logits for past in (roomy, usual)]
+            assert torch.allclose(*said, atol=1e-5)
+    assert roomy.get_seq_length() == usual.get_seq_length() == PREFIX + 5

@@ -13,7 +13,7 @@ from kvtide.importance import packing_orders
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.tier import MemoryTier
 from kvtide.types import BlockKey, ObjectId
-from kvtide.wire import pack_object
+from kvtide.wire import pack_object, parse_object
 
 REGISTRY = CodecRegistry([fitted(LAYOUT)])
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
@@ -95,14 +95,28 @@ def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
     assert SelectiveLoad(tier).open(METAS, REGISTRY) == 0
 
 
-def test_what_is_loaded_ahead_is_handed_out_once_with_the_rest() -> None:
-    load = SelectiveLoad(a_tier())
-    assert load.open(METAS, REGISTRY, tokens_ahead=5) == 3
-    ahead = load.ahead_chunks()
-    assert ahead.tolist() == [0, 4, 8]
+def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by_uses() -> None:
+    load, got = SelectiveLoad(a_tier()), dict[int, np.ndarray]()
+    assert load.open(METAS, REGISTRY, got.__setitem__, tokens_ahead=5) == 3
+    assert load.ahead_chunks().tolist() == [0, 4, 8]
+    read_bytes = load.read_bytes
     for layer in range(LAYOUT.layers):
-        loaded = load.fetch(layer, np.array([0, 2]))
-        whole = np.concatenate([bits[layer] for bits in BITS], axis=1)
-        assert len(loaded.tokens) == len(set(loaded.tokens.tolist())) == 16
-        assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+        first = load.start(layer, load.ahead_chunks()).result()
+        stored = np.concatenate([got[block][layer] for block in range(3)], axis=1)
+        assert np.array_equal(first.bits, stored[:, first.tokens])
+        assert np.array_equal(first.bits, np.concatenate([bits[layer] for bits in BITS], axis=1)[:, first.tokens])
+    assert load.read_bytes - read_bytes == 3 * LAYOUT.raw_bytes * 4 // LAYOUT.tokens
     load.close()
+
+
+def test_a_damaged_leading_chunk_leaves_its_tokens_rough() -> None:
+    tier = a_tier()
+    whole = bytearray(1 << 20)
+    size = tier.get_into(METAS[0].id, memoryview(whole))
+    stored = parse_object(memoryview(whole)[:size], METAS[0].id)
+    entry = next(entry for entry in stored.entries if entry.id.refinement == 1)
+    whole[entry.offset] ^= 1
+    assert size and tier.replace(METAS[0].id, whole[:size])
+    load = SelectiveLoad(tier)
+    assert load.open(METAS, REGISTRY, tokens_ahead=4) == 3
+    assert load.damaged_chunks == 1

@@ -53,12 +53,14 @@ class Pages:
             layer.keys, layer.values = keys, values
 
 
-class _Roomy(DynamicLayer):
+class _Roomy(DynamicLayer):  # type: ignore[misc]
     """A layer that grows in place while there is room behind its tokens; the usual one copies all of them each time."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self._room = (keys, values)
+        self.keys: torch.Tensor = keys[..., :0, :]
+        self.values: torch.Tensor = values[..., :0, :]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any
@@ -68,7 +70,8 @@ class _Roomy(DynamicLayer):
         keys, values = self._room
         is_ours = self.keys.data_ptr() == keys.data_ptr() and key_states.dtype == keys.dtype
         if not is_ours or stop > keys.shape[-2]:
-            return super().update(key_states, value_states, *arguments, **named)
+            copied: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *arguments, **named)
+            return copied
         keys[..., start:stop, :], values[..., start:stop, :] = key_states, value_states
         self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
         return self.keys, self.values

@@ -7,6 +7,7 @@ rest stays rough or is left out. Keys carry their rotation, so that positions ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
 from statistics import median
@@ -41,6 +42,8 @@ _NAME = "kvtide-selective"
 # Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
 FIRST_TOKENS = 4
 LAST_TOKENS = 32
+# Of a long suffix the last tokens are asked: the answer goes on from them, and all would cost as much as attending.
+PROBE_TOKENS = 32
 
 # Better keys than the rough ones, (kv_heads, prefix, head_dim) of a layer: for probes that load keys of their own.
 KeySource = Callable[[int], Floats]
@@ -58,7 +61,8 @@ class Importance(NamedTuple):
 
     by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
     that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
-    in blocks that were packed by them: they are loaded while bases are decoded and layers computed.
+    in blocks that were packed by them: they are loaded with the bases. lag: how many layers further down the chunks
+    lie that a layer's probe chooses, so that they are read while those between are computed; only with `by_chunks`.
     """
 
     ratio: float
@@ -67,6 +71,7 @@ class Importance(NamedTuple):
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5
+    lag: int = 1
 
     def tokens_ahead(self, block_tokens: int) -> int:
         """Return how many tokens of a block are loaded ahead."""
@@ -94,6 +99,14 @@ def kept_tokens(prefix: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([first, np.arange(max(0, prefix - LAST_TOKENS), prefix)]))
 
 
+class _Wanted(NamedTuple):
+    """What a layer is to have exactly, and what of it is being read."""
+
+    chunks: NDArray[np.int64]
+    selected: NDArray[np.int64]
+    loading: Future[ChunkBits]
+
+
 class Selection:
     """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
 
@@ -104,7 +117,7 @@ class Selection:
         self._settings = settings
         self._keys = keys
         self._attended: dict[int, torch.Tensor | None] = {}
-        self._loaded: dict[int, NDArray[np.int64]] = {}
+        self._wanted: dict[int, _Wanted] = {}
         self._loaded_tokens = 0
         # A selection of everything is the plain model, bit for bit.
         self._loaded_all = settings.ratio == 1.0
@@ -114,6 +127,8 @@ class Selection:
         self.importance: dict[int, Floats] = {}
         self._tokens = load.tokens
         self._kept = kept_tokens(self._tokens)
+        ahead = load.ahead_chunks()
+        self._ahead_tokens = sum(len(part) for part in _places(load, 0, ahead))
 
     @contextmanager
     def active(self, model: Any) -> Iterator[None]:
@@ -147,9 +162,12 @@ class Selection:
         """Load what is missing: `past` is then the whole prefix, exact, and all of it is attended to from now on."""
         self._is_fallback = True
         chunks = np.arange(self._load.blocks * self._load.chunks_per_block)
+        missing = [
+            self._load.start(layer, np.setdiff1d(chunks, self._wanted[layer].chunks)) for layer in self._attended
+        ]
         for number, layer in enumerate(past.layers):
             layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
-            loaded = self._load.fetch(number, np.setdiff1d(chunks, self._loaded[number]))
+            loaded = missing[number].result()
             self._loaded_tokens += len(loaded.tokens)
             _put(loaded, self._load.layout.dtype, layer.keys, layer.values)
             self._attended[number] = None
@@ -179,21 +197,40 @@ class Selection:
     def _choose(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor | None:
-        """Load what matters into the engine's cache, in place; return the tokens to attend to, None for all."""
+        """Load what matters into the engine's cache, in place; return the tokens to attend to, None for all.
+
+        What is to be read for layers further down begins to be read.
+        """
         settings, tokens = self._settings, self._tokens
         by_head = self._by_head(layer, query[0], key[0], scaling)
         importance = self.importance[layer] = by_head.mean(axis=0)
-        count = max(1, round(settings.ratio * tokens))
-        chunks, selected = self._selected(layer, importance, count)
         if settings.guard is not None:
-            self._guard_scores.append(settings.guard.score(Finding(by_head, selected, self._kept)))
-        self._loaded[layer] = chunks
-        loaded = self._load.fetch(layer, chunks)
-        self._loaded_tokens += len(loaded.tokens)
+            found = Finding(by_head, self._selected(layer, importance)[1], self._kept)
+            self._guard_scores.append(settings.guard.score(found))
+        last = min(layer + (settings.lag if settings.by_chunks else 0), self._load.layout.layers - 1)
+        for other in range(layer, last + 1):
+            if other not in self._wanted:
+                self._wanted[other] = self._want(other, self._known_importance(other, importance, scaling))
+        wanted = self._wanted[layer]
+        loaded = wanted.loading.result()
+        self._loaded_tokens += len(loaded.tokens) + self._ahead_tokens
         _put(loaded, self._load.layout.dtype, key, value)
-        if settings.rest is Rest.BASE or len(selected) == tokens:
+        if settings.rest is Rest.BASE or len(wanted.selected) == tokens:
             return None
-        return torch.from_numpy(np.union1d(selected, self._kept)).to(key.device)
+        return torch.from_numpy(np.union1d(wanted.selected, self._kept)).to(key.device)
+
+    def _known_importance(self, layer: int, importance: Floats, scaling: float) -> Floats:
+        """Return what is known of a layer: what its selector says without a probe, else what this one's probe found."""
+        if self._settings.selector.heads(1, 1):
+            return importance
+        nothing = np.empty((1, self._tokens, 1), dtype=np.float32)
+        known: Floats = self._settings.selector.importance(Ask(layer, nothing, nothing, nothing, scaling)).mean(axis=0)
+        return known
+
+    def _want(self, layer: int, importance: Floats) -> _Wanted:
+        chunks, selected = self._selected(layer, importance)
+        ahead = self._load.ahead_chunks()
+        return _Wanted(chunks, selected, self._load.start(layer, np.setdiff1d(chunks, ahead)))
 
     def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
@@ -205,10 +242,11 @@ class Selection:
         known = key.float()
         if self._keys:
             known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)
-        return attention_mass(query.float(), known, heads, tokens, scaling)
+        return attention_mass(query[:, -PROBE_TOKENS:].float(), known, heads, tokens, scaling)
 
-    def _selected(self, layer: int, importance: Floats, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the chunks to load and the tokens that are then exact and wanted."""
+    def _selected(self, layer: int, importance: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the chunks to have and the tokens that are then exact and wanted."""
+        count = max(1, round(self._settings.ratio * self._tokens))
         load, orders = self._load, self._load.orders(layer)
         if not self._settings.by_chunks:
             selected = top_tokens(importance, count)
@@ -218,12 +256,17 @@ class Selection:
         for block, number in zip(*np.divmod(load.ahead_chunks(), load.chunks_per_block), strict=True):
             wanted[block, orders[block, number * load.chunk_tokens :][: load.chunk_tokens]] = np.inf
         chunks = select_chunks(wanted, orders, count, load.chunk_tokens)
-        blocks, numbers = np.divmod(chunks, load.chunks_per_block)
-        places = [
-            block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
-            for block, number in zip(blocks.tolist(), numbers.tolist(), strict=True)
-        ]
-        return chunks, np.sort(np.concatenate(places))
+        return chunks, np.sort(np.concatenate(_places(load, layer, chunks)))
+
+
+def _places(load: SelectiveLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the tokens of each chunk."""
+    orders = load.orders(layer)
+    blocks, numbers = np.divmod(chunks, load.chunks_per_block)
+    return [
+        block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
+        for block, number in zip(blocks.tolist(), numbers.tolist(), strict=True)
+    ]
 
 
 def grouped_attention(
@@ -236,7 +279,7 @@ def grouped_attention(
 ) -> Any:
     """Do what the usual function does without a copy of keys and values for each head of a group.
 
-    The heads of a group become more queries of one head. Its copies of 4,096 tokens take longer than a short suffix's sums.
+    The heads of a group become more queries of one head: copies of 4,096 tokens take longer than a short suffix's sums.
     """
     _, heads, suffix, head_dim = query.shape
     group = heads // key.shape[1]
@@ -255,16 +298,17 @@ def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tok
     """Return what `importance.probe.attention_mass` does, by the engine's own threads.
 
     numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
-    query: (heads, suffix, head_dim); key: (kv_heads, tokens and suffix, head_dim).
+    query: (heads, asked, head_dim), the last ones of the suffix; key: (kv_heads, tokens and suffix, head_dim).
     """
-    suffix, group = query.shape[1], len(query) // len(key)
+    asked, group = query.shape[1], len(query) // len(key)
+    suffix = key.shape[1] - tokens
     if heads == list(range(len(query))):
         # The heads of a group are more queries of one: keys are not copied for each.
-        chosen = query.reshape(len(key), group * suffix, -1) * scaling
-        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), suffix, -1)
+        chosen = query.reshape(len(key), group * asked, -1) * scaling
+        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), asked, -1)
     else:
         logits = torch.bmm(query[heads] * scaling, key[[head // group for head in heads]].transpose(1, 2))
-    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
+    hidden = torch.ones(asked, suffix, dtype=torch.bool, device=key.device).triu(1 + suffix - asked)
     logits[:, :, tokens:].masked_fill_(hidden, -torch.inf)
     mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
     return mass

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class _Part(NamedTuple):
     stored: StoredObject
     base: PackedBase
     position_of: dict[SectionId, int]
+    ahead_chunks: int
 
 
 class SelectiveLoad:
@@ -58,8 +60,6 @@ class SelectiveLoad:
         self._parts: list[_Part] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, Future[ChunkBits]] = {}
-        self._ahead_chunks = 0
         # What the table of one block took, for the next.
         self._head_bytes = HEADER_BYTES
         self.read_bytes = 0
@@ -72,21 +72,18 @@ class SelectiveLoad:
 
         It ends before the first block that is absent, damaged or of another codec; the sink, which is called in several
         threads, may have got some behind that. Of each block that was packed anew
-        the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are loaded meanwhile.
+        the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
         self._pool = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="kvtide-select")
         opening = [
-            self._pool.submit(self._try_block, position, meta, registry, sink) for position, meta in enumerate(metas)
+            self._pool.submit(self._try_block, meta, registry, partial(sink or _nowhere, position), tokens_ahead)
+            for position, meta in enumerate(metas)
         ]
         for future in opening:
             found = future.result()
             if found is None:
                 break
             self._parts.append(found)
-        if self._parts:
-            self._ahead_chunks = tokens_ahead // self.chunk_tokens
-            for layer in range(self._parts[0].meta.layout.layers) if len(self.ahead_chunks()) else ():
-                self._ahead[layer] = self._pool.submit(self._fetch, layer, self.ahead_chunks())
         return len(self._parts)
 
     def read_from(self, tier: Tier) -> None:
@@ -100,27 +97,24 @@ class SelectiveLoad:
             self._pool = None
 
     def ahead_chunks(self) -> NDArray[np.int64]:
-        """Return the chunks of every layer that are loaded ahead."""
-        packed = [block for block, part in enumerate(self._parts) if part.base.repacks]
-        starts = np.array(packed, dtype=np.int64)[:, None] * self.chunks_per_block
-        return (starts + np.arange(min(self._ahead_chunks, self.chunks_per_block))).reshape(-1)
+        """Return the chunks of every layer that were exact from the beginning."""
+        starts = [
+            block * self.chunks_per_block + np.arange(part.ahead_chunks) for block, part in enumerate(self._parts)
+        ]
+        return np.concatenate(starts).astype(np.int64)
 
     def _try_block(
-        self, position: int, meta: BlockMeta, registry: CodecRegistry, sink: BlockSink | None
+        self, meta: BlockMeta, registry: CodecRegistry, sink: Callable[[BlockBits], None], tokens_ahead: int
     ) -> _Part | None:
         try:
-            found = self._open_block(meta, registry)
-            if found is None:
-                return None
-            part, bits = found
-            if sink is not None:
-                sink(position, bits)
-            return part
+            return self._open_block(meta, registry, sink, tokens_ahead)
         except (CorruptPayload, TierUnavailable) as error:
             _log.debug("block %s is not loaded in part: %s", meta.id, error)
             return None
 
-    def _open_block(self, meta: BlockMeta, registry: CodecRegistry) -> tuple[_Part, BlockBits] | None:
+    def _open_block(
+        self, meta: BlockMeta, registry: CodecRegistry, sink: Callable[[BlockBits], None], tokens_ahead: int
+    ) -> _Part | None:
         head = self._read(meta, 0, self._head_bytes)
         if head is None:
             return None
@@ -140,7 +134,23 @@ class SelectiveLoad:
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
         base = codec.decode_base(meta, sections, bits)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
-        return _Part(meta, stored, base, position_of), bits
+        ahead = tokens_ahead // base.chunk_tokens if base.repacks else 0
+        part = _Part(meta, stored, base, position_of, min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens))))
+        self._put_ahead(part, bits)
+        sink(bits)
+        return part
+
+    def _put_ahead(self, part: _Part, bits: BlockBits) -> None:
+        """Make the leading chunks of all layers exact, by one read: they lie one after the other."""
+        wanted = range(1, 1 + part.ahead_chunks)
+        positions = [place for place, entry in enumerate(part.stored.entries) if entry.id.refinement in wanted]
+        if not positions:
+            return
+        first, last = part.stored.entries[positions[0]], part.stored.entries[positions[-1]]
+        data = self._read(part.meta, first.offset, last.offset + last.size) or b""
+        for position in positions:
+            layer = part.stored.entries[position].id.layer_start
+            self._put(part, position, first.offset, data, bits[layer])
 
     @property
     def blocks(self) -> int:
@@ -160,7 +170,7 @@ class SelectiveLoad:
     @property
     def chunks_per_block(self) -> int:
         """Return the chunks of a block in a layer."""
-        return len(chunks_of(self._parts[0].meta.layout.tokens, self.chunk_tokens))
+        return -(-self._parts[0].meta.layout.tokens // self.chunk_tokens)
 
     @property
     def layout(self) -> BlockLayout:
@@ -182,20 +192,13 @@ class SelectiveLoad:
         places = np.argsort(self.orders(layer), axis=1, kind="stable").reshape(-1)[tokens]
         return np.unique(tokens // block_tokens * self.chunks_per_block + places // self.chunk_tokens)
 
+    def start(self, layer: int, chunks: NDArray[np.int64]) -> Future[ChunkBits]:
+        """Begin to `fetch` in the background. Between `open` and `close`."""
+        assert self._pool is not None, "start outside open and close"
+        return self._pool.submit(self.fetch, layer, chunks)
+
     def fetch(self, layer: int, chunks: NDArray[np.int64]) -> ChunkBits:
-        """Load chunks of a layer, once, and hand out those that were loaded ahead with them.
-
-        Tokens of chunks that could not be had are left out.
-        """
-        ahead = self._ahead.pop(layer, None)
-        if ahead is None:
-            return self._fetch(layer, chunks)
-        rest = self._fetch(layer, np.setdiff1d(chunks, self.ahead_chunks()))
-        first = ahead.result()
-        bits = np.concatenate([first.bits, rest.bits], axis=1).view(first.bits.dtype)
-        return ChunkBits(np.concatenate([first.tokens, rest.tokens]), bits)
-
-    def _fetch(self, layer: int, chunks: NDArray[np.int64]) -> ChunkBits:
+        """Load chunks of a layer. Tokens of chunks that could not be had are left out."""
         tokens, found = [], list[BlockBits]()
         for block in np.unique(chunks // self.chunks_per_block):
             part = self._parts[block]
@@ -219,13 +222,24 @@ class SelectiveLoad:
                 raise CorruptPayload(f"{part.meta.id}: no chunk {number} of layer {layer}")
             entry = part.stored.entries[position]
             data = self._read(part.meta, entry.offset, entry.offset + entry.size)
-            put_chunk(part.meta, part.base, _cut(part.stored, position, entry.offset, data or b""), layer_out)
         except (CorruptPayload, TierUnavailable) as error:
-            with self._lock:
-                self.damaged_chunks += 1
-            _log.debug("a chunk stays rough: %s", error)
+            self._leave_rough(error)
+            return False
+        return self._put(part, position, entry.offset, data or b"", layer_out)
+
+    def _put(self, part: _Part, position: int, start: int, data: bytes, layer_out: BlockBits) -> bool:
+        """Write a chunk out of bytes that begin at `start`; False for a damaged one, whose tokens stay rough."""
+        try:
+            put_chunk(part.meta, part.base, _cut(part.stored, position, start, data), layer_out)
+        except CorruptPayload as error:
+            self._leave_rough(error)
             return False
         return True
+
+    def _leave_rough(self, error: Exception) -> None:
+        with self._lock:
+            self.damaged_chunks += 1
+        _log.debug("a chunk stays rough: %s", error)
 
     def _read(self, meta: BlockMeta, start: int, stop: int) -> bytes | None:
         buffer = bytearray(stop - start)
@@ -235,6 +249,10 @@ class SelectiveLoad:
         with self._lock:
             self.read_bytes += size
         return bytes(buffer[:size])
+
+
+def _nowhere(position: int, bits: BlockBits) -> None:
+    """Forget rough values: chunks alone are wanted."""
 
 
 def _cut(stored: StoredObject, position: int, start: int, data: bytes) -> Section:
