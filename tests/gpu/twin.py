@@ -9,13 +9,12 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from kvtide.engines.gpu.kernels import DeviceStream
 from kvtide.engines.gpu.program import COMPILE_OPTIONS
 
 HERE = Path(__file__).parent
@@ -47,12 +46,13 @@ def compile_twin(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
     return target
 
 
-class TwinKernels:
+class TwinKernels(DeviceStream):
     """`Kernels` that run at once, in this machine's memory."""
 
     device = torch.device("cpu")
 
     def __init__(self, library: Path, blocks: int = 3, seed: int = 1) -> None:
+        super().__init__(None)
         self._library = ctypes.CDLL(str(library))
         self._blocks = blocks
         self._seed = seed
@@ -69,11 +69,11 @@ class TwinKernels:
         failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
         assert not failed, f"{name}: {['', 'no such kernel', 'arguments of another size'][failed]}"
 
-    def queue(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def follow(self) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+    def copies(self) -> DeviceStream:
+        return DeviceStream(None)
+
+    def at_current(self) -> TwinKernels:
+        return self

@@ -5,9 +5,9 @@ Everything is queued on one stream; nothing waits but `Kernels.finish` and what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.engines.gpu.program import compile_kernels
+from kvtide.engines.opened import Opened
 from kvtide.errors import DeviceFault
 
-__all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address"]
+__all__ = ["Budget", "CudaKernels", "DeviceStream", "Kernels", "Staging", "address", "device_faults"]
 
 # 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -28,6 +29,43 @@ ALIGNMENT = 16
 def address(tensor: torch.Tensor) -> int:
     """Return where a tensor begins, on its device."""
     return int(tensor.data_ptr())
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Make DeviceFault of what torch says of a device: it has no class for that that all its releases share."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceFault(f"{type(error).__name__}: {error}") from error
+
+
+class DeviceStream:
+    """A stream of a device. Without one, in this machine's memory, all is done at once and events are None."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues here."""
+        context: AbstractContextManager[Any] = (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        return context
+
+    def mark(self) -> Any:
+        """Return an event behind all that is queued here."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait_for(self, event: Any) -> None:
+        """Put what is queued from now on behind an event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Budget(NamedTuple):
@@ -66,6 +104,18 @@ class Kernels(Protocol):
 
     def finish(self) -> None:
         """Wait for all that is queued."""
+
+    def mark(self) -> Any:
+        """Return an event behind all that is queued, None where nothing has to be waited for."""
+
+    def wait_for(self, event: Any) -> None:
+        """Put what is queued from now on behind an event."""
+
+    def copies(self) -> DeviceStream:
+        """Return a new stream for copies to or from the device."""
+
+    def at_current(self) -> Kernels:
+        """Return the same kernels on torch's current stream: the engine's work waits for them, and they for it."""
 
 
 class Staging:
@@ -114,7 +164,7 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class CudaKernels:
+class CudaKernels(Opened, DeviceStream):
     """Kernels compiled for and loaded on a CUDA device. Use it with `with`."""
 
     def __init__(self, device: torch.device, budget: Budget, priority: int = 0) -> None:
@@ -122,22 +172,13 @@ class CudaKernels:
 
         ValueError for a budget of nothing.
         """
+        super().__init__(None)
         self.device = device
         self._budget = budget.checked()
         self._priority = priority
-        self._stream: torch.cuda.Stream | None = None
         self._module: Any = None
         self._context: Any = None
         self._functions: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def open(self) -> None:
         """Compile and load. ImportError without the extra `gpu`; DeviceFault if the device does not take them."""
@@ -180,20 +221,20 @@ class CudaKernels:
         _checked(driver.cuCtxSetCurrent(self._context))
         _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0))
 
-    def queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch queues on the kernels' stream too."""
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return context
-
     def follow(self) -> None:
         """Go behind torch's current stream; see Kernels."""
         assert self._stream is not None, "follow before open"
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def finish(self) -> None:
-        """Wait for all that is queued."""
-        assert self._stream is not None, "finish before open"
-        self._stream.synchronize()
+    def copies(self) -> DeviceStream:
+        """Return a new stream for copies."""
+        return DeviceStream(torch.cuda.Stream(self.device))
+
+    def at_current(self) -> CudaKernels:
+        """Return the same kernels on torch's current stream; see Kernels. Only this one is to be closed."""
+        found = copy.copy(self)
+        found._stream = torch.cuda.current_stream(self.device)
+        return found
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
