@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,16 +58,19 @@ class TwinKernels(DeviceStream):
         self._blocks = blocks
         self._seed = seed
         self.launches = 0
+        # The emulation runs one kernel at a time.
+        self._lock = threading.Lock()
 
     def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
         if blocks < 1:
             return
         fields = struct.pack(f"<{len(args)}Q", *(field % (1 << 64) for field in args))
-        self.launches += 1
-        seed = self._seed * 1000 + self.launches
         grid = min(blocks, self._blocks)
         sys.stdout.flush()
-        failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
+        with self._lock:
+            self.launches += 1
+            seed = self._seed * 1000 + self.launches
+            failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
         assert not failed, f"{name}: {['', 'no such kernel', 'arguments of another size'][failed]}"
 
     def follow(self) -> None:

@@ -67,6 +67,11 @@ class DeviceStream:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory from others until what is queued here is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
 
 class Budget(NamedTuple):
     """How much of the device kernels may take: blocks that run at a time, of 256 threads or 128.
