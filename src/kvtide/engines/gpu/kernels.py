@@ -25,6 +25,9 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 # What device memory is aligned to inside one upload: streams are read by words, tables by vectors.
 ALIGNMENT = 16
 
+# Bytes to be sent, of any shape.
+Part = NDArray[Any] | bytes | memoryview
+
 
 def address(tensor: torch.Tensor) -> int:
     """Return where a tensor begins, on its device."""
@@ -128,19 +131,26 @@ class Staging:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._parts: list[tuple[int, NDArray[np.uint8]]] = []
+        self._parts: list[tuple[int, Part]] = []
         self._size = 0
         self._room: torch.Tensor | None = None
 
-    def add(self, array: NDArray[Any] | bytes | memoryview) -> int:
+    def add(self, array: Part) -> int:
         """Return where the array will lie, behind `base`. Contiguous arrays are not copied before `send`."""
         assert self._room is None, "add before base"
-        flat = _bytes_of(array) if isinstance(array, np.ndarray) else np.frombuffer(array, dtype=np.uint8)
         start = self._size
-        self._parts.append((start, flat))
-        # Something is always readable behind an array.
-        self._size = -(-(start + len(flat) + 1) // ALIGNMENT) * ALIGNMENT
+        self._parts.append((start, array))
+        self._size += _room_for(array.nbytes if isinstance(array, np.ndarray) else len(array))
         return start
+
+    def add_all(self, parts: Sequence[Part], sizes: Sequence[int]) -> NDArray[np.uint64]:
+        """Return where each of many parts of so many bytes will lie, behind `base`."""
+        assert self._room is None, "add before base"
+        rooms = _room_for(np.array(sizes, dtype=np.int64))
+        starts: NDArray[np.int64] = self._size + np.cumsum(rooms) - rooms
+        self._parts += zip(starts.tolist(), parts, strict=True)
+        self._size += int(rooms.sum())
+        return starts.astype(np.uint64)
 
     @property
     def base(self) -> int:
@@ -158,11 +168,17 @@ class Staging:
         host = torch.empty(len(self._room), dtype=torch.uint8, pin_memory=True) if is_cuda else self._room
         view = host.numpy()
         for start, part in self._parts:
-            view[start : start + len(part)] = part
+            flat = _bytes_of(part) if isinstance(part, np.ndarray) else np.frombuffer(part, dtype=np.uint8)
+            view[start : start + len(flat)] = flat
         if is_cuda:
             with self._kernels.queue():
                 self._room.copy_(host, non_blocking=True)
         return self._room
+
+
+def _room_for(size: Any) -> Any:
+    # Something is always readable behind an array.
+    return (size + ALIGNMENT) // ALIGNMENT * ALIGNMENT
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
