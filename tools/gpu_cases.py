@@ -179,6 +179,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     def decode() -> None:
         blocks = [(tide.block(coded[i % 2][0], start), coded[i % 2][1]) for i, start in enumerate(starts)]
         tide.feed(blocks)
+        kernels.follow()
         tide.write([block for block, _ in blocks])
         assert tide.check([block for block, _ in blocks]) == [None] * len(blocks)
 

@@ -26,7 +26,7 @@ from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
 from kvtide.storing import BlockSource, PendingBlock, Storer
-from kvtide.tier import TierStack, TierStats, stack_of
+from kvtide.tier import DeviceMemory, TierStack, TierStats, stack_of
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId, Section
@@ -42,6 +42,8 @@ _QUALITY_SLACK = 1e-3
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]
+# Offered a block's checked sections first; if it takes them, the block is not decoded for the sink.
+SectionSink = Callable[[int, Codec, Sequence[Section]], bool]
 
 
 class MissReason(Enum):
@@ -176,11 +178,16 @@ class Cache:
             known += 1
         return known
 
-    def load(self, metas: Sequence[BlockMeta], sink: BlockSink, deadline_s: float | None = None) -> LoadReport:
+    def load(
+        self,
+        metas: Sequence[BlockMeta],
+        sink: BlockSink,
+        deadline_s: float | None = None,
+        take: SectionSink = lambda position, codec, sections: False,
+    ) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
-        Blocks behind the first missing one may have reached the sink too: they don't count. The sink may still be
-        called for such blocks after this has returned.
+        Blocks behind the first missing one may reach the sinks too, even after the return: they don't count.
         """
         near, far = self._near_loaders, self._loaders
         assert near is not None and far is not None, "load before open"
@@ -191,7 +198,7 @@ class Cache:
             pending = []
             for position, meta in enumerate(metas):
                 is_near = self.guarded("look up", partial(self.tiers.is_near, meta.id), False)
-                pending.append((near if is_near else far).submit(self._load_one, position, meta, sink))
+                pending.append((near if is_near else far).submit(self._load_one, position, meta, sink, take))
             report = self._leading(pending, give_up_s)
         finally:
             self.index.unpin(keys)
@@ -218,11 +225,11 @@ class Cache:
             stored_bytes += outcome
         return LoadReport(len(pending), stored_bytes, None)
 
-    def _load_one(self, position: int, meta: BlockMeta, sink: BlockSink) -> int | MissReason:
+    def _load_one(self, position: int, meta: BlockMeta, sink: BlockSink, take: SectionSink) -> int | MissReason:
         fault: int | MissReason = MissReason.FAULT
-        return self.guarded("load", partial(self._load_block, position, meta, sink), fault)
+        return self.guarded("load", partial(self._load_block, position, meta, sink, take), fault)
 
-    def _load_block(self, position: int, meta: BlockMeta, sink: BlockSink) -> int | MissReason:
+    def _load_block(self, position: int, meta: BlockMeta, sink: BlockSink, take: SectionSink) -> int | MissReason:
         scratch = self._take_scratch(meta.layout)
         try:
             size = self.tiers.get_into(meta.id, scratch.stored)
@@ -235,8 +242,9 @@ class Cache:
             codec = self._registry.get(stored.codec_id, stored.profile)
             if codec is None:
                 return MissReason.UNKNOWN_CODEC
-            codec.decode(meta, self._sections(stored, codec), scratch.bits)
-            sink(position, scratch.bits)
+            if not take(position, codec, sections := self._sections(stored, codec)):
+                codec.decode(meta, sections, scratch.bits)
+                sink(position, scratch.bits)
             return size
         except CorruptPayload as error:
             self._drop_corrupt(meta.id, error)
@@ -268,8 +276,7 @@ class Cache:
             _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
 
     def _take_scratch(self, layout: BlockLayout) -> _Scratch:
-        # At most one for each loading thread; list operations are atomic.
-        while self._scratch:
+        while self._scratch:  # at most one for each loading thread; list operations are atomic
             scratch = self._scratch.pop()
             if scratch.layout == layout:
                 return scratch
@@ -379,14 +386,15 @@ def cache_for(
     limits: Limits | None = None,
     clock: Clock | None = None,
     ranking: Ranking | None = None,
+    device: DeviceMemory | None = None,
 ) -> Cache:
-    """Return a cache, not yet opened, of memory in front of the store that the URL names.
+    """Return a cache, not yet opened, of memory in front of the store that the URL names, and of `device` before both.
 
-    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` says
-    what memory keeps, as in `stack_of`. ValueError for a bad URL.
+    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` is
+    `stack_of`'s. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
     index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
-    tiers = stack_of(store, limits, clock, index.is_pinned, ranking)
+    tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
     return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits)

@@ -18,6 +18,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     memory_bytes_max: int = 1 << 30
     disk_bytes_max: int = 16 << 30
+    # Of an engine's device, where it hands its memory to the cache.
+    device_bytes_max: int = 1 << 30
     # Blocks that wait to be encoded and stored, by the raw bytes that they keep alive.
     store_queue_bytes_max: int = 1 << 30
     # Memory that encoding one block may take besides the block; a codec that needs more gives way to `lossless`.

@@ -63,6 +63,7 @@ def decoded(kernels: Kernels, cost: str, layout: BlockLayout, codec: TideCodec, 
     tide = tide_on(kernels, layout, cost, target)
     under_way = tide.block(meta, target.token_starts([0]))
     tide.feed([(under_way, sections)])
+    kernels.follow()
     tide.write([under_way])
     assert tide.check([under_way]) == [None]
     assert np.array_equal(bits_of(block, layout), on_processor(codec, meta, sections))
@@ -106,6 +107,7 @@ def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:
     tide = DeviceTide(DeviceModel(kernels, TideModel(profile)), target)
     under_way = tide.block(stored.meta, target.token_starts([0]))
     tide.feed([(under_way, stored.sections())])
+    kernels.follow()
     tide.write([under_way])
     assert tide.check([under_way]) == [None]
     assert np.array_equal(bits_of(block, layout), on_processor(TideCodec(profile), stored.meta, stored.sections()))
@@ -135,6 +137,7 @@ def test_many_blocks_go_to_their_pages_and_nowhere_else(kernels: Kernels) -> Non
     starts = [target.token_starts(order, 4 - len(order)) for order in orders]
     blocks = [tide.block(meta, start) for meta, start in zip(metas, starts, strict=True)]
     tide.feed(list(zip(blocks, coded, strict=True)))
+    kernels.follow()
     tide.write(blocks)
     assert tide.check(blocks) == [None] * 3
     for meta, sections, order in zip(metas, coded, orders, strict=True):
@@ -157,6 +160,7 @@ def test_refinements_improve_what_is_written_as_they_arrive(kernels: Kernels, is
         new = [section for section in sections if section.id.refinement == refinement]
         here += new
         tide.feed([(under_way, new)])
+        kernels.follow()
         tide.write([under_way])
         assert tide.check([under_way]) == [None]
         assert np.array_equal(bits_of(block, LAYOUT), on_processor(CODEC, meta, here))
@@ -182,6 +186,7 @@ def test_spoiled_block_is_refused_and_its_neighbour_is_not(kernels: Kernels, whi
     sections = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
     good, bad = (tide.block(meta, target.token_starts(order)) for order in ([4, 5, 6, 7], [0, 1, 2, 3]))
     tide.feed([(bad, spoiled(sections, which, change)), (good, sections)])
+    kernels.follow()
     tide.write([bad, good])
     faults = tide.check([bad, good])
     assert faults[1] is None
@@ -196,6 +201,7 @@ def test_block_without_all_bases_is_not_written(kernels: Kernels) -> None:
     tide = tide_on(kernels, LAYOUT, "layer", target)
     meta = block_meta(LAYOUT, 0, 1)
     under_way = tide.block(meta, target.token_starts([0]))
+    kernels.follow()
     tide.write([under_way])
     (fault,) = tide.check([under_way])
     assert isinstance(fault, CorruptPayload)

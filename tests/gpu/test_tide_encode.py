@@ -97,8 +97,7 @@ def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
     blocks = [smooth_bits(LAYOUT, 20 + i) for i in range(2)]
     orders = [[8, 1, 0, 5], [2, 3, 7, 4]]
     for bits, order in zip(blocks, orders, strict=True):
-        for layer in range(LAYOUT.layers):
-            pool.scatter(layer, bits, order, 0)
+        pool.scatter(bits, order, 0)
     model = DeviceModel(kernels, TideModel(fitted(LAYOUT, "layer", 1)))
     paged = [PagedBlock(meta, source.token_starts(order)) for meta, order in zip(metas, orders, strict=True)]
     found = DeviceTideEncoder(model, source, codec.steps).encode(paged)

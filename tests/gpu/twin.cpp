@@ -33,7 +33,7 @@ constexpr Kernel kernels[] = {
     ROW(rans_decode), ROW(rans_encode), ROW(rans_pack),    ROW(tide_place),           ROW(tide_decode),
     ROW(tide_deal),   ROW(tide_pull),   ROW(tide_restore), ROW(tide_restore_ordered), ROW(pages_copy),
     ROW(tide_load),   ROW(tide_project), ROW(tide_project_ordered), ROW(tide_apart), ROW(tide_loudness), ROW(tide_levels),
-    ROW(tide_put), ROW(tide_encode), ROW(tide_pack),
+    ROW(tide_put), ROW(tide_encode), ROW(tide_pack), ROW(block_copy),
 };
 
 }  // namespace

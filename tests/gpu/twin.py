@@ -8,14 +8,14 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from kvtide.engines.gpu.kernels import DeviceStream
 from kvtide.engines.gpu.program import COMPILE_OPTIONS
 
 HERE = Path(__file__).parent
@@ -47,33 +47,37 @@ def compile_twin(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
     return target
 
 
-class TwinKernels:
+class TwinKernels(DeviceStream):
     """`Kernels` that run at once, in this machine's memory."""
 
     device = torch.device("cpu")
 
     def __init__(self, library: Path, blocks: int = 3, seed: int = 1) -> None:
+        super().__init__(None)
         self._library = ctypes.CDLL(str(library))
         self._blocks = blocks
         self._seed = seed
         self.launches = 0
+        # The emulation runs one kernel at a time.
+        self._lock = threading.Lock()
 
     def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
         if blocks < 1:
             return
         fields = struct.pack(f"<{len(args)}Q", *(field % (1 << 64) for field in args))
-        self.launches += 1
-        seed = self._seed * 1000 + self.launches
         grid = min(blocks, self._blocks)
         sys.stdout.flush()
-        failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
+        with self._lock:
+            self.launches += 1
+            seed = self._seed * 1000 + self.launches
+            failed = self._library.twin_launch(name.encode(), fields, ctypes.c_uint64(len(fields)), grid, threads, seed)
         assert not failed, f"{name}: {['', 'no such kernel', 'arguments of another size'][failed]}"
-
-    def queue(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def follow(self) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+    def copies(self) -> DeviceStream:
+        return DeviceStream(None)
+
+    def at_current(self) -> TwinKernels:
+        return self

@@ -113,6 +113,6 @@ def test_pages_of_another_shape_are_refused() -> None:
     model = _served(_config(), _caches(_spec()))
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="must be"):
-        page_pool(model, {"a": pages, "b": pages}, None)
+        page_pool(model, {"a": pages, "b": pages}, None, 1)
     with pytest.raises(UnsupportedModel, match="do not match"):
-        page_pool(model, {"a": pages}, None)
+        page_pool(model, {"a": pages}, None, 1)

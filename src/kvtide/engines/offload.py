@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvtide.block import BlockLayout
+from kvtide.engines.opened import Opened
 
 __all__ = ["PageSwapper", "Swap", "made_up_pages", "runs"]
 
@@ -31,7 +31,7 @@ class Swap:
         self._wait()
 
 
-class PageSwapper:
+class PageSwapper(Opened):
     """Moves pages of all layers between `layers` and as many slots as are asked for in this machine's memory.
 
     layers: one tensor (pages, bytes of a page) of int8 for each layer, all on one device. At most `in_flight_max`
@@ -69,15 +69,6 @@ class PageSwapper:
         if self._copiers is not None:
             self._copiers.shutdown(wait=True)
         self._copiers, self._host, self._streams = None, [], {}
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> Swap:
         """Copy pages, as they are when the engine's stream comes here, into slots. ValueError for unequal counts."""

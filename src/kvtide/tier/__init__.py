@@ -1,6 +1,7 @@
 """Tiers: where bytes live. They know object ids and bytes, not codecs."""
 
 from kvtide.tier.base import ObjectInfo, SelectiveTier, Tier, TierStats
+from kvtide.tier.device import DeviceMemory, DeviceRoom, DeviceTier, Piece
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
@@ -10,12 +11,16 @@ from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
 
 __all__ = [
     "Counting",
+    "DeviceMemory",
+    "DeviceRoom",
+    "DeviceTier",
     "DiskTier",
     "Faulty",
     "FrequencyRanking",
     "Importance",
     "MemoryTier",
     "ObjectInfo",
+    "Piece",
     "Ranking",
     "RecencyRanking",
     "ScoreRanking",

@@ -1,4 +1,4 @@
-"""One piece of page-aligned memory cut into frames of one size, which objects are laid into.
+"""Memory cut into frames of one size, which objects are laid into: the frames, and one piece of page-aligned memory.
 
 Invariant: free + taken == total, and no frame is in two places. Nothing is allocated for an object but its frames.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.record import PAGE_BYTES
 
-__all__ = ["Arena", "Run", "frame_bytes_for"]
+__all__ = ["Arena", "Frames", "Run", "frame_bytes_for"]
 
 _FRAME_BYTES_MAX = 64 << 10
 _FRAMES_WANTED = 4096
@@ -33,13 +33,12 @@ def frame_bytes_for(bytes_max: int) -> int:
     return size
 
 
-class Arena:
-    """Memory of at most `bytes_max`, taken from the system as it is first used. Not thread-safe: its owner locks."""
+class Frames:
+    """Which frames of at most `bytes_max` are whose, wherever they lie. Not thread-safe: its owner locks."""
 
     def __init__(self, bytes_max: int, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
         self.frames = bytes_max // self.frame_bytes
-        self.memory = aligned_buffer(self.frames * self.frame_bytes)
         # Ordered, with a gap between any two: neighbours are one run.
         self._free = [Run(0, self.frames)] if self.frames else []
         self._free_frames = self.frames
@@ -87,6 +86,22 @@ class Arena:
                 start = self._free.pop(position).start
             self._free.insert(position, Run(start, stop))
 
+    def check(self, taken: list[Run]) -> None:
+        """AssertionError unless the free frames and these are all frames, each once."""
+        everything = sorted([*self._free, *taken])
+        assert sum(run.stop - run.start for run in everything) == self.frames
+        assert all(left.stop == right.start for left, right in pairwise(everything))
+        assert self._free_frames == sum(run.stop - run.start for run in self._free)
+        assert all(left.stop < right.start for left, right in pairwise(self._free))
+
+
+class Arena(Frames):
+    """Frames of this machine's memory, taken from the system as it is first used."""
+
+    def __init__(self, bytes_max: int, frame_bytes: int) -> None:
+        super().__init__(bytes_max, frame_bytes)
+        self.memory = aligned_buffer(self.frames * self.frame_bytes)
+
     def views(self, runs: list[Run], size: int) -> list[memoryview]:
         """Return the memory of an object of this size."""
         views = []
@@ -95,11 +110,3 @@ class Arena:
             views.append(view)
             size -= len(view)
         return views
-
-    def check(self, taken: list[Run]) -> None:
-        """AssertionError unless the free frames and these are all frames, each once."""
-        everything = sorted([*self._free, *taken])
-        assert sum(run.stop - run.start for run in everything) == self.frames
-        assert all(left.stop == right.start for left, right in pairwise(everything))
-        assert self._free_frames == sum(run.stop - run.start for run in self._free)
-        assert all(left.stop < right.start for left, right in pairwise(self._free))

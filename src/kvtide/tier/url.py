@@ -1,4 +1,7 @@
-"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk."""
+"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk.
+
+device:// is the memory of a device that an engine hands in.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
+from kvtide.tier.device import DeviceMemory, DeviceTier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import HttpTier, http_tier
 from kvtide.tier.invalidation import Invalidations
@@ -21,6 +25,7 @@ from kvtide.tier.stack import TierStack
 
 __all__ = ["open_tier", "stack_of", "tiers_of"]
 
+_DEVICE = "device://"
 _MEMORY = "memory://"
 # Schemes of what has records, and how long it may take to answer about them.
 _SERVERS = ("http", "https", "http+unix", *POOL_SCHEMES)
@@ -90,14 +95,23 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
 }
 
 
-def stack_of(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None = None) -> TierStack:
-    """Return memory in front of what the URL names, as an engine wants it; `ranking` as in `tiers_of`.
+def stack_of(
+    url: str,
+    limits: Limits,
+    clock: Clock,
+    is_pinned: IsPinned,
+    ranking: Ranking | None = None,
+    device: DeviceMemory | None = None,
+) -> TierStack:
+    """Return memory in front of what the URL names, as an engine wants it, and the device's, if it gives any, first.
 
-    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`.
+    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`. `ranking` as in
+    `tiers_of`.
     """
     urls = url.split(" ") if " " in url and "://" in url else [url]
-    urls = urls if urls[0].startswith(_MEMORY) else [_MEMORY, *urls]
-    return tiers_of(urls, limits, clock, is_pinned, ranking, follows=True)
+    front = [_DEVICE] if device is not None else []
+    memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY]
+    return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)
 
 
 def tiers_of(
@@ -106,16 +120,22 @@ def tiers_of(
     clock: Clock,
     is_pinned: IsPinned,
     ranking: Ranking | None = None,
+    device: DeviceMemory | None = None,
     follows: bool = False,
 ) -> TierStack:
-    """Return what the URLs name as one tier, fastest first.
+    """Return what the URLs name as one tier, fastest first. ValueError for `device://` without a device.
 
-    What stays in memory is decided by uses times important tokens, all tokens counting alike, or by `ranking`. If it
-    `follows`, what servers among them declare invalid leaves memory and disk as well.
+    What stays on the device and in memory is decided by uses times important tokens, all tokens counting alike, or by
+    `ranking`. If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
     """
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tiers: list[Tier] = []
     for url in urls:
+        if url == _DEVICE:
+            if device is None:
+                raise ValueError("device:// is for engines that hand a device's memory to the cache")
+            tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, ranking))
+            continue
         tier = open_tier(url, limits, clock, is_pinned)
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
@@ -126,7 +146,7 @@ def tiers_of(
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:
     servers = [url for url in urls if urlsplit(url).scheme in _SERVERS]
-    own = [tier for tier in tiers if isinstance(tier, MemoryTier | DiskTier)]
+    own = [tier for tier in tiers if isinstance(tier, DeviceTier | MemoryTier | DiskTier)]
     roots = [tier.root for tier in own if isinstance(tier, DiskTier)]
 
     def clients() -> list[RecordsClient]:

@@ -45,19 +45,19 @@ def test_scattered_block_is_what_the_engine_reads(order: CellOrder) -> None:
     pool, layers = host_pages(order)
     expected, bits = empty_layers(), random_block(2)
     engine_writes(expected, order, bits, [3, 5])
-    for layer in range(LAYOUT.layers):
-        pool.scatter(layer, bits, [3, 5], 0)
+    pool.scatter(bits, [3, 5], 0)
     assert np.array_equal(layers, expected)
 
 
 def test_pages_that_were_skipped_stay_as_they_were() -> None:
     pool, layers = host_pages()
     bits = random_block(3)
-    pool.scatter(1, bits, [4], 1)
+    pool.scatter(bits, [4], 1)
     keys, values = keys_values(layers[1], CellOrder.TRANSPOSED_KEYS)
     assert np.array_equal(keys[4], bits[1, 0, PAGE_TOKENS:].transpose(1, 0, 2))
     assert np.array_equal(values[4], bits[1, 1, PAGE_TOKENS:].transpose(1, 0, 2))
-    layers[1][4] = 0
+    for layer in layers:
+        layer[4] = 0
     assert not np.any(layers)
 
 
@@ -97,8 +97,7 @@ def _strided(axes: tuple[int, ...]) -> list[torch.Tensor]:
 def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int, ...]) -> None:
     layers, bits = _strided(axes), random_block(4)
     pool = DevicePages(layers, LAYOUT)
-    for layer in range(LAYOUT.layers):
-        pool.scatter(layer, bits, [9, 1], 0)
+    pool.scatter(bits, [9, 1], 0)
     written: Any = layers[2][9, 1, 3].view(torch.int16).numpy().view(np.uint16)
     assert written.tolist() == [*bits[2, 0, 3, 1], *bits[2, 1, 3, 1]]
     captured = pool.capture([9, 1])
@@ -115,8 +114,7 @@ def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int
 def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
     layers = [layer.cuda() for layer in _strided((4, 0, 2, 1, 3))]
     pool, bits = DevicePages(layers, LAYOUT), random_block(5)
-    for layer in range(LAYOUT.layers):
-        pool.scatter(layer, bits, [9, 1], 0)
+    pool.scatter(bits, [9, 1], 0)
     captured = pool.capture([9, 1])
     for layer in layers:
         layer.zero_()

@@ -63,6 +63,11 @@ class TideCodec:
         return codec
 
     @property
+    def model(self) -> TideModel | None:
+        """Return the profile made ready, None without one."""
+        return self._model
+
+    @property
     def steps(self) -> Steps:
         """Return the step that is encoded at, and the number of refinements."""
         return self._steps

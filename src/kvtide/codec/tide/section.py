@@ -36,6 +36,8 @@ GAIN_UNITS_MAX = 60
 
 _PREFIX = struct.Struct("<hBB4I")
 _PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
+# The parts of the four tokens that a byte stands for.
+_UNPACKED = (np.arange(256)[:, None] >> _PART_BITS & 3).astype(np.uint8)
 
 
 class Steps(NamedTuple):
@@ -183,11 +185,11 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
     positions = np.frombuffer(reader.take(2 * count), dtype="<u2").astype(np.uint16)
     if count and (int(positions[-1]) >= tokens or (np.diff(positions.astype(np.int64)) <= 0).any()):
         raise CorruptPayload("tide: positions of tokens that stand apart must grow")
-    heads = (layers, 2, count, kv_heads)
-    scales = np.frombuffer(reader.take(2 * int(np.prod(heads))), dtype="<u2").astype(np.uint16).reshape(heads)
+    heads, heads_count = (layers, 2, count, kv_heads), 2 * layers * count * kv_heads
+    scales = np.frombuffer(reader.take(2 * heads_count), dtype="<u2").astype(np.uint16).reshape(heads)
     if scales.size and int(scales.max()) >= 0x7F80:
         raise CorruptPayload("tide: a scale is not a finite positive bfloat16")
-    values = np.frombuffer(reader.take(int(np.prod(heads)) * head_dim), dtype=np.int8).reshape(*heads, head_dim)
+    values = np.frombuffer(reader.take(heads_count * head_dim), dtype=np.int8).reshape(*heads, head_dim)
     body = reader.body(prefix.sizes, prefix.escape_counts)
     return SectionBytes(prefix.steps, body), Base(loudness, Apart(positions, scales, values))
 
@@ -195,8 +197,9 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
 def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
     gains = np.frombuffer(reader.take(PARTS), dtype=np.int8).astype(np.int64)
     packed = np.frombuffer(reader.take(-(-tokens // PARTS)), dtype=np.uint8)
-    parts = (packed[:, None] >> _PART_BITS & 3).astype(np.uint8).reshape(-1)
+    parts = _UNPACKED[packed].reshape(-1)
     sizes = np.bincount(parts[:tokens], minlength=PARTS)
-    if (np.abs(gains) > GAIN_UNITS_MAX).any() or parts[tokens:].any() or (sizes != part_sizes(tokens)).any():
+    is_loud = max(map(abs, gains.tolist())) > GAIN_UNITS_MAX
+    if is_loud or parts[tokens:].any() or sizes.tolist() != part_sizes(tokens).tolist():
         raise CorruptPayload("tide: parts of tokens are not of the sizes that they must have")
     return Loudness(parts[:tokens], gains)

@@ -5,9 +5,9 @@ Everything is queued on one stream; nothing waits but `Kernels.finish` and what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -15,19 +15,65 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.engines.gpu.program import compile_kernels
+from kvtide.engines.opened import Opened
 from kvtide.errors import DeviceFault
 
-__all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address"]
+__all__ = ["Budget", "CudaKernels", "DeviceStream", "Kernels", "Staging", "address", "device_faults"]
 
 # 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 4
 # What device memory is aligned to inside one upload: streams are read by words, tables by vectors.
 ALIGNMENT = 16
 
+# Bytes to be sent, of any shape.
+Part = NDArray[Any] | bytes | memoryview
+
 
 def address(tensor: torch.Tensor) -> int:
     """Return where a tensor begins, on its device."""
     return int(tensor.data_ptr())
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Make DeviceFault of what torch says of a device: it has no class for that that all its releases share."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceFault(f"{type(error).__name__}: {error}") from error
+
+
+class DeviceStream:
+    """A stream of a device. Without one, in this machine's memory, all is done at once and events are None."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues here."""
+        context: AbstractContextManager[Any] = (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        return context
+
+    def mark(self) -> Any:
+        """Return an event behind all that is queued here."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait_for(self, event: Any) -> None:
+        """Put what is queued from now on behind an event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory from others until what is queued here is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
 
 class Budget(NamedTuple):
@@ -67,25 +113,44 @@ class Kernels(Protocol):
     def finish(self) -> None:
         """Wait for all that is queued."""
 
+    def mark(self) -> Any:
+        """Return an event behind all that is queued, None where nothing has to be waited for."""
+
+    def wait_for(self, event: Any) -> None:
+        """Put what is queued from now on behind an event."""
+
+    def copies(self) -> DeviceStream:
+        """Return a new stream for copies to or from the device."""
+
+    def at_current(self) -> Kernels:
+        """Return the same kernels on torch's current stream: the engine's work waits for them, and they for it."""
+
 
 class Staging:
     """Arrays gathered on the host, to go to the device in one copy. What is added may change until `send`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._parts: list[tuple[int, NDArray[np.uint8]]] = []
+        self._parts: list[tuple[int, Part]] = []
         self._size = 0
         self._room: torch.Tensor | None = None
 
-    def add(self, array: NDArray[Any] | bytes | memoryview) -> int:
+    def add(self, array: Part) -> int:
         """Return where the array will lie, behind `base`. Contiguous arrays are not copied before `send`."""
         assert self._room is None, "add before base"
-        flat = _bytes_of(array) if isinstance(array, np.ndarray) else np.frombuffer(array, dtype=np.uint8)
         start = self._size
-        self._parts.append((start, flat))
-        # Something is always readable behind an array.
-        self._size = -(-(start + len(flat) + 1) // ALIGNMENT) * ALIGNMENT
+        self._parts.append((start, array))
+        self._size += _room_for(array.nbytes if isinstance(array, np.ndarray) else len(array))
         return start
+
+    def add_all(self, parts: Sequence[Part], sizes: Sequence[int]) -> NDArray[np.uint64]:
+        """Return where each of many parts of so many bytes will lie, behind `base`."""
+        assert self._room is None, "add before base"
+        rooms = _room_for(np.array(sizes, dtype=np.int64))
+        starts: NDArray[np.int64] = self._size + np.cumsum(rooms) - rooms
+        self._parts += zip(starts.tolist(), parts, strict=True)
+        self._size += int(rooms.sum())
+        return starts.astype(np.uint64)
 
     @property
     def base(self) -> int:
@@ -103,18 +168,24 @@ class Staging:
         host = torch.empty(len(self._room), dtype=torch.uint8, pin_memory=True) if is_cuda else self._room
         view = host.numpy()
         for start, part in self._parts:
-            view[start : start + len(part)] = part
+            flat = _bytes_of(part) if isinstance(part, np.ndarray) else np.frombuffer(part, dtype=np.uint8)
+            view[start : start + len(flat)] = flat
         if is_cuda:
             with self._kernels.queue():
                 self._room.copy_(host, non_blocking=True)
         return self._room
 
 
+def _room_for(size: Any) -> Any:
+    # Something is always readable behind an array.
+    return (size + ALIGNMENT) // ALIGNMENT * ALIGNMENT
+
+
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class CudaKernels:
+class CudaKernels(Opened, DeviceStream):
     """Kernels compiled for and loaded on a CUDA device. Use it with `with`."""
 
     def __init__(self, device: torch.device, budget: Budget, priority: int = 0) -> None:
@@ -122,22 +193,13 @@ class CudaKernels:
 
         ValueError for a budget of nothing.
         """
+        super().__init__(None)
         self.device = device
         self._budget = budget.checked()
         self._priority = priority
-        self._stream: torch.cuda.Stream | None = None
         self._module: Any = None
         self._context: Any = None
         self._functions: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def open(self) -> None:
         """Compile and load. ImportError without the extra `gpu`; DeviceFault if the device does not take them."""
@@ -180,20 +242,20 @@ class CudaKernels:
         _checked(driver.cuCtxSetCurrent(self._context))
         _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0))
 
-    def queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch queues on the kernels' stream too."""
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return context
-
     def follow(self) -> None:
         """Go behind torch's current stream; see Kernels."""
         assert self._stream is not None, "follow before open"
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def finish(self) -> None:
-        """Wait for all that is queued."""
-        assert self._stream is not None, "finish before open"
-        self._stream.synchronize()
+    def copies(self) -> DeviceStream:
+        """Return a new stream for copies."""
+        return DeviceStream(torch.cuda.Stream(self.device))
+
+    def at_current(self) -> CudaKernels:
+        """Return the same kernels on torch's current stream; see Kernels. Only this one is to be closed."""
+        found = copy.copy(self)
+        found._stream = torch.cuda.current_stream(self.device)
+        return found
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -84,22 +84,30 @@ class DeviceRans:
     def __init__(self, kernels: Kernels, tables: RansTables) -> None:
         self._kernels = kernels
         self._count = tables.count
-        staging = Staging(kernels)
-        shares = _encode_shares(tables)
-        self._lanes_at = staging.add(decode_lanes(tables))
-        self._shares_at = staging.add(shares.lanes)
-        self._slots_at = staging.add(shares.slots)
-        self._tables = staging.send()
+        self._tables = tables
+        # Each takes 0.1 s of Python for a profile's 128 tables, and most processes do one of the two.
+        self._lanes: torch.Tensor | None = None
+        self._shares: tuple[torch.Tensor, int] | None = None
 
     @property
     def lanes(self) -> int:
-        """Return the address of the tables for decoding."""
-        return address(self._tables) + self._lanes_at
+        """Return the address of the tables for decoding, sent when first asked for."""
+        if self._lanes is None:
+            staging = Staging(self._kernels)
+            staging.add(decode_lanes(self._tables))
+            self._lanes = staging.send()
+        return address(self._lanes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Return the addresses of the tables and of the slots for encoding."""
-        return address(self._tables) + self._shares_at, address(self._tables) + self._slots_at
+        """Return the addresses of the tables and of the slots for encoding, sent when first asked for."""
+        if self._shares is None:
+            staging, found = Staging(self._kernels), _encode_shares(self._tables)
+            staging.add(found.lanes)
+            slots_at = staging.add(found.slots)
+            self._shares = staging.send(), slots_at
+        sent, slots_at = self._shares
+        return address(sent), address(sent) + slots_at
 
     def prepare_decode(
         self, streams: Streams, runs: Runs, values: Elements, count: int, escapes: Escapes | None = None

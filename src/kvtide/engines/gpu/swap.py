@@ -6,9 +6,7 @@ Each direction has a stream for copies; kernels run on their own. While one piec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ import torch
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.offload import Swap, runs
+from kvtide.engines.opened import Opened
 
 __all__ = ["KernelSwapper"]
 
@@ -37,19 +36,14 @@ class _Piece(NamedTuple):
 class _Direction:
     """One way: its stream, its rooms on the device, and when each is free again."""
 
-    def __init__(self, device: torch.device, rooms: list[torch.Tensor]) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, kernels: Kernels, rooms: list[torch.Tensor]) -> None:
+        self.copies = kernels.copies()
         self.rooms = rooms
         self.is_free: list[Any] = [None] * len(rooms)
         self.next = 0
 
-    def queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch queues copies of this direction."""
-        context: AbstractContextManager[Any] = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-        return context
 
-
-class KernelSwapper:
+class KernelSwapper(Opened):
     """Moves pages of all layers between `layers` and slots in this machine's memory. One thread at a time.
 
     layers: one tensor (pages, bytes of a page) of int8 for each layer, on the kernels' device, pages of whole 16 bytes.
@@ -84,7 +78,7 @@ class KernelSwapper:
         for is_out in (False, True):
             shape = (PIECES, self._pages_per_piece, slot_bytes)
             rooms = list(torch.empty(shape, dtype=torch.int8, device=device))
-            self._directions[is_out] = _Direction(device, rooms)
+            self._directions[is_out] = _Direction(self._kernels, rooms)
         staging = Staging(self._kernels)
         staging.add(np.array([address(layer) for layer in self._layers], dtype=np.uint64))
         self._bases = staging.send()
@@ -92,20 +86,10 @@ class KernelSwapper:
     def close(self) -> None:
         """Wait for what is under way and give the memory back. Idempotent."""
         for direction in self._directions.values():
-            if direction.stream is not None:
-                direction.stream.synchronize()
+            direction.copies.finish()
         if self._directions:
             self._kernels.finish()
         self._directions, self._host, self._bases = {}, torch.empty(0), torch.empty(0)
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> Swap:
         """Copy pages, as they are when torch's current stream comes here, into slots. ValueError for unequal counts."""
@@ -113,16 +97,14 @@ class KernelSwapper:
         end = None
         for piece in self._pieces(direction, len(pages)):
             room = direction.rooms[piece.room]
-            with self._kernels.queue():
-                self._wait(direction.is_free[piece.room])
-                self._copy_pages(at, piece, room, to_pages=False)
-                gathered = self._event()
-            with direction.queue():
-                self._wait(gathered)
+            self._kernels.wait_for(direction.is_free[piece.room])
+            self._copy_pages(at, piece, room, to_pages=False)
+            direction.copies.wait_for(self._kernels.mark())
+            with direction.copies.queue():
                 for start, slot, count in runs(range(piece.start, piece.stop), slots[piece.start : piece.stop]):
                     inside = room[start - piece.start :][:count]
                     self._host[slot : slot + count].copy_(inside, non_blocking=True)
-                end = direction.is_free[piece.room] = self._event()
+            end = direction.is_free[piece.room] = direction.copies.mark()
         return Swap(lambda: end.synchronize() if end is not None else None)
 
     def swap_in(self, slots: Sequence[int], pages: Sequence[int]) -> Swap:
@@ -131,15 +113,13 @@ class KernelSwapper:
         end = None
         for piece in self._pieces(direction, len(pages)):
             room = direction.rooms[piece.room]
-            with direction.queue():
-                self._wait(direction.is_free[piece.room])
+            direction.copies.wait_for(direction.is_free[piece.room])
+            with direction.copies.queue():
                 for start, slot, count in runs(range(piece.start, piece.stop), slots[piece.start : piece.stop]):
                     room[start - piece.start :][:count].copy_(self._host[slot : slot + count], non_blocking=True)
-                copied = self._event()
-            with self._kernels.queue():
-                self._wait(copied)
-                self._copy_pages(at, piece, room, to_pages=True)
-                end = direction.is_free[piece.room] = self._event()
+            self._kernels.wait_for(direction.copies.mark())
+            self._copy_pages(at, piece, room, to_pages=True)
+            end = direction.is_free[piece.room] = self._kernels.mark()
         return Swap(lambda: end.synchronize() if end is not None else None)
 
     def _begin(self, pages: Sequence[int], slots: Sequence[int], is_out: bool) -> tuple[_Direction, torch.Tensor]:
@@ -167,13 +147,3 @@ class KernelSwapper:
         jobs = count * layers * -(-self._page_bytes // COPIED_BY_WARP)
         args = (address(self._bases), pages, address(room), *sizes, int(to_pages))
         self._kernels.launch("pages_copy", args, warp_blocks(jobs), THREADS)
-
-    def _event(self) -> Any:
-        """Return an event behind all that is queued on torch's current stream; None where all is done at once."""
-        if self._kernels.device.type != "cuda":
-            return None
-        return torch.cuda.current_stream(self._kernels.device).record_event()
-
-    def _wait(self, event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._kernels.device).wait_event(event)

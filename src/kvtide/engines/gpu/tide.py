@@ -150,8 +150,8 @@ class DeviceTide:
     def write(self, blocks: Sequence[DeviceBlock]) -> None:
         """Queue writing blocks to their pages, each range of layers at the step that has come so far.
 
-        It is done behind what torch's current stream has queued, which may still use the pages. Blocks without all
-        bases are left out; a later call writes finer values over these.
+        Who may still use the pages must come before: `Kernels.follow` or `wait_for`. Blocks without all bases are left
+        out; a later call writes finer values over these.
         """
         jobs = GroupJobs(self._model, self._target, address(self._bases))
         for block in filter(self._has_bases, blocks):
@@ -160,7 +160,6 @@ class DeviceTide:
                 jobs.add(known, block.meta, starts_at, address(block.status))
         if not jobs.count:
             return
-        self._kernels.follow()
         jobs_at, _kept = jobs.send()
         args = (jobs_at, jobs.count, jobs.tiles_max)
         tiles = jobs.count * jobs.tiles_max
@@ -177,13 +176,16 @@ class DeviceTide:
 
     def check(self, blocks: Sequence[DeviceBlock]) -> list[CorruptPayload | None]:
         """Wait for all that is queued, and return what is wrong with each block, None if it was written."""
+        # Here, and not on torch's current stream: that is the engine's.
+        with self._kernels.queue():
+            statuses = torch.cat([block.status for block in blocks]).tolist() if blocks else []
         self._kernels.finish()
         found = []
-        for block in blocks:
+        for block, status in zip(blocks, statuses, strict=True):
             fault = block.fault
             if fault is None and not self._has_bases(block):
                 fault = CorruptPayload("tide: the base of some layers is missing")
-            if fault is None and int(block.status):
+            if fault is None and status:
                 fault = CorruptPayload("tide: streams or lists are not of the lengths that they must have")
             found.append(fault)
         return found

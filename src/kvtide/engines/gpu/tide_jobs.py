@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, Units, planes
+from kvtide.codec.tide.lists import CodedLists
 from kvtide.codec.tide.rows import place_groups
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
@@ -92,11 +94,8 @@ class RangePlan:
         staging = Staging(model.kernels)
         staging.add(self.rows.scales.astype("<i2"))
         self._sent = staging.send()
-
-    @property
-    def scales(self) -> int:
-        """Return the address of the rows' scales."""
-        return address(self._sent)
+        # The address of the rows' scales.
+        self.scales = address(self._sent)
 
     def extent(self, tokens: int, base_units: int, refinement: int) -> Extent:
         """Return what a section takes; see `extent_of`."""
@@ -151,16 +150,11 @@ class DeviceRange:
         with kernels.queue():
             size = self._values_bytes + 4 * PARTS * count
             self._room = torch.empty(max(size, 16), dtype=torch.uint8, device=kernels.device)
-
-    @property
-    def values(self) -> int:
-        """Return the address of the coefficients: (rows, tokens), int16."""
-        return address(self._room)
-
-    @property
-    def tallies(self) -> int:
-        """Return the address of how many coefficients are 0, and 1 or -1: (rows, parts), uint32."""
-        return address(self._room) + self._values_bytes
+        # Addresses: coefficients (rows, tokens), int16; how many are 0, and 1 or -1, (rows, parts), uint32.
+        self.values = address(self._room)
+        self.tallies = self.values + self._values_bytes
+        self.addresses = (plan.scales, self.values, self.tallies)
+        self.sizes = (count, self.tokens, self.base_units)
 
     @property
     def base_units(self) -> int:
@@ -168,59 +162,84 @@ class DeviceRange:
         return self.steps.final_units + THIRD * self.steps.refinements
 
 
+# In the order of `DeviceRange.addresses` and `sizes`.
+_FILLED = ("scales", "values", "tallies", "status", "rows", "tokens", "base_units", "planes", "items_max", "refinement")
+
+
+class _SectionJob(NamedTuple):
+    range: DeviceRange
+    refinement: int
+    lists: CodedLists
+    status: int
+    extent: Extent
+
+
 class SectionJobs:
-    """Sections that are decoded together: their bytes and records, to be sent in one copy."""
+    """Sections that are decoded together: their bytes and records, to be made and sent at once."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._staging = Staging(kernels)
-        self._rows: list[NDArray[np.void]] = []
-        self._extents: list[Extent] = []
+        self._jobs: list[_SectionJob] = []
         self.rows_max = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._jobs)
 
     def add(self, known: DeviceRange, refinement: int, found: SectionBytes, status: int) -> None:
         """Add a section of a range. status: an address. CorruptPayload if it can't be decoded here."""
-        staging, coded = self._staging, found.lists
         extent = known.plan.extent(known.tokens, known.base_units, refinement)
-        job, rows = np.zeros((), dtype=SECTION), len(known.plan.rows.scales)
-        data, addresses = memoryview(coded.streams.data), []
-        for size in coded.streams.sizes:
-            addresses.append(staging.add(data[:size]))
-            data = data[size:]
-        escapes = staging.add(coded.escapes)
-        # Still relative to what the copy begins with.
-        job["streams"], job["escapes"] = addresses, (escapes, escapes + 2 * coded.escape_counts[0])
-        job["scales"], job["values"] = known.plan.scales, known.values
-        job["tallies"], job["status"] = known.tallies, status
-        job["stream_bytes"], job["escape_counts"] = coded.streams.sizes, coded.escape_counts
-        job["rows"], job["tokens"] = rows, known.tokens
-        job["planes"], job["items_max"] = extent.planes, extent.items
-        job["base_units"], job["refinement"] = known.base_units, refinement
-        job["gains"] = known.loudness.gains
-        self._rows.append(job)
-        self._extents.append(extent)
-        self.rows_max = max(self.rows_max, rows)
+        self._jobs.append(_SectionJob(known, refinement, found.lists, status, extent))
+        self.rows_max = max(self.rows_max, len(known.plan.rows.scales))
 
     def send(self) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Queue the copy. Returns the address of the records, and what must live until kernels are queued."""
-        jobs = np.frombuffer(bytearray().join(job.tobytes() for job in self._rows), dtype=SECTION)
-        jobs_at, base = self._staging.add(jobs), self._staging.base
-        sizes = np.array([extent.sizes for extent in self._extents], dtype=np.uint64)
+        staging, records = Staging(self._kernels), self._records()
+        parts: list[memoryview | NDArray[np.int16]] = []
+        for job in self._jobs:
+            data, first = memoryview(job.lists.streams.data), job.lists.streams.sizes[0]
+            parts += [data[:first], data[first:], job.lists.escapes]
+        bytes_of = np.concatenate([records["stream_bytes"], 2 * records["escape_counts"].sum(1, keepdims=True)], axis=1)
+        starts = staging.add_all(parts, bytes_of.reshape(-1).tolist()).reshape(-1, 3)
+        jobs_at, base = staging.add(records), staging.base
+        sizes = np.array([job.extent.sizes for job in self._jobs], dtype=np.uint64)
         ends = np.cumsum(sizes).reshape(sizes.shape)
         with self._kernels.queue():
             scratch = torch.empty(int(ends[-1, -1]), dtype=torch.uint8, device=self._kernels.device)
-        for name in ("streams", "escapes"):
-            jobs[name] += np.uint64(base)
+        starts += np.uint64(base)
+        records["streams"] = starts[:, :2]
+        records["escapes"][:, 0] = starts[:, 2]
+        records["escapes"][:, 1] = starts[:, 2] + np.uint64(2) * records["escape_counts"][:, 0]
         for column, name in enumerate(("cursors", "items", "run_starts")):
-            jobs[name] = np.uint64(address(scratch)) + ends[:, column] - sizes[:, column]
-        return base + jobs_at, (self._staging.send(), scratch)
+            records[name] = np.uint64(address(scratch)) + ends[:, column] - sizes[:, column]
+        return base + jobs_at, (staging.send(), scratch)
+
+    def _records(self) -> NDArray[np.void]:
+        """Return the records, but for what lies where in the copy."""
+        records = np.zeros(len(self._jobs), dtype=SECTION)
+        ranges = [job.range for job in self._jobs]
+        rows = [
+            (*known.addresses, status, *known.sizes, extent.planes, extent.items, refinement)
+            for known, refinement, _, status, extent in self._jobs
+        ]
+        for name, column in zip(_FILLED, np.array(rows, dtype=np.int64).T, strict=True):
+            records[name] = column
+        records["stream_bytes"] = [job.lists.streams.sizes for job in self._jobs]
+        records["escape_counts"] = [job.lists.escape_counts for job in self._jobs]
+        records["gains"] = [known.loudness.gains for known in ranges]
+        return records
+
+
+class _GroupJob(NamedTuple):
+    range: DeviceRange
+    records: GroupRecords
+    layer_start: int
+    turns: int
+    starts_at: int
+    status: int
 
 
 class GroupJobs:
-    """Groups of layers that are written together."""
+    """Groups of layers that are written together: their records, to be made and sent at once."""
 
     def __init__(self, model: DeviceModel, target: PageTarget, bases: int) -> None:
         """bases: where the target's are on the device."""
@@ -228,8 +247,7 @@ class GroupJobs:
         self._target = target
         self._bases = bases
         self._staging = Staging(model.kernels)
-        self._rows: list[NDArray[np.void]] = []
-        self._sizes: list[NDArray[np.int64]] = []
+        self._jobs: list[_GroupJob] = []
         self.count = 0
         self.tiles_max = 0
 
@@ -238,27 +256,11 @@ class GroupJobs:
 
         starts_at: where `add_starts` put the block's tokens; status: an address.
         """
-        staging, (positions, scales, values) = self._staging, known.apart
-        found = known.plan.records(
-            self._target, self._bases, known.tokens, known.steps.refinements + 1 - known.sections
-        )
-        apart_of = np.full(known.tokens, -1, dtype=np.int32)
-        apart_of[positions] = np.arange(len(positions))
-        jobs, channels = found.rows.copy(), int(found.rows["channels"][0])
-        jobs["values"] = np.uint64(known.values) + np.uint64(2 * known.tokens) * found.starts
-        jobs["turns"] = np.uint64(self._model.turns(meta)) + np.uint64(16) * (
-            found.layers + np.uint64(known.plan.layers[0])
-        )
-        jobs["status"], jobs["gains"], jobs["apart_count"] = status, known.loudness.gains, len(positions)
-        # Still relative to what the copy begins with.
-        jobs["places"], jobs["apart_of"] = staging.add(known.loudness.places), staging.add(apart_of)
-        jobs["token_starts"] = starts_at
-        tokens = np.uint64(2 * len(positions)) * found.layers
-        jobs["apart_scales"] = np.uint64(staging.add(scales)) + np.uint64(2 * meta.layout.kv_heads) * tokens
-        jobs["apart_values"] = np.uint64(staging.add(values)) + np.uint64(channels) * tokens
-        self._rows.append(jobs)
-        self._sizes.append(found.sizes)
-        self.count += len(jobs)
+        thirds = known.steps.refinements + 1 - known.sections
+        found = known.plan.records(self._target, self._bases, known.tokens, thirds)
+        turns = self._model.turns(meta)
+        self._jobs.append(_GroupJob(known, found, known.plan.layers[0], turns, starts_at, status))
+        self.count += len(found.rows)
         self.tiles_max = max(self.tiles_max, found.tiles)
 
     def add_starts(self, token_starts: NDArray[np.int64]) -> int:
@@ -268,14 +270,55 @@ class GroupJobs:
     def send(self) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Queue the copy. Returns the address of the records, and what must live until kernels are queued."""
         # As bytes: numpy compares the fields' types again for each array otherwise.
-        jobs = np.concatenate([rows.view(np.uint8) for rows in self._rows]).view(GROUP)
-        sizes = np.concatenate(self._sizes).astype(np.uint64)
-        jobs_at, base = self._staging.add(jobs), self._staging.base
+        records = np.concatenate([job.records.rows.view(np.uint8) for job in self._jobs]).view(GROUP)
+        tables = self._tables()
+        jobs_at, base = self._staging.add(records), self._staging.base
+        self._fill(records, tables + np.uint64(base))
+        sizes = np.concatenate([job.records.sizes for job in self._jobs]).astype(np.uint64)
         ends = np.cumsum(2 * sizes)
         with self._model.kernels.queue():
             scratch = torch.empty(int(ends[-1]) + 16, dtype=torch.uint8, device=self._model.kernels.device)
-        for name in ("places", "token_starts", "apart_of", "apart_scales", "apart_values"):
-            jobs[name] += np.uint64(base)
-        jobs["high"] = np.uint64(address(scratch)) + ends - 2 * sizes
-        jobs["low"] = jobs["high"] + sizes
+        records["high"] = np.uint64(address(scratch)) + ends - 2 * sizes
+        records["low"] = records["high"] + sizes
         return base + jobs_at, (self._staging.send(), scratch)
+
+    def _tables(self) -> NDArray[np.uint64]:
+        """Stage what ranges have. Returns where, (ranges, 5): places, apart_of, scales, values, starts of tokens."""
+        ranges = [job.range for job in self._jobs]
+        parts: list[NDArray[np.generic]] = []
+        for known, places in zip(ranges, _places(ranges), strict=True):
+            positions, scales, values = known.apart
+            apart_of = np.full(known.tokens, -1, dtype=np.int32)
+            apart_of[positions] = np.arange(len(positions))
+            parts += [places, apart_of, scales, values]
+        staged = self._staging.add_all(parts, [part.nbytes for part in parts]).reshape(-1, 4)
+        starts = np.array([[job.starts_at] for job in self._jobs], dtype=np.uint64)
+        return np.concatenate([staged, starts], axis=1)
+
+    def _fill(self, records: NDArray[np.void], tables: NDArray[np.uint64]) -> None:
+        """Write what differs from block to block. tables: addresses, (ranges, 5)."""
+        of_range = np.repeat(np.arange(len(self._jobs)), [len(job.records.rows) for job in self._jobs])
+        starts = np.concatenate([job.records.starts for job in self._jobs])
+        layers = np.concatenate([job.records.layers for job in self._jobs])
+        found = np.array(
+            [
+                (known.values, 2 * known.tokens, turns, first, status, len(known.apart.positions))
+                for known, _, first, turns, _, status in self._jobs
+            ],
+            dtype=np.uint64,
+        )[of_range].T
+        values, row_bytes, turns, first, status, count = found
+        records["values"] = values + row_bytes * starts
+        records["turns"] = turns + np.uint64(16) * (layers + first)
+        records["status"], records["apart_count"] = status, count
+        records["gains"] = np.array([job.range.loudness.gains for job in self._jobs], dtype=np.int8)[of_range]
+        places, apart_of, scales, kept, token_starts = tables[of_range].T
+        records["places"], records["apart_of"], records["token_starts"] = places, apart_of, token_starts
+        before = np.uint64(2) * count * layers
+        records["apart_scales"] = scales + np.uint64(2 * self._target.layout.kv_heads) * before
+        records["apart_values"] = kept + records["channels"].astype(np.uint64) * before
+
+
+def _places(ranges: Sequence[DeviceRange]) -> NDArray[np.uint16]:
+    """Return each range's tokens in coded order; see `Loudness.places`. Ranges of one number of tokens."""
+    return np.argsort([known.loudness.parts for known in ranges], axis=1, kind="stable").astype(np.uint16)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys_values
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec import Codec
+from kvtide.engines.paged.pages import Captured, CellOrder, LayerDone, block_of_cells, keys_values, nobody_waits
+from kvtide.types import Section
 
 __all__ = ["DevicePages"]
 
@@ -31,23 +33,46 @@ class DevicePages:
         self._layers = [layer.view(_INT_BITS[layout.dtype.item_bytes]) for layer in layers]
         self._views = [keys_values(layer, CellOrder.SPLIT) for layer in self._layers]
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._after: Any = None
 
-    def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write one layer of a block into `pages`, from `skip_pages` pages into the block on. Done on return."""
+    @property
+    def memory(self) -> None:
+        """Return None: objects get to a device's memory with the kernels' streams alone."""
+
+    def close(self) -> None:
+        """Do nothing: the pages are the engine's."""
+
+    def follow(self) -> None:
+        """Put what is written from now on behind what torch's current stream has queued."""
+        if self._stream is not None:
+            self._after = torch.cuda.current_stream(self._device).record_event()
+
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone = nobody_waits) -> None:
+        """Write a block into `pages`, from `skip_pages` pages into the block on. Done on return."""
         tokens = self.page_tokens
-        _, kv_heads, _, content = self._layers[layer].shape
-        part = bits[layer, :, skip_pages * tokens : (skip_pages + len(pages)) * tokens]
-        shaped = part.reshape(2, len(pages), tokens, kv_heads, content // 2).view(f"<i{bits.itemsize}")
+        _, kv_heads, _, content = self._layers[0].shape
+        part = bits[:, :, skip_pages * tokens : (skip_pages + len(pages)) * tokens]
+        shape = (len(self._layers), 2, len(pages), tokens, kv_heads, content // 2)
+        shaped = part.reshape(shape).view(f"<i{bits.itemsize}")
         with self._on_stream():
             host = torch.from_numpy(shaped)
             if self._stream is not None:
                 host = host.pin_memory()
             chosen = torch.tensor(list(pages), device=self._device)
-            for room, values in zip(self._views[layer], host.to(self._device, non_blocking=True), strict=True):
-                room[chosen] = values.transpose(1, 2)
+            for rooms, both in zip(self._views, host, strict=True):
+                for room, values in zip(rooms, both.to(self._device, non_blocking=True), strict=True):
+                    room[chosen] = values.transpose(1, 2)
         if self._stream is not None:
             # `bits` is the caller's again, and the engine may read the pages.
             self._stream.synchronize()
+        for layer in range(len(self._layers)):
+            done(layer)
+
+    def decode(
+        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
+    ) -> bool:
+        """Leave it to the codec."""
+        return False
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when the engine's stream comes here.
@@ -60,7 +85,7 @@ class DevicePages:
         if self._stream is None:
             return _DeviceCaptured(self, gathered, lambda: None)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             host.copy_(gathered, non_blocking=True)
             gathered.record_stream(self._stream)
@@ -75,8 +100,15 @@ class DevicePages:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if self._after is not None:
+                self._stream.wait_event(self._after)
+            yield
 
 
 class _DeviceCaptured:
@@ -85,13 +117,13 @@ class _DeviceCaptured:
     def __init__(self, pool: DevicePages, cells: torch.Tensor, wait: Callable[[], None]) -> None:
         self._pool = pool
         self._cells = cells
-        self._wait = wait
+        self.wait = wait
 
     def block(self) -> BlockBits:
-        self._wait()
+        self.wait()
         unsigned: Any = self._cells.numpy().view(self._pool.layout.bits_dtype)
         return block_of_cells(np.ascontiguousarray(unsigned), self._pool.layout, CellOrder.SPLIT)
 
     def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._wait()
+        self.wait()
         self._pool.write(self._cells[:, skip_pages : skip_pages + len(pages)], pages)

@@ -5,18 +5,27 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.block import BlockBits, BlockLayout
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec import Codec
+from kvtide.tier import DeviceMemory
+from kvtide.types import Section
 
-__all__ = ["Captured", "CellOrder", "HostPages", "PagePool", "cell_order", "keys_values"]
+__all__ = ["Captured", "CellOrder", "HostPages", "LayerDone", "PagePool", "cell_order", "keys_values", "nobody_waits"]
 
 Cells = NDArray[Any]
+# Told of each layer that is whole.
+LayerDone = Callable[[int], None]
+
+
+def nobody_waits(layer: int) -> None:
+    """Take note of a layer for nobody."""
 
 
 class CellOrder(Enum):
@@ -31,7 +40,10 @@ class CellOrder(Enum):
 
 
 class Captured(Protocol):
-    """The pages of a block as they were. Safe to use from several threads."""
+    """The pages of a block as they were. Safe to use from several threads. DeviceFault if the device fails."""
+
+    def wait(self) -> None:
+        """Return when the pages may be overwritten by whomever."""
 
     def block(self) -> BlockBits:
         """Return them as a block."""
@@ -41,16 +53,37 @@ class Captured(Protocol):
 
 
 class PagePool(Protocol):
-    """All layers' pages of an engine. Safe to use from several threads on different pages."""
+    """All layers' pages of an engine. Safe to use from several threads on different pages.
+
+    DeviceFault if they lie on a device that fails; what it was asked to write to is then to be taken as unwritten.
+    """
 
     layout: BlockLayout
     page_tokens: int
 
-    def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write one layer of a block into `pages`, from `skip_pages` pages into the block on."""
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """Return the memory of the device that the pages lie on, if objects can be kept in it."""
+
+    def close(self) -> None:
+        """Give back what the pages took besides. Idempotent."""
+
+    def follow(self) -> None:
+        """Put what is written from now on behind what the calling thread, the engine's, has queued on a device."""
+
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone) -> None:
+        """Write a block into `pages`, from `skip_pages` pages into the block on; done on return."""
+
+    def decode(
+        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
+    ) -> bool:
+        """Write a block straight from its sections, as `scatter` does. False if it was not: then decode it and do that.
+
+        Only what the codec itself would accept is written.
+        """
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are now."""
+        """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device."""
 
 
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
@@ -95,12 +128,30 @@ class HostPages:
             # Writes to a copy would be lost without a word.
             assert np.shares_memory(layer, keys)
 
-    def scatter(self, layer: int, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write one layer of a block into `pages`, from `skip_pages` pages into the block on."""
+    @property
+    def memory(self) -> None:
+        """Return None: the pages lie on no device."""
+
+    def close(self) -> None:
+        """Do nothing: the pages are the engine's."""
+
+    def follow(self) -> None:
+        """Do nothing: an engine on this processor queues nothing."""
+
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone = nobody_waits) -> None:
+        """Write a block into `pages`, from `skip_pages` pages into the block on."""
         tokens = self.page_tokens
-        for room, values in zip(self._views[layer], bits[layer], strict=True):
-            for position, page in enumerate(pages, skip_pages):
-                room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
+        for layer, rooms in enumerate(self._views):
+            for room, values in zip(rooms, bits[layer], strict=True):
+                for position, page in enumerate(pages, skip_pages):
+                    room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
+            done(layer)
+
+    def decode(
+        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
+    ) -> bool:
+        """Leave it to the codec."""
+        return False
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now."""
@@ -118,6 +169,9 @@ class _HostCaptured:
         self._layers = layers
         self._layout = layout
         self._order = order
+
+    def wait(self) -> None:
+        pass
 
     def block(self) -> BlockBits:
         return block_of_cells(self._cells, self._layout, self._order)

@@ -34,6 +34,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disk_bytes_max: int = Limits().disk_bytes_max
     store_queue_bytes_max: int = Limits().store_queue_bytes_max
     load_threads: int = Limits().load_threads
+    # On a GPU: how many of its multiprocessors copying and decoding may fill, and how much of its memory holds objects.
+    device_multiprocessors: int = 32
+    device_bytes_max: int = 0
     # A look-up or load that has no better bound is given up after this long, and the engine computes.
     match_s_max: float = 0.5
     load_s_max: float = 10.0
@@ -49,6 +52,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
         if settings.match_s_max <= 0:
             raise ValueError(f"match_s_max must be positive, got {settings.match_s_max}")
+        if settings.device_multiprocessors <= 0 or settings.device_bytes_max < 0:
+            found = (settings.device_multiprocessors, settings.device_bytes_max)
+            raise ValueError(f"device_multiprocessors must be positive and device_bytes_max not negative, got {found}")
         settings.limits()
         return settings if settings.codec else replace(settings, codec=_codec_for(settings.store))
 
@@ -60,6 +66,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             store_queue_bytes_max=self.store_queue_bytes_max,
             load_threads=self.load_threads,
             load_s_max=self.load_s_max,
+            device_bytes_max=self.device_bytes_max or Limits().device_bytes_max,
         )
 
     @property

@@ -6,19 +6,20 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock
+from kvtide.codec import Codec
 from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, WorkerReport
-from kvtide.engines.paged.pages import PagePool
-from kvtide.types import BlockKey, ObjectId
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, StoreOrder, WorkerReport
+from kvtide.engines.paged.pages import Captured, PagePool
+from kvtide.types import BlockKey, ObjectId, Section
 
 __all__ = ["LoadOutcome", "WorkerHalf"]
 
@@ -28,6 +29,14 @@ LOADS_AT_ONCE = 4
 IDLE_WAIT_S = 0.005
 # As much is copied in 10 ms or so, for which the engine may stand still.
 COPY_BYTES_MAX = 128 << 20
+
+_Result = TypeVar("_Result")
+
+
+class Guarded(Protocol):
+    """See `Cache.guarded`."""
+
+    def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result: ...
 
 
 class LoadOutcome(NamedTuple):
@@ -59,31 +68,55 @@ class _Load:
         """Tell whether nothing has to come from a tier."""
         return len(self._captured) == len(self._ids)
 
-    def restore_kept(self) -> int:
-        """Copy the leading blocks that this process has kept; return how many."""
+    def restore_kept(self, guarded: Guarded) -> int:
+        """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
         for position, block in enumerate(self._captured):
-            pages, skip_pages = self._room(position)
-            with self._gate.enter() as is_in:
-                if is_in:
-                    block.restore(pages, skip_pages)
-                    for layer in range(self._pool.layout.layers):
-                        self._note_layer(layer)
+            if not guarded("restore", partial(self._restore, position, block), False):
+                return position
         return len(self._captured)
+
+    def _restore(self, position: int, block: Captured) -> bool:
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                block.restore(pages, skip_pages)
+                self._note_layers()
+        return True
 
     def sink(self, position: int, bits: BlockBits) -> None:
         pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:
-                for layer in range(self._pool.layout.layers):
-                    self._pool.scatter(layer, bits, pages, skip_pages)
-                    self._note_layer(layer)
-                if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
-                    self._kept.put(self._ids[position], self._pool.capture(pages))
+                self._pool.scatter(bits, pages, skip_pages, self._note_layer)
+                self._keep(position, pages, skip_pages)
+
+    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
+        """Let the pool decode a block into its pages. False if it does not."""
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                if not self._pool.decode(codec, meta, sections, pages, skip_pages):
+                    return False
+                self._note_layers()
+                self._keep(position, pages, skip_pages)
+        return True
+
+    def _keep(self, position: int, pages: Sequence[int], skip_pages: int) -> None:
+        """Keep a block that was loaded before as the pages hold it."""
+        if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
+            captured = self._pool.capture(pages)
+            # The engine's thread is another, which may give the pages away once the load has ended.
+            captured.wait()
+            self._kept.put(self._ids[position], captured)
 
     def _room(self, position: int) -> tuple[Sequence[int], int]:
         """Return the pages that a block fills, and how many of its pages come before them."""
         start = position * self._pages_per_block - self.order.skip_pages
         return self.order.pages[max(0, start) : start + self._pages_per_block], max(0, -start)
+
+    def _note_layers(self) -> None:
+        for layer in range(self._pool.layout.layers):
+            self._note_layer(layer)
 
     def _note_layer(self, layer: int) -> None:
         with self._gate.changed:
@@ -133,25 +166,38 @@ class WorkerHalf:
             load.close()
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self.cache.close()
+        self.cache.guarded("close", self._pool.close, None)
 
     def start(self, orders: StepOrders) -> None:
         """Start the step's loads."""
         self._failed_requests = set()
+        has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
             ids = [block.ids[self._shard] for block in order.blocks]
             load = _Load(order, ids, self._pool, self._kept, self._clock.monotonic_s())
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
                 self._loads[order.request] = load
+            if not has_pages:
+                # The engine may still be at work on the pages, and nobody can tell.
+                self._finish(load, LoadReport(0, 0, MissReason.FAULT))
+                continue
             # A copy is over sooner than a thread has woken up.
             if load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
                 self._run(load)
             else:
                 self._loaders.submit(self._run, load)
 
+    def _follow(self) -> bool:
+        self._pool.follow()
+        return True
+
     def _run(self, load: _Load) -> None:
-        kept = load.restore_kept()
-        report = LoadReport(kept, 0, None) if load.is_kept else self._load_rest(load, kept)
+        kept = load.restore_kept(self.cache.guarded)
+        is_whole = kept == len(load.order.blocks)
+        self._finish(load, LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept))
+
+    def _finish(self, load: _Load, report: LoadReport) -> None:
         load.close()
         seconds = self._clock.monotonic_s() - load.started_s
         with self._changed:
@@ -169,8 +215,11 @@ class WorkerHalf:
         def sink(position: int, bits: BlockBits) -> None:
             load.sink(kept + position, bits)
 
+        def take(position: int, codec: Codec, sections: Sequence[Section]) -> bool:
+            return load.take(kept + position, metas[position], codec, sections)
+
         failed = LoadReport(0, 0, MissReason.FAULT)
-        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, max(0.0, left_s)), failed)
+        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, max(0.0, left_s), take), failed)
         return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: _Load, report: LoadReport) -> None:
@@ -214,10 +263,18 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything.
             if order.request in self._failed_requests:
                 continue
-            meta, captured = self._meta(order.block), self._pool.capture(order.pages)
+            meta, captured = (
+                self._meta(order.block),
+                self.cache.guarded("capture", partial(self._captured, order), None),
+            )
+            if captured is None:
+                continue
             if not self.cache.store([PendingBlock(meta, captured.block)]):
                 return
             self._kept.put(meta.id, captured)
+
+    def _captured(self, order: StoreOrder) -> Captured | None:
+        return self._pool.capture(order.pages)
 
     def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
         """Return what has ended since the last call; loads of `finished` requests are given up.

@@ -33,6 +33,7 @@ from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 from kvtide.engines.profiles import shipped_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
+from kvtide.tier import DeviceMemory
 
 __all__ = ["KVTideConnector"]
 
@@ -93,8 +94,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell that waiting for single layers needs Python between them."""
         return extra_config.get("load") == "layers"
 
-    def _cache(self, limits: Limits) -> Cache:
-        cache = cache_for(self._settings.store, self._codec, shipped_profiles(), limits, self._clock)
+    def _cache(self, limits: Limits, device: DeviceMemory | None = None) -> Cache:
+        profiles = shipped_profiles()
+        cache = cache_for(self._settings.store, self._codec, profiles, limits, self._clock, device=device)
         cache.open()
         return cache
 
@@ -187,9 +189,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
-        pool = page_pool(self._model, kv_caches, self._vllm_config)
+        pool = page_pool(self._model, kv_caches, self._vllm_config, self._settings.device_multiprocessors)
         limits, kept_bytes_max = self._settings.limits(), self._settings.kept_bytes_max
-        cache = self._cache(replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max))
+        device = pool.memory if self._settings.device_bytes_max else None
+        cache = self._cache(replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max), device)
         rank = get_tensor_model_parallel_rank()
         self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max)
 

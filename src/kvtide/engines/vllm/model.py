@@ -123,8 +123,13 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
-def page_pool(model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any) -> PagePool:
-    """Return the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
+def page_pool(
+    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, multiprocessors: int
+) -> PagePool:
+    """Return the engine's pages, with kernels for so many multiprocessors where they lie on a GPU.
+
+    UnsupportedModel if they are not as kvtide knows them.
+    """
     if set(kv_caches) != set(model.layer_names):
         foreign = sorted(set(kv_caches) ^ set(model.layer_names))
         raise UnsupportedModel(f"pages and layers do not match: {foreign[:4]}")
@@ -143,6 +148,10 @@ def page_pool(model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_confi
     backends = {layer.attn_backend.get_name() for layer in attention.values()}
     if not backends <= _SPLIT_BACKENDS:
         raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
+    if layers[0].device.type == "cuda":
+        from kvtide.engines.gpu.pages import cuda_pages
+
+        return cuda_pages(layers, layout, multiprocessors)
     from kvtide.engines.paged.device import DevicePages
 
     return DevicePages(layers, layout)

@@ -41,3 +41,42 @@ KERNEL pages_copy(PagesArgs args) {
     }
   }
 }
+
+struct BlockArgs {
+  const u64* bases;         // (layers, 2): addresses of K and V of the first token of page 0
+  const i64* token_starts;  // (tokens): elements behind a base, -1 for tokens that no page is given for
+  u64 block;                // (layers, 2, tokens, kv_heads, head_dim)
+  u64 layers, tokens, kv_heads;
+  u64 head_bytes, head_stride;  // bytes
+  u64 item_bytes, unit_bytes;   // a unit is 16 bytes where all addresses and sizes are whole 16 bytes, else 2
+  u64 to_pages;                 // 0: from pages to the block
+};
+
+// A warp for each token of a layer's keys or values.
+template <class Unit>
+INLINE void copy_block(const BlockArgs& args) {
+  const u32 lane = lane_of_warp();
+  const u64 head_units = args.head_bytes / sizeof(Unit), row_units = args.kv_heads * head_units;
+  for (u64 i = first_job(); i < args.layers * 2 * args.tokens; i += job_stride()) {
+    const i64 start = args.token_starts[i % args.tokens];
+    if (start < 0) continue;
+    const u64 token = args.bases[i / args.tokens] + static_cast<u64>(start) * args.item_bytes;
+    Unit* row = reinterpret_cast<Unit*>(args.block) + i * row_units;
+    for (u64 unit = lane; unit < row_units; unit += warp_lanes) {
+      Unit* page = reinterpret_cast<Unit*>(token + unit / head_units * args.head_stride) + unit % head_units;
+      if (args.to_pages != 0) {
+        *page = row[unit];
+      } else {
+        row[unit] = *page;
+      }
+    }
+  }
+}
+
+KERNEL block_copy(BlockArgs args) {
+  if (args.unit_bytes == sizeof(PageVector)) {
+    copy_block<PageVector>(args);
+  } else {
+    copy_block<u16>(args);
+  }
+}

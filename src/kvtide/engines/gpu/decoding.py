@@ -1,0 +1,125 @@
+"""Stored sections to an engine's pages for many callers: what comes while the device is busy goes together next.
+
+A thread feeds the device; a caller waits for its block. What the device can't do is the caller's to do otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.block import BlockMeta
+from kvtide.codec import Codec, TideCodec
+from kvtide.codec.tide.model import TideModel
+from kvtide.engines.gpu.kernels import Kernels, device_faults
+from kvtide.engines.gpu.targets import PageTarget
+from kvtide.engines.gpu.tide import DeviceTide
+from kvtide.engines.gpu.tide_model import DeviceModel
+from kvtide.engines.opened import Opened
+from kvtide.errors import DeviceFault
+from kvtide.types import Section
+
+__all__ = ["DeviceDecoder"]
+
+# What is decoded together takes several times its blocks' size on the device while it lasts.
+BLOCKS_AT_ONCE = 16
+
+
+class _Job(NamedTuple):
+    model: TideModel
+    meta: BlockMeta
+    sections: Sequence[Section]
+    token_starts: NDArray[np.int64]
+    after: Any
+    is_written: Future[bool]
+
+
+class DeviceDecoder(Opened):
+    """Decodes objects of the codec tide into one engine's pages. Thread-safe between `open` and `close`."""
+
+    def __init__(self, kernels: Kernels, target: PageTarget) -> None:
+        self._kernels = kernels
+        self._target = target
+        self._tides: dict[bytes, DeviceTide] = {}
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._work, name="kvtide-device", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Decode what waits and stop. Idempotent."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._jobs.put(None)
+        if thread is not None:
+            thread.join()
+
+    def decode(
+        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], starts: NDArray[np.int64], after: Any
+    ) -> bool:
+        """Write a block to its tokens' places behind an event, and return when it is there.
+
+        False if it was not written: another codec, or the device says that something in it is wrong. DeviceFault if the
+        device fails; nothing of the block is under way then.
+        """
+        model = codec.model if isinstance(codec, TideCodec) else None
+        if model is None or not model.profile.fits(meta.layout):
+            return False
+        job = _Job(model, meta, sections, starts, after, Future())
+        with self._lock:
+            if self._thread is None:
+                return False
+            self._jobs.put(job)
+        return job.is_written.result()
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            found = [self._jobs.get()]
+            while not self._jobs.empty() and len(found) < BLOCKS_AT_ONCE:
+                found.append(self._jobs.get())
+            jobs = [job for job in found if job is not None]
+            is_last = len(jobs) < len(found)
+            for model in {id(job.model): job.model for job in jobs}.values():
+                self._decode([job for job in jobs if job.model is model])
+
+    def _decode(self, jobs: Sequence[_Job]) -> None:
+        try:
+            for job, is_written in zip(jobs, self._written(jobs), strict=True):
+                job.is_written.set_result(is_written)
+        except Exception as error:  # noqa: BLE001 - whoever waits gets it; the thread serves the next
+            for job in jobs:
+                if not job.is_written.done():
+                    job.is_written.set_exception(error)
+
+    def _written(self, jobs: Sequence[_Job]) -> list[bool]:
+        try:
+            with device_faults():
+                tide = self._tide(jobs[0].model)
+                blocks = [tide.block(job.meta, job.token_starts) for job in jobs]
+                tide.feed([(block, job.sections) for block, job in zip(blocks, jobs, strict=True)])
+                for job in jobs:
+                    self._kernels.wait_for(job.after)
+                tide.write(blocks)
+                return [fault is None for fault in tide.check(blocks)]
+        except DeviceFault:
+            with device_faults():
+                self._kernels.finish()
+            raise
+
+    def _tide(self, model: TideModel) -> DeviceTide:
+        digest = model.profile.digest
+        if digest not in self._tides:
+            self._tides[digest] = DeviceTide(DeviceModel(self._kernels, model), self._target)
+        return self._tides[digest]

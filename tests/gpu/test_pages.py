@@ -1,0 +1,216 @@
+"""An engine's pages on a device: moved by kernels, decoded into, and a device that fails at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted
+from tests.gpu.faulty import FaultyKernels, Switch
+from tests.gpu.twin import needs_compiler
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.cache import Cache, cache_for
+from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec, TideCodec
+from kvtide.config import Limits
+from kvtide.engines.gpu.kernels import CudaKernels, Kernels
+from kvtide.engines.gpu.pages import KernelPages, opened_pages
+from kvtide.engines.paged.device import DevicePages
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder
+from kvtide.engines.paged.pages import nobody_waits
+from kvtide.engines.paged.worker import WorkerHalf
+from kvtide.errors import DeviceFault
+from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.types import Section
+
+pytestmark = needs_compiler
+PAGE_TOKENS = 8
+LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+# Heads of 12 bytes: no whole 16 in them.
+ODD = BlockLayout(layers=2, tokens=16, kv_heads=3, head_dim=6, dtype=KVDtype.FLOAT16)
+WIDE = BlockLayout(layers=2, tokens=16, kv_heads=1, head_dim=4, dtype=KVDtype.FLOAT32)
+CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+# As little as takes every device call: emulation is slow.
+SMALL = BlockLayout(layers=2, tokens=24, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+SMALL_PROFILE = fitted(SMALL, "light", 1)
+SMALL_CODEC = TideCodec(SMALL_PROFILE, 8e-2, 1)
+TORCH = {KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT16: torch.float16, KVDtype.FLOAT32: torch.float32}
+
+
+def engine_layers(kernels: Kernels, layout: BlockLayout, axes: Sequence[int] = (4, 0, 1, 2, 3)) -> list[torch.Tensor]:
+    """Zeroed layers (pages, heads, tokens, content) whose memory is in the order of `axes`; 4 is the layer."""
+    sizes = (24, layout.kv_heads, PAGE_TOKENS, 2 * layout.head_dim, layout.layers)
+    storage = torch.zeros([sizes[axis] for axis in axes], dtype=TORCH[layout.dtype], device=kernels.device)
+    return list(storage.permute([axes.index(axis) for axis in (4, 0, 1, 2, 3)]))
+
+
+@contextmanager
+def pages_of(kernels: Kernels, layers: list[torch.Tensor], layout: BlockLayout = LAYOUT) -> Iterator[KernelPages]:
+    pool = KernelPages(kernels, layers, layout)
+    try:
+        yield pool
+    finally:
+        pool._decoder.close()
+
+
+def held(layers: list[torch.Tensor], layout: BlockLayout, pages: list[int]) -> BlockBits:
+    return DevicePages(layers, layout).capture(pages).block()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ODD, WIDE])
+@pytest.mark.parametrize("axes", [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (0, 4, 2, 1, 3), (4, 1, 0, 2, 3)])
+def test_blocks_come_and_go_in_every_stride_order(kernels: Kernels, layout: BlockLayout, axes: Sequence[int]) -> None:
+    layers, bits = engine_layers(kernels, layout, axes), smooth_bits(layout, 3)
+    count, done = layout.tokens // PAGE_TOKENS, list[int]()
+    first, second = [9, 1, 4, 7][:count], [3, 8, 2, 5][:count]
+    with pages_of(kernels, layers, layout) as pool:
+        pool.follow()
+        pool.scatter(bits, first, 0, done.append)
+        assert done == list(range(layout.layers))
+        assert np.array_equal(held(layers, layout, first), bits)
+        captured = pool.capture(first)
+        captured.wait()
+        for layer in layers:
+            layer.zero_()
+        assert np.array_equal(captured.block(), bits)
+        captured.restore(second[1:], 1)
+        found = held(layers, layout, second)
+    assert np.array_equal(found[:, :, PAGE_TOKENS:], bits[:, :, PAGE_TOKENS:])
+    others = [page for page in range(24) if page not in second[1:]]
+    assert not any(layer[others].any() for layer in layers)
+
+
+def coded(
+    position: int, layout: BlockLayout = LAYOUT, codec: TideCodec = CODEC
+) -> tuple[BlockMeta, list[Section], BlockBits]:
+    meta = block_meta(layout, 3, position)
+    sections = codec.encode(meta, smooth_bits(layout, 40 + position))
+    out = np.empty(layout.shape, layout.bits_dtype)
+    codec.decode(meta, sections, out)
+    return meta, sections, out
+
+
+def test_blocks_of_many_callers_are_decoded_into_their_pages(kernels: Kernels) -> None:
+    layers = engine_layers(kernels, LAYOUT)
+    blocks = [coded(position) for position in range(5)]
+    orders = [list(range(4 * i, 4 * i + 4)) for i in range(5)]
+    with pages_of(kernels, layers) as pool, ThreadPoolExecutor(5) as callers:
+        pool.follow()
+        done = [
+            callers.submit(pool.decode, CODEC, meta, sections, order, 0)
+            for (meta, sections, _), order in zip(blocks, orders, strict=True)
+        ]
+        assert all(each.result(60) for each in done)
+    for (_, _, bits), order in zip(blocks, orders, strict=True):
+        assert np.array_equal(held(layers, LAYOUT, order), bits)
+    assert not any(layer[20:].any() for layer in layers)
+
+
+def test_what_can_not_be_decoded_is_left_to_the_processor(kernels: Kernels) -> None:
+    layers = engine_layers(kernels, LAYOUT)
+    meta, sections, _ = coded(0)
+    bad = sections[0]._replace(data=bytes(sections[0].data)[:-2])
+    with pages_of(kernels, layers) as pool:
+        assert not pool.decode(LosslessCodec(), meta, sections, [0, 1, 2, 3], 0)
+        assert not pool.decode(TideCodec(), meta, sections, [0, 1, 2, 3], 0)
+        assert not pool.decode(CODEC, meta, [bad, *sections[1:]], [0, 1, 2, 3], 0)
+    assert not any(layer.any() for layer in layers)
+
+
+class MissingKernels(CudaKernels):
+    """A device that does not take the kernels, for a reason."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def open(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [ImportError("no cuda.bindings"), DeviceFault("old driver"), RuntimeError("CUDA")])
+def test_torch_copies_where_the_kernels_can_not_be_had(error: Exception, kernels: Kernels) -> None:
+    pool = opened_pages(MissingKernels(error), engine_layers(kernels, LAYOUT), LAYOUT)
+    assert isinstance(pool, DevicePages)
+    assert pool.memory is None
+
+
+class Engine:
+    """A worker half over a device's pages: blocks that were computed, then loaded into other pages."""
+
+    def __init__(self, pool: KernelPages, layers: list[torch.Tensor], kept_bytes_max: int) -> None:
+        limits = Limits(device_bytes_max=1 << 20, memory_bytes_max=1 << 22, load_threads=1)
+        self.cache: Cache = cache_for("memory://", SMALL_CODEC, [SMALL_PROFILE], limits, device=pool.memory)
+        self.cache.open()
+        self.layers = layers
+        self.worker = WorkerHalf(self.cache, pool, 0, "", SystemClock(), kept_bytes_max)
+        metas = [block_meta(SMALL, 3, position) for position in range(2)]
+        self.blocks = tuple(BlockRef((meta.id,), (meta.parent,), meta.start) for meta in metas)
+
+    def compute(self) -> None:
+        for position in range(2):
+            bits = smooth_bits(SMALL, 40 + position)
+            DevicePages(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0, nobody_waits)
+        stores = tuple(StoreOrder("a", block, tuple(range(3 * i, 3 * i + 3))) for i, block in enumerate(self.blocks))
+        orders = StepOrders(1, (), stores, is_idle=False)
+        self.worker.start(orders)
+        self.worker.store(orders)
+        assert self.cache.flush(10)
+
+    def load(self, request: str, pages: list[int]) -> set[int]:
+        """Return the pages that were not filled."""
+        self.worker.start(StepOrders(2, (LoadOrder(request, self.blocks, tuple(pages), 0, 30.0),), (), is_idle=True))
+        self.worker.wait_loads([request])
+        outcome = self.worker.ended([], is_idle=True)
+        assert outcome.requests == {request}
+        return outcome.failed_pages
+
+
+EXACT = [smooth_bits(SMALL, 40 + position) for position in range(2)]
+LOSSY = [coded(position, SMALL, SMALL_CODEC)[2] for position in range(2)]
+
+
+def scenario(kernels: Kernels, kept_bytes_max: int) -> int:
+    """Store and load; every page that is said to be filled holds its block. Returns how many were."""
+    layers, filled = engine_layers(kernels, SMALL), 0
+    with pages_of(kernels, layers, SMALL) as pool:
+        engine = Engine(pool, layers, kept_bytes_max)
+        engine.compute()
+        for request, pages in (("b", list(range(6, 12))), ("c", list(range(12, 18)))):
+            failed = engine.load(request, pages)
+            for position in range(2):
+                mine = pages[3 * position : 3 * position + 3]
+                if failed.isdisjoint(mine):
+                    found, filled = held(layers, SMALL, mine), filled + 3
+                    assert any(np.array_equal(found, bits[position]) for bits in (EXACT, LOSSY)), (request, position)
+        engine.worker.check()
+        engine.worker.close()
+    return filled
+
+
+@pytest.mark.parametrize("kept_bytes_max", [0, 1 << 22])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_device_that_fails_at_any_call_fails_no_request(
+    kernels: Kernels, is_lost: bool, kept_bytes_max: int, fault_factor: int
+) -> None:
+    switch = Switch()
+    assert scenario(FaultyKernels(kernels, switch), kept_bytes_max) == 12
+    calls = switch.calls
+    # The first call is that of a pool being made, which falls back as a whole.
+    for number in range(1, calls, 1 if fault_factor > 1 else 3):
+        switch = Switch()
+        switch.fails_at, switch.is_lost = number, is_lost
+        filled = scenario(FaultyKernels(kernels, switch), kept_bytes_max)
+        assert is_lost or filled >= 6, (number, switch.failed)
+
+
+def test_decoding_is_the_device_s(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("the processor decodes")
+
+    monkeypatch.setattr(TideCodec, "decode", refuse)
+    assert scenario(kernels, 0) == 12
