@@ -30,17 +30,18 @@ Progress = Callable[[str, int, int], None]
 
 
 class ImportanceSize(NamedTuple):
-    """How much is judged. tries: of each pair of TTFTs."""
+    """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes."""
 
     contexts: int
     context_tokens: int
     ratios: tuple[float, ...]
     questions: int
     tries: int
+    stride: int
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5)
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 2)
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1)
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -173,7 +174,7 @@ def run(
     rows, judged = _rows(judge, prefixes, size, progress)
     ttft = _ttft(judge, prefixes, size, progress)
     progress("quality against bytes", 0, 2)
-    curve = _curve(judge, prefixes, profiles, rows)
+    curve = _curve(judge, prefixes, profiles, rows, size.stride)
     progress("guards", 1, 2)
     guards = _guards(judge, prefixes[0], tasks[0], tokenize, model.config.vocab_size)
     return ImportanceBench(
@@ -345,11 +346,15 @@ def _ablation(
 
 
 def _curve(
-    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profiles: Sequence[Profile], rows: Sequence[Row]
+    judge: ImportanceJudge,
+    prefixes: Sequence[JudgedPrefix],
+    profiles: Sequence[Profile],
+    rows: Sequence[Row],
+    stride: int,
 ) -> list[CurveRow]:
     profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
-    line = all_tokens(judge, prefixes, profile)
-    finer = selective(judge, prefixes, profile)
+    line = all_tokens(judge, prefixes, profile, stride)
+    finer = selective(judge, prefixes, profile, stride)
     chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
     exact = [
         (f"{row.selector}, rest {row.rest}, {row.order}", CurvePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
