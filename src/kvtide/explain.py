@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
+from kvtide.importance.score import RECORD_BYTES_MAX, UseRecord, record_id
 from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.stream.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object
 
-__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object", "weigh"]
+__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object", "read_record", "weigh"]
 
 
 class Verdict(Enum):
@@ -129,6 +130,17 @@ def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     if stored.meta.id.key != object_id.key:
         raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
     return stored
+
+
+def read_record(tier: Tier, object_id: ObjectId, stored_bytes: int) -> UseRecord | None:
+    """Read what past uses say of a block, where that is stored under this id; None if something else is."""
+    buffer = bytearray(min(RECORD_BYTES_MAX, stored_bytes))
+    size = tier.get_into(object_id, memoryview(buffer))
+    try:
+        record = UseRecord.parse_any(memoryview(buffer)[: size or 0])
+    except CorruptPayload:
+        return None
+    return record if record_id(ObjectId(object_id.namespace, record.block)) == object_id else None
 
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:

@@ -6,9 +6,13 @@ import random
 
 import pytest
 
-from kvtide.bench.importance import AblationRow, CurveRow, GuardRow, ImportanceBench, Row, render
+from kvtide.bench.importance import CurveRow, GuardRow, ImportanceBench, Row, TtftRow
+from kvtide.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide.bench.importance_set import make_task, noisy, shuffled
+from kvtide.bench.importance_show import render
+from kvtide.clock import ManualClock
 from kvtide.engines.importance_curve import CurvePoint, over_line
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
 OTHERS = ["\n".join(f"Another text altogether, its line {n} says so." for n in range(50))]
@@ -58,8 +62,10 @@ def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
 
 
 def test_all_tables_are_rendered() -> None:
-    row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 0.2)
-    guard, ablation = GuardRow("text", "jaccard", 0.0, 0.1, 0.5), AblationRow("whole load", 1.0, 0.0, 0.5)
+    row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
+    guard = GuardRow("text", "jaccard", 0.0, 0.1, 0.5)
+    ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
+    ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
     result = ImportanceBench(
         "m",
         "float16",
@@ -69,6 +75,7 @@ def test_all_tables_are_rendered() -> None:
         ["open"],
         [row],
         [guard],
+        [ttft],
         [ablation],
         [CurveRow("s", "l", 0.1, 0.1, None)],
         2.0,
@@ -76,4 +83,20 @@ def test_all_tables_are_rendered() -> None:
         0.0,
         0.9,
     )
-    assert render(result).row_count == 3
+    assert render(result).row_count == 4
+
+
+def test_memory_in_front_of_the_disk_is_counted_by_what_each_ranking_keeps() -> None:
+    """Two prefixes of five blocks; memory has three. Only the second block of each holds anything important."""
+    ids = [ObjectId(Namespace(bytes(32)), BlockKey(bytes([n]) * 32)) for n in range(10)]
+    sizes = {block: 100 if n % 5 == 1 else 10 for n, block in enumerate(ids)}
+    reads = [{block: sizes[block] for block in part} for part in (ids[:5], ids[5:])]
+    important = {block: 50.0 if n % 5 == 1 else 1.0 for n, block in enumerate(ids)}
+    asked = [reads[prefix] for prefix, _ in sequence(2, 1, random.Random(0))]
+    rows = replayed("step", 0.1, asked, 100, important, 1e3, ManualClock())
+    by_cache = {row.cache: row for row in rows}
+    assert list(by_cache) == ["none", "lru", "lfu", "score"]
+    assert by_cache["none"].memory_share == 0 and by_cache["none"].disk_read_share == pytest.approx(140 / 500)
+    assert by_cache["none"].disk_s == pytest.approx(0.14)
+    assert by_cache["score"].disk_read_share < min(by_cache["lru"].disk_read_share, by_cache["lfu"].disk_read_share)
+    assert by_cache["score"].memory_share > 0.7

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.stores import stored_records
 from tests.test_cache import fill, metas_of
@@ -14,6 +15,7 @@ from kvtide.block import BlockLayout
 from kvtide.cache import Cache
 from kvtide.clock import SystemClock
 from kvtide.decisions import Choice, Decided, Why
+from kvtide.importance import UseRecord, record_id
 from kvtide.tier import DiskTier
 
 
@@ -57,6 +59,23 @@ def test_ls_verify_finds_a_flipped_bit_that_the_header_does_not_show(store: Path
     record.write_body(bytes(data))
     assert not any(row["problem"] for row in kvtide_json("ls", "--store", store)["rows"])
     assert sum(bool(row["problem"]) for row in kvtide_json("ls", "--verify", "--store", store)["rows"]) == 1
+
+
+def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> None:
+    """Issue 11: it lies beside its block, and is neither an object nor a problem."""
+    block = metas_of(layout, 1)[0].id
+    importance = np.ones((layout.layers, layout.tokens), dtype=np.float32)
+    record = UseRecord(block.key, layout.layers, layout.tokens).noted(b"writer-1", importance, 1e9)
+    tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
+    tier.open()
+    assert tier.put_from(record_id(block), record.to_bytes())
+    tier.close()
+    for verify in ([], ["--verify"]):
+        rows = kvtide_json("ls", *verify, "--store", store)["rows"]
+        assert [row["problem"] for row in rows] == [""] * 4
+        found = next(row for row in rows if row["codec"] == "use record")
+        assert found["model"] == f"uses of {block.key.hex()[:16]}" and found["tokens"] == 0
+    assert kvtide_json("stats", "--store", store)["problems"] == 0
 
 
 def test_rm_removes_by_prefix_and_all(store: Path, layout: BlockLayout) -> None:

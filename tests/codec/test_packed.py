@@ -1,5 +1,7 @@
 """Packed blocks: exact as a whole whatever the order, rough where chunks are missing, refused when damaged."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,13 +9,14 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.block import BlockBits
-from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.codec import CodecRegistry, PackedCodec, Profile
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import packing_orders
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 12)
 META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
 SECTIONS = CODEC.encode(META, BITS)
@@ -93,3 +96,19 @@ def test_the_registry_makes_it_and_reads_whole_blocks_without_a_profile() -> Non
     for bad in ("packed:x", "packed:0.01:0"):
         with pytest.raises(ValueError, match="packed"):
             registry.make(bad)
+
+
+def test_golden_bytes_are_still_written_and_read() -> None:
+    """Packed anew once, tokens from the last to the first: mapping lists are there, and chunks of unequal length."""
+    profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
+    codec, stored = PackedCodec(profile, 1e-2, 12), (GOLDEN / "packed.kvt").read_bytes()
+    backwards = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
+    sections = codec.repack(META, codec.encode(META, BITS), backwards)
+    assert bytes(pack_object(META, codec.codec_id, sections, codec.profile)) == stored
+    reader = CodecRegistry([profile]).get("packed-1", profile.digest)
+    assert isinstance(reader, PackedCodec)
+    out = np.empty_like(BITS)
+    reader.decode(META, parse_object(stored).sections(), out)
+    assert np.array_equal(out, BITS)
+    base = reader.layout_of(META, parse_object(stored).sections())
+    assert (base.chunk_tokens, base.repacks) == (12, 1) and np.array_equal(base.orders, backwards)

@@ -1,5 +1,7 @@
 """Use records: what merging may never depend on, and bytes that are not a record."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -77,3 +79,24 @@ def test_importance_that_is_none_is_refused() -> None:
 def test_a_record_lies_beside_its_block() -> None:
     block = ObjectId(Namespace(bytes(32)), KEY)
     assert record_id(block).namespace == block.namespace and record_id(block).key != KEY
+
+
+def golden_record() -> UseRecord:
+    importance = np.arange(6, dtype=np.float32).reshape(2, 3)
+    record = UseRecord(BlockKey(b"b" * 32), 2, 3)
+    return record.noted(b"writer-1", importance, 1e9).noted(b"writer-2", 3 - importance / 2, 1e9 + 60)
+
+
+def test_golden_bytes_are_still_written_and_read() -> None:
+    stored = (Path(__file__).parent.parent / "golden" / "uses-1.kvu").read_bytes()
+    record = golden_record()
+    assert record.to_bytes() == stored
+    found = UseRecord.parse_any(stored)
+    assert (found.block, found.uses()) == (record.block, 2)
+    assert np.array_equal(found.scores(1e9 + 60), record.scores(1e9 + 60))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x89KVUSE\r\n", bytes(200)])
+def test_what_is_no_record_is_refused_whatever_block_it_names(data: bytes) -> None:
+    with pytest.raises(CorruptPayload):
+        UseRecord.parse_any(data)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.table import Table
 
+from kvtide.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide.bench.importance_set import Asked, Task, make_task, noisy, shuffled
 from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
@@ -23,7 +22,7 @@ from kvtide.engines.selective import Importance, Rest
 from kvtide.importance import AllHeads, CapturedMass, FirstHeads, GroupHeads, Guard, HeadsAgree, Known, Random, Recency
 from kvtide.importance.probe import Selector
 
-__all__ = ["FULL", "QUICK", "ImportanceBench", "ImportanceSize", "plot", "render", "run"]
+__all__ = ["FULL", "QUICK", "ImportanceBench", "ImportanceSize", "run"]
 
 BYTES_S = 200e6
 HEADLINE_RATIO = 0.25
@@ -31,16 +30,18 @@ Progress = Callable[[str, int, int], None]
 
 
 class ImportanceSize(NamedTuple):
-    """How much is judged."""
+    """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes."""
 
     contexts: int
     context_tokens: int
     ratios: tuple[float, ...]
     questions: int
+    tries: int
+    stride: int
 
 
-FULL = ImportanceSize(3, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3)
-QUICK = ImportanceSize(1, 512, (0.25,), 2)
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1)
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
 
     rest: what became of the other tokens. order: how tokens lie, `original` or `packed` by past uses.
     bytes_read_share: of the raw bytes, probe and amplification included. answer_match: the whole answer as with
-    everything loaded; right: the answer that the text has, where it is known.
+    everything loaded; right: the answer that the text has, of the questions where it is known.
     """
 
     selector: str
@@ -59,7 +60,24 @@ class Row(msgspec.Struct, frozen=True):
     kl: float
     top1: float
     answer_match: float
+    right: float
     ttft_s: float
+
+
+class TtftRow(msgspec.Struct, frozen=True):
+    """From the first request for bytes to the suffix's logits, both ways in turns: medians, and of the ratio too.
+
+    disk_s: what the disk alone takes for the whole, and for the part.
+    """
+
+    question: str
+    whole_s: float
+    selective_s: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    whole_disk_s: float
+    selective_disk_s: float
 
 
 class GuardRow(msgspec.Struct, frozen=True):
@@ -82,15 +100,6 @@ class CurveRow(msgspec.Struct, frozen=True):
     kl_over_line: float | None
 
 
-class AblationRow(msgspec.Struct, frozen=True):
-    """The paper's three parts, one after the other, each with those before it."""
-
-    step: str
-    bytes_read_share: float
-    kl: float
-    ttft_s: float
-
-
 class ImportanceBench(msgspec.Struct, frozen=True):
     """All tables and what they were measured on."""
 
@@ -102,6 +111,7 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     questions: list[str]
     rows: list[Row]
     guards: list[GuardRow]
+    ttft: list[TtftRow]
     ablation: list[AblationRow]
     curve: list[CurveRow]
     ttft_speedup: float
@@ -119,23 +129,25 @@ class _Case(NamedTuple):
     has_base: bool
     probes: bool
     by_chunks: bool
+    # Shown at all ratios, not at the headline's alone.
+    is_swept: bool = False
 
 
 def _cases() -> list[_Case]:
     paper = (Rest.DROP, False, False, True, False)
     blind = (Rest.DROP, False, False, False, False)
     return [
-        _Case(lambda _: AllHeads(), *paper),
-        _Case(lambda _: FirstHeads(), *paper),
+        _Case(lambda _: AllHeads(), *paper, is_swept=True),
+        _Case(lambda _: FirstHeads(), *paper, is_swept=True),
         _Case(lambda _: GroupHeads(), *paper),
         _Case(lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
         _Case(lambda _: Recency(), *blind),
         _Case(lambda _: Random(np.random.default_rng(0)), *blind),
         _Case(lambda prefix: Known(prefix.scores), Rest.DROP, True, False, False, True),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, False, True, False, False),
-        _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True),
-        _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True),
-        _Case(lambda prefix: Known(prefix.scores), Rest.BASE, True, True, False, True),
+        _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True, is_swept=True),
+        _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True, is_swept=True),
+        _Case(lambda prefix: Known(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
         _Case(lambda _: Recency(), Rest.BASE, False, True, False, False),
     ]
 
@@ -149,7 +161,7 @@ def run(
     size: ImportanceSize,
     bytes_s: float,
     progress: Progress,
-    dtype: KVDtype = KVDtype.FLOAT16,
+    dtype: KVDtype = KVDtype.FLOAT32,
     clock: Clock | None = None,
 ) -> ImportanceBench:
     """Judge every case on texts that are long enough, KV kept as `dtype`. ValueError if there are none."""
@@ -159,8 +171,11 @@ def run(
     for number, task in enumerate(tasks):
         progress("prefill", number, len(tasks))
         prefixes.append(judge.add(task.ids, *_tokenized(task, tokenize, size.questions)))
-    rows = _rows(judge, prefixes, size, progress)
-    curve = _curve(judge, prefixes, profiles, rows)
+    rows, judged = _rows(judge, prefixes, size, progress)
+    ttft = _ttft(judge, prefixes, size, progress)
+    progress("quality against bytes", 0, 2)
+    curve = _curve(judge, prefixes, profiles, rows, size.stride)
+    progress("guards", 1, 2)
     guards = _guards(judge, prefixes[0], tasks[0], tokenize, model.config.vocab_size)
     return ImportanceBench(
         model_name,
@@ -171,8 +186,10 @@ def run(
         [question.kind for question in prefixes[0].questions],
         rows,
         guards,
-        _ablation(rows),
+        ttft,
+        _ablation(judge, prefixes, judged, bytes_s),
         curve,
+        median(row.speedup for row in ttft),
         *_headlines(rows),
         max(row.kl_over_line or 0.0 for row in curve if row.series == "tide, important tokens finer"),
     )
@@ -195,20 +212,26 @@ def _tasks(texts: Sequence[Text], tokenize: Callable[[str], list[int]], size: Im
 
 def _tokenized(task: Task, tokenize: Callable[[str], list[int]], count: int) -> tuple[list[Question], list[Question]]:
     def of(asked: Sequence[Asked]) -> list[Question]:
-        return [Question(each.kind, tokenize(each.words)) for each in asked]
+        return [Question(each.kind, tokenize(each.words), tuple(tokenize(each.answer or ""))) for each in asked]
 
     return of(task.uses), of(task.questions[:count])
 
 
+# Selector, rest, order.
+_Key = tuple[str, str, str]
+
+
 def _rows(
     judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: ImportanceSize, progress: Progress
-) -> list[Row]:
+) -> tuple[list[Row], dict[_Key, list[Judged]]]:
+    """Return all rows, and each answer of those at the headline's ratio, by prefix and then question."""
     asked = [(prefix, number) for prefix in prefixes for number in range(len(prefix.questions))]
+    kept: dict[_Key, list[Judged]] = {("whole", "whole", "original"): [judge.whole(*each) for each in asked]}
     rows = [
-        _row(("whole", "whole", "original", 1.0), [judge.whole(*each) for each in asked]),
-        _row(("none", "base", "packed", 0.0), [judge.rough(*each) for each in asked]),
+        _row(("whole", "whole", "original"), 1.0, kept["whole", "whole", "original"]),
+        _row(("none", "base", "packed"), 0.0, [judge.rough(*each) for each in asked]),
     ]
-    cases = [(case, ratio) for case in _cases() for ratio in size.ratios]
+    cases = [(case, ratio) for case in _cases() for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
     for done, (case, ratio) in enumerate(cases):
         progress("selections", done, len(cases))
         judged, name = [], ""
@@ -217,19 +240,50 @@ def _rows(
             name = selector.name
             settings = Importance(ratio, selector, None, case.rest, case.by_chunks)
             judged.append(judge.selected(prefix, number, settings, case.is_packed, case.has_base, case.probes))
-        rows.append(_row((name, case.rest.value, "packed" if case.is_packed else "original", ratio), judged))
-    return rows
+        key = (name, case.rest.value, "packed" if case.is_packed else "original")
+        rows.append(_row(key, ratio, judged))
+        if ratio == HEADLINE_RATIO:
+            kept[key] = judged
+    return rows, kept
 
 
-def _row(case: tuple[str, str, str, float], judged: Sequence[Judged]) -> Row:
+def _row(case: _Key, ratio: float, judged: Sequence[Judged]) -> Row:
+    known = [each.is_right for each in judged if each.is_right is not None]
     return Row(
         *case,
+        ratio,
         bytes_read_share=fmean(each.read_bytes / each.whole_bytes for each in judged),
         kl=fmean(each.kl for each in judged),
         top1=fmean(each.top1 for each in judged),
         answer_match=fmean(each.answer_match for each in judged),
+        right=fmean(known) if known else 0.0,
         ttft_s=median(each.ttft_s for each in judged),
     )
+
+
+def _ttft(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: ImportanceSize, progress: Progress
+) -> list[TtftRow]:
+    """Return whole and selective loads in turns, a row for each question of the first prefix."""
+    prefix, rows = prefixes[0], []
+    settings = Importance(HEADLINE_RATIO, guard=None)
+    for number, question in enumerate(prefix.questions):
+        progress("TTFT", number, len(prefix.questions))
+        pairs = [(judge.whole(prefix, number), judge.selected(prefix, number, settings)) for _ in range(size.tries)]
+        ratios = sorted(whole.ttft_s / part.ttft_s for whole, part in pairs)
+        rows.append(
+            TtftRow(
+                f"{question.kind}, {len(question.ids)} tokens",
+                median(whole.ttft_s for whole, _ in pairs),
+                median(part.ttft_s for _, part in pairs),
+                median(ratios),
+                ratios[0],
+                ratios[-1],
+                pairs[0][0].read_bytes / judge.bytes_s,
+                pairs[0][1].read_bytes / judge.bytes_s,
+            )
+        )
+    return rows
 
 
 def _guards(
@@ -261,31 +315,46 @@ def _guards(
     return rows
 
 
-def _ablation(rows: Sequence[Row]) -> list[AblationRow]:
-    steps = [
-        ("whole load", ("whole", "whole", "original", 1.0)),
-        ("all heads (H2O)", ("all-heads", "drop", "original", HEADLINE_RATIO)),
-        ("identification: first three heads", ("first-3", "drop", "original", HEADLINE_RATIO)),
-        ("+ reordering by uses", ("first-3", "drop", "packed", HEADLINE_RATIO)),
-        ("identification: rough keys", ("base-keys", "drop", "original", HEADLINE_RATIO)),
-        ("+ reordering by uses, whole chunks", ("base-keys", "drop", "packed", HEADLINE_RATIO)),
-        ("+ rough rest", ("base-keys", "base", "packed", HEADLINE_RATIO)),
-        ("scores alone, no probe", ("past-uses", "base", "packed", HEADLINE_RATIO)),
+def _ablation(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], judged: Mapping[_Key, Sequence[Judged]], bytes_s: float
+) -> list[AblationRow]:
+    """Return the paper's parts one after the other, each with every cache."""
+    steps: list[tuple[str, _Key]] = [
+        ("whole load", ("whole", "whole", "original")),
+        ("all heads (AS + H2O)", ("all-heads", "drop", "original")),
+        ("identification: first three heads", ("first-3", "drop", "original")),
+        ("+ reordering by uses", ("first-3", "drop", "packed")),
+        ("identification: rough keys", ("base-keys", "drop", "original")),
+        ("+ reordering by uses, whole chunks", ("base-keys", "drop", "packed")),
+        ("+ rough rest", ("base-keys", "base", "packed")),
+        ("scores alone, no probe", ("past-uses", "base", "packed")),
     ]
-    found = {(row.selector, row.rest, row.order, row.ratio): row for row in rows}
-    return [
-        AblationRow(step, row.bytes_read_share, row.kl, row.ttft_s)
-        for step, key in steps
-        if (row := found.get(key)) is not None
-    ]
+    important = {
+        meta.id: float(max(1.0, (part > 1).sum(axis=1).mean()))
+        for prefix in prefixes
+        for meta, part in zip(prefix.metas, np.split(prefix.scores, len(prefix.metas), axis=1), strict=True)
+    }
+    count = len(prefixes[0].questions)
+    turns = sequence(len(prefixes), count, random.Random(2))
+    rows = []
+    for step, of in steps:
+        found = judged[of]
+        kl = fmean(each.kl for each in found)
+        asked = [found[prefix * count + number].reads for prefix, number in turns]
+        rows += replayed(step, kl, asked, judge.layout.raw_bytes, important, bytes_s, SystemClock())
+    return rows
 
 
 def _curve(
-    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profiles: Sequence[Profile], rows: Sequence[Row]
+    judge: ImportanceJudge,
+    prefixes: Sequence[JudgedPrefix],
+    profiles: Sequence[Profile],
+    rows: Sequence[Row],
+    stride: int,
 ) -> list[CurveRow]:
     profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
-    line = all_tokens(judge, prefixes, profile)
-    finer = selective(judge, prefixes, profile)
+    line = all_tokens(judge, prefixes, profile, stride)
+    finer = selective(judge, prefixes, profile, stride)
     chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
     exact = [
         (f"{row.selector}, rest {row.rest}, {row.order}", CurvePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
@@ -296,50 +365,9 @@ def _curve(
     return [CurveRow(name, *point, over_line(point, line)) for name, point in [*series, *exact]]
 
 
-def _headlines(rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Return TTFT of whole over ours, KL of dropping over ours at the same bytes, top-1 of all heads above ours."""
+def _headlines(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return KL of dropping over ours at the same bytes, and top-1 of all heads above ours."""
     found = {(row.selector, row.rest, row.order): row for row in rows if row.ratio in {HEADLINE_RATIO, 1.0}}
-    whole, ours = found["whole", "whole", "original"], found["base-keys", "base", "packed"]
+    ours = found["base-keys", "base", "packed"]
     drop, heads = found["base-keys", "drop", "packed"], found["all-heads", "drop", "original"]
-    return whole.ttft_s / ours.ttft_s, drop.kl / max(ours.kl, 1e-12), heads.top1 - ours.top1
-
-
-def render(result: ImportanceBench) -> Table:
-    """Return the table that people read: rows, then guards and the ablation below them."""
-    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    columns = ("selector", "rest", "order", "ratio", "bytes read", "KL", "top-1", "answer", "TTFT s")
-    table = Table(*columns, title=f"{title}, disk of {result.disk_bytes_s / 1e6:.0f} MB/s")
-    for row in result.rows:
-        head = (row.selector, row.rest, row.order, f"{row.ratio:g}", f"{row.bytes_read_share:.3f}")
-        table.add_row(*head, f"{row.kl:.4f}", f"{row.top1:.3f}", f"{row.answer_match:.2f}", f"{row.ttft_s:.3f}")
-    table.add_section()
-    for guard in result.guards:
-        cells = (f"{guard.guard} falls back", guard.prompt, "", f"{guard.fallback_share:.2f}")
-        table.add_row(*cells, f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}", "", "", "")
-    table.add_section()
-    for step in result.ablation:
-        table.add_row(
-            step.step, "", "", "", f"{step.bytes_read_share:.3f}", f"{step.kl:.4f}", "", "", f"{step.ttft_s:.3f}"
-        )
-    return table
-
-
-def plot(result: ImportanceBench, path: Path) -> str | None:
-    """Draw KL against bytes read; None where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for series in sorted({row.series for row in result.curve}):
-        points = sorted((row.bytes_read_share, row.kl) for row in result.curve if row.series == series)
-        axes.plot(*zip(*points, strict=True), "o-", label=series, markersize=4)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes read, of the raw cache")
-    axes.set_ylabel("KL of the answer, nats")
-    axes.set_title(f"{result.model}: lower left is better")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    return str(path)
+    return drop.kl / max(ours.kl, 1e-12), heads.top1 - ours.top1

@@ -19,8 +19,9 @@ from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
 from kvtide.engines.profiles import read_profile, shipped_profiles
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.explain import Explanation, Verdict, read_header, read_object, weigh
+from kvtide.explain import Explanation, Verdict, read_header, read_object, read_record, weigh
 from kvtide.explain import explain as explain_prompt
+from kvtide.importance import UseRecord
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.tier import DiskTier, ObjectInfo, Tier, open_tier
 from kvtide.types import Namespace
@@ -28,6 +29,8 @@ from kvtide.types import Namespace
 __all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "open_store", "rm", "stats"]
 
 DEFAULT_STORE = str(cache_home() / "demo-store")
+# What `ls` calls a record of past uses, which lies beside its block and is none.
+RECORD = "use record"
 StoreOption = Annotated[str, typer.Option("--store", help="disk:///path or a path.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -72,7 +75,8 @@ def _rows(tier: Tier, is_verified: bool) -> Iterator[ObjectRow]:
         try:
             stored = read(tier, info.id)
         except CorruptPayload as error:
-            yield _broken_row(info, now_s, str(error))
+            record = read_record(tier, info.id, info.size)
+            yield _broken_row(info, now_s, str(error)) if record is None else _record_row(info, now_s, record)
             continue
         if stored is not None:
             meta = stored.meta
@@ -88,6 +92,12 @@ def _rows(tier: Tier, is_verified: bool) -> Iterator[ObjectRow]:
                 age_s=now_s - info.last_use_s,
                 problem="",
             )
+
+
+def _record_row(info: ObjectInfo, now_s: float, record: UseRecord) -> ObjectRow:
+    """Return what past uses say of a block, as a row: it holds no tokens of its own."""
+    what, age_s = f"uses of {record.block.hex()[:16]}", now_s - info.last_use_s
+    return ObjectRow(info.id.namespace.hex(), info.id.key.hex(), what, RECORD, 0, 0, 0, info.size, age_s, "")
 
 
 def _broken_row(info: ObjectInfo, now_s: float, problem: str) -> ObjectRow:
@@ -115,7 +125,8 @@ def stats(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None
     groups: dict[tuple[str, str, str], list[ObjectRow]] = {}
     for row in rows:
         if not row.problem:
-            groups.setdefault((row.namespace, row.model, row.codec), []).append(row)
+            model = "" if row.codec == RECORD else row.model
+            groups.setdefault((row.namespace, model, row.codec), []).append(row)
     summary = [_namespace_row(name, members) for name, members in groups.items()]
     problems = sum(1 for row in rows if row.problem)
     if as_json:

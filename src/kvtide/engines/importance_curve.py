@@ -35,11 +35,13 @@ class CurvePoint(NamedTuple):
     kl: float
 
 
-def all_tokens(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile) -> list[CurvePoint]:
-    """Return the line to beat: objects of one step each, half an octave apart."""
+def all_tokens(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile, stride: int = 1
+) -> list[CurvePoint]:
+    """Return the line to beat: objects of one step each, half an octave apart times the stride."""
     finest = TideCodec(profile, QUALITY, REFINEMENTS).steps.final_units
     points = []
-    for step in range(finest, finest + THIRD * REFINEMENTS + 1, LINE_UNITS):
+    for step in range(finest, finest + THIRD * REFINEMENTS + 1, LINE_UNITS * stride):
         codec = TideCodec(profile, QUALITY, 0).with_steps(Steps(step, 0))
         sizes, kls = [], []
         for prefix in prefixes:
@@ -65,10 +67,12 @@ def over_line(point: CurvePoint, line: Sequence[CurvePoint]) -> float | None:
     return float(point.kl / np.exp(np.interp(point.bytes_share, sizes, np.log([kl for _, kl in known]))))
 
 
-def selective(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile) -> list[CurvePoint]:
+def selective(
+    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile, stride: int = 1
+) -> list[CurvePoint]:
     """Return what finer important tokens give: chunks by past uses, over all blocks of a prefix."""
     codec = ChunkedTide(profile, QUALITY, REFINEMENTS)
-    totals: dict[tuple[float, float], list[tuple[float, list[float]]]] = {share: [] for share in SHARES}
+    totals: dict[tuple[float, float], list[tuple[float, list[float]]]] = {share: [] for share in SHARES[::stride]}
     for prefix in prefixes:
         coded = [codec.encode(meta, bits, scores) for meta, bits, scores in _with_scores(prefix)]
         for shares, found in totals.items():

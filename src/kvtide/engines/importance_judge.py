@@ -6,7 +6,8 @@ Bytes and times are real: objects lie behind a device of a stated speed, and are
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,11 +26,12 @@ from kvtide.engines.selective import Importance, SelectedLayers, Selection
 from kvtide.fetch.repack import Repacker, UseStore
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance.probe import Floats
-from kvtide.tier import MemoryTier
+from kvtide.tier import MemoryTier, Tier
 from kvtide.tier.wrap import Paced
+from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
-__all__ = ["ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
+__all__ = ["Device", "ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
 
 ANSWER_TOKENS = 16
 # Room for a question and its answer.
@@ -40,10 +42,11 @@ STORE_BYTES = 4 << 30
 
 
 class Question(NamedTuple):
-    """What is asked behind a prefix, as token ids."""
+    """What is asked behind a prefix, as token ids; what a right answer begins with, if that is known."""
 
     kind: str
     ids: list[int]
+    right: tuple[int, ...] = ()
 
 
 class Said(NamedTuple):
@@ -54,11 +57,16 @@ class Said(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One question under one selection. KL in nats against the whole cache, in the mean over the answer."""
+    """One question under one selection. KL in nats against the whole cache, in the mean over the answer.
+
+    is_right: the answer begins as the text has it, None where that is not known. reads: bytes of each block.
+    """
 
     kl: float
     top1: float
     answer_match: bool
+    is_right: bool | None
+    reads: Mapping[ObjectId, int]
     read_bytes: int
     whole_bytes: int
     ttft_s: float
@@ -78,13 +86,28 @@ class JudgedPrefix:
     original: MemoryTier
 
 
+class Device(Paced):
+    """Counts what is read of each object."""
+
+    def __init__(self, tier: Tier, clock: Clock, bytes_s: float) -> None:
+        super().__init__(tier, clock, time.sleep, bytes_s)
+        self.reads: Counter[ObjectId] = Counter()
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read and count."""
+        size = super().get_into(object_id, buffer, offset)
+        with self._lock:
+            self.reads[object_id] += size or 0
+        return size
+
+
 class ProbeKeys:
     """Exact keys of some KV heads, read from the device layer by layer: what probes without a rough base need.
 
     The other heads' keys are zeros: a probe that asked them would find nothing.
     """
 
-    def __init__(self, prefix: JudgedPrefix, device: Paced, heads: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, prefix: JudgedPrefix, device: Device, heads: Sequence[int], dtype: torch.dtype) -> None:
         self._prefix = prefix
         self._device = device
         self._heads = list(heads)
@@ -115,7 +138,7 @@ class ImportanceJudge:
         self._model = model
         self._registry = registry
         self._clock = clock
-        self._bytes_s = bytes_s
+        self.bytes_s = bytes_s
         self.layout: BlockLayout = replace(model_layout(model, block_tokens), dtype=dtype)
         codec = registry.make("packed", self.layout)
         assert isinstance(codec, PackedCodec)
@@ -190,7 +213,7 @@ class ImportanceJudge:
 
     def whole(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Load everything, as raw objects, and ask."""
-        device = Paced(self._tier(), self._clock, time.sleep, self._bytes_s)
+        device = Device(self._tier(), self._clock, self.bytes_s)
         for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
             device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
         pages = Pages(self.layout, len(prefix.metas))
@@ -202,9 +225,9 @@ class ImportanceJudge:
         past = self._filled(pages, len(prefix.metas))
         first = self._pass(past, prefix.questions[number].ids)
         ttft_s = self._clock.monotonic_s() - started_s
-        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s), None)
+        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s, device.reads), None)
 
-    def _load_raw(self, device: Paced, position: int, meta: BlockMeta, pages: Pages) -> None:
+    def _load_raw(self, device: Device, position: int, meta: BlockMeta, pages: Pages) -> None:
         buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
         stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
@@ -226,7 +249,7 @@ class ImportanceJudge:
         lists are known for nothing, as the paper's few bytes. probes: choose by exact keys, which are read too.
         """
         tier = prefix.packed if is_packed else prefix.original
-        device = Paced(tier, self._clock, time.sleep, self._bytes_s)
+        device = Device(tier, self._clock, self.bytes_s)
         load = SelectiveLoad(device if has_base else tier)
         keys = self._probe(prefix, device, importance) if probes else None
         pages = self._pages(len(prefix.metas))
@@ -245,23 +268,24 @@ class ImportanceJudge:
             first = self._pass(past, prefix.questions[number].ids, selection)
         ttft_s = self._clock.monotonic_s() - started_s
         read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
-        judged = self._judged(prefix, number, past, first, selection, (read_bytes, ttft_s), selection.report())
+        cost = (read_bytes, ttft_s, device.reads)
+        judged = self._judged(prefix, number, past, first, selection, cost, selection.report())
         load.close()
         return judged
 
     def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Ask with the base alone."""
-        load = SelectiveLoad(Paced(prefix.packed, self._clock, time.sleep, self._bytes_s))
-        pages = self._pages(len(prefix.metas))
+        device = Device(prefix.packed, self._clock, self.bytes_s)
+        load, pages = SelectiveLoad(device), self._pages(len(prefix.metas))
         started_s = self._clock.monotonic_s()
         load.open(prefix.metas, self._registry, pages.write)
         past = self._filled(pages, load.blocks)
         first = self._pass(past, prefix.questions[number].ids)
         ttft_s = self._clock.monotonic_s() - started_s
         load.close()
-        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s), None)
+        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
 
-    def _probe(self, prefix: JudgedPrefix, device: Paced, importance: Importance) -> ProbeKeys:
+    def _probe(self, prefix: JudgedPrefix, device: Device, importance: Importance) -> ProbeKeys:
         config = self._model.config
         group = config.num_attention_heads // self.layout.kv_heads
         asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
@@ -272,7 +296,7 @@ class ImportanceJudge:
         """Ask with blocks that something else decoded; nothing is read."""
         past = self.past(blocks)
         first = self._pass(past, prefix.questions[number].ids)
-        return self._judged(prefix, number, past, first, None, (0, 0.0), None)
+        return self._judged(prefix, number, past, first, None, (0, 0.0, {}), None)
 
     def _judged(
         self,
@@ -281,7 +305,7 @@ class ImportanceJudge:
         past: DynamicCache,
         first: torch.Tensor,
         selection: Selection | None,
-        cost: tuple[int, float],
+        cost: tuple[int, float, Mapping[ObjectId, int]],
         selected: SelectedLayers | None,
     ) -> Judged:
         exact = prefix.said[number]
@@ -290,7 +314,13 @@ class ImportanceJudge:
         kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
         same = ours.argmax(-1) == torch.tensor(exact.answer)
         raw_bytes = len(prefix.metas) * self.layout.raw_bytes
-        return Judged(kl, float(same.float().mean()), bool(same.all()), cost[0], raw_bytes, cost[1], selected)
+        read_bytes, ttft_s, reads = cost
+        right = prefix.questions[number].right
+        # Greedy words behind a wrong one were never said: each is compared behind the whole cache's answer.
+        said = tuple(ours.argmax(-1).tolist())[: len(right)]
+        is_right = said == right if right else None
+        top1, is_same = float(same.float().mean()), bool(same.all())
+        return Judged(kl, top1, is_same, is_right, reads, read_bytes, raw_bytes, ttft_s, selected)
 
 
 def _as(bits: BlockBits, own: KVDtype, wanted: KVDtype) -> BlockBits:
