@@ -216,7 +216,8 @@ def _check_pages(
         assert np.array_equal(found[..., layout.head_dim :], expected[:, 1]), "values"
 
 
-def _host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+def host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+    """Return the median time of `work`, which waits for what it queues; in a dry run do it once and return None."""
     times = []
     for _ in range(WARM_UPS + 5 if is_real(kernels) else 1):
         start = time.perf_counter()
@@ -253,15 +254,15 @@ def swap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
             for layer, data in enumerate(layers):
                 room[slot, layer].copy_(data[page], non_blocking=True)
 
-    out_limit = _host_seconds(kernels, waited(lambda: host.copy_(whole, non_blocking=True)))
-    in_limit = _host_seconds(kernels, waited(lambda: whole.copy_(host, non_blocking=True)))
-    torch_out = _host_seconds(kernels, waited(by_page))
+    out_limit = host_seconds(kernels, waited(lambda: host.copy_(whole, non_blocking=True)))
+    in_limit = host_seconds(kernels, waited(lambda: whole.copy_(host, non_blocking=True)))
+    torch_out = host_seconds(kernels, waited(by_page))
     before = [layer[pages].clone() for layer in layers]
     with KernelSwapper(kernels, layers, count) as swapper:
-        out = _host_seconds(kernels, lambda: swapper.swap_out(pages, slots).wait())
+        out = host_seconds(kernels, lambda: swapper.swap_out(pages, slots).wait())
         for layer in layers:
             layer.zero_()
-        into = _host_seconds(kernels, lambda: swapper.swap_in(slots, pages).wait())
+        into = host_seconds(kernels, lambda: swapper.swap_in(slots, pages).wait())
     assert all(torch.equal(layer[pages], old) for layer, old in zip(layers, before, strict=True))
     total = count * layer_count * page_bytes
     return {
