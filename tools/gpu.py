@@ -36,7 +36,7 @@ from kvtide.engines.gpu.program import compile_kernels  # noqa: E402
 PROFILES = ("tide-light", "tide-layer", "tide-deep")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_S_MAX = 60
-# The compiler that a test starts would be preloaded too, and leaks; tests of faults make the others' calls again and again.
+# A compiler that a test starts would be preloaded too, and leaks; tests of faults make the others' calls over and over.
 SANITIZED_NOT = "program or fails"
 
 
