@@ -14,14 +14,17 @@ from kvtide.codec import TideCodec
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.gpu.pages import KernelPages
 from kvtide.engines.gpu.rans import DeviceRans
 from kvtide.engines.gpu.swap import KernelSwapper
 from kvtide.engines.gpu.targets import page_target
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
+from kvtide.engines.paged.pages import nobody_waits
 from kvtide.engines.profiles import shipped_profiles
 from kvtide.testing.strategies import block_meta
+from kvtide.tier import Piece
 
 REPEATS, WARM_UPS = 9, 2
 GIB = 1 << 30
@@ -216,7 +219,8 @@ def _check_pages(
         assert np.array_equal(found[..., layout.head_dim :], expected[:, 1]), "values"
 
 
-def _host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+def host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
+    """Return the median time of `work`, which waits for what it queues; in a dry run do it once and return None."""
     times = []
     for _ in range(WARM_UPS + 5 if is_real(kernels) else 1):
         start = time.perf_counter()
@@ -253,15 +257,15 @@ def swap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
             for layer, data in enumerate(layers):
                 room[slot, layer].copy_(data[page], non_blocking=True)
 
-    out_limit = _host_seconds(kernels, waited(lambda: host.copy_(whole, non_blocking=True)))
-    in_limit = _host_seconds(kernels, waited(lambda: whole.copy_(host, non_blocking=True)))
-    torch_out = _host_seconds(kernels, waited(by_page))
+    out_limit = host_seconds(kernels, waited(lambda: host.copy_(whole, non_blocking=True)))
+    in_limit = host_seconds(kernels, waited(lambda: whole.copy_(host, non_blocking=True)))
+    torch_out = host_seconds(kernels, waited(by_page))
     before = [layer[pages].clone() for layer in layers]
     with KernelSwapper(kernels, layers, count) as swapper:
-        out = _host_seconds(kernels, lambda: swapper.swap_out(pages, slots).wait())
+        out = host_seconds(kernels, lambda: swapper.swap_out(pages, slots).wait())
         for layer in layers:
             layer.zero_()
-        into = _host_seconds(kernels, lambda: swapper.swap_in(slots, pages).wait())
+        into = host_seconds(kernels, lambda: swapper.swap_in(slots, pages).wait())
     assert all(torch.equal(layer[pages], old) for layer, old in zip(layers, before, strict=True))
     total = count * layer_count * page_bytes
     return {
@@ -311,4 +315,35 @@ def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
         "gemm_s": alone,
         "gemm_tflop_s": repeats * 2 * size.matrix**3 / alone / 1e12,
         "gemm_slowdown": beside / alone - 1,
+    }
+
+
+def pages_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """Blocks between scattered pages and this machine, bytes to the device's memory and back, as vLLM's worker does."""
+    layers, heads, head_dim = (32, 8, 128) if is_real(kernels) else (2, 2, 8)
+    layout = BlockLayout(layers, 256 if is_real(kernels) else 32, heads, head_dim, KVDtype.BFLOAT16)
+    count = layout.tokens // 16
+    with kernels.queue():
+        rooms = torch.randn((layers, 3 * count, heads, 16, 2 * head_dim), device=kernels.device).to(torch.bfloat16)
+    kernels.finish()
+    order = np.random.default_rng(2).permutation(3 * count).tolist()
+    pool = KernelPages(kernels, list(rooms), layout)
+    try:
+        bits = pool.capture(order[:count]).block().copy()
+        out_s = host_seconds(kernels, lambda: pool.capture(order[:count]).wait())
+        in_s = host_seconds(kernels, lambda: pool.scatter(bits, order[count : 2 * count], 0, nobody_waits))
+        assert np.array_equal(pool.capture(order[count : 2 * count]).block(), bits)
+    finally:
+        pool.close()
+    room, read = pool.memory.reserve(bits.nbytes), np.empty_like(bits)
+    write_s = host_seconds(kernels, lambda: room.write([Piece(0, memoryview(bits).cast("B"))]))
+    read_s = host_seconds(kernels, lambda: room.read([Piece(0, memoryview(read).cast("B"))]))
+    assert np.array_equal(read, bits)
+    room.close()
+    return {
+        "block_bytes": bits.nbytes,
+        "block_out_gb_s": rate(bits.nbytes, out_s, 1e9),
+        "block_in_gb_s": rate(bits.nbytes, in_s, 1e9),
+        "tier_write_gb_s": rate(bits.nbytes, write_s, 1e9),
+        "tier_read_gb_s": rate(bits.nbytes, read_s, 1e9),
     }

@@ -55,7 +55,7 @@ def pages_of(kernels: Kernels, layers: list[torch.Tensor], layout: BlockLayout =
     try:
         yield pool
     finally:
-        pool._decoder.close()
+        pool.close()
 
 
 def held(layers: list[torch.Tensor], layout: BlockLayout, pages: list[int]) -> BlockBits:

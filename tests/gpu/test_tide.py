@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
-from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
+from tests.gpu.tide_cases import TideCase, tide_cases
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -53,49 +53,23 @@ def tide_on(kernels: Kernels, layout: BlockLayout, cost: str, target: PageTarget
     return DeviceTide(DeviceModel(kernels, TideModel(fitted(layout, cost, 1))), target)
 
 
-def decoded(kernels: Kernels, cost: str, layout: BlockLayout, codec: TideCodec, meta: BlockMeta, seed: int) -> None:
+@given(tide_cases)
+@QUICK
+def test_blocks_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> None:
+    layout = case.meta.layout
     try:
-        sections = codec.encode(meta, smooth_bits(layout, seed))
+        sections = case.codec.encode(case.meta, case.bits)
     except UnencodableBlock:
         reject()
     block = empty_block(layout, kernels.device)
     target = block_target(block, layout)
-    tide = tide_on(kernels, layout, cost, target)
-    under_way = tide.block(meta, target.token_starts([0]))
+    tide = tide_on(kernels, layout, case.cost, target)
+    under_way = tide.block(case.meta, target.token_starts([0]))
     tide.feed([(under_way, sections)])
     kernels.follow()
     tide.write([under_way])
     assert tide.check([under_way]) == [None]
-    assert np.array_equal(bits_of(block, layout), on_processor(codec, meta, sections))
-
-
-@given(
-    tokens=st.integers(24, 140),
-    heads=st.integers(1, 3),
-    head_dim=st.integers(4, 12),
-    dtype=st.sampled_from(KVDtype),
-    cost=st.sampled_from(["light", "layer", "deep"]),
-    refinements=st.integers(0, 3),
-    quality=st.sampled_from([1e-3, 8e-2]),
-    position=st.integers(0, 2),
-    seed=st.integers(0, 999),
-)
-@QUICK
-def test_blocks_are_those_of_the_processor(
-    kernels: Kernels,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    dtype: KVDtype,
-    cost: str,
-    refinements: int,
-    quality: float,
-    position: int,
-    seed: int,
-) -> None:
-    layout = BlockLayout(5 if cost == "deep" else 2, tokens, heads, head_dim, dtype)
-    codec = TideCodec(fitted(layout, cost, 1), quality, refinements)
-    decoded(kernels, cost, layout, codec, block_meta(layout, seed, position), seed)
+    assert np.array_equal(bits_of(block, layout), on_processor(case.codec, case.meta, sections))
 
 
 def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:

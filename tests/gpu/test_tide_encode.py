@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
+from tests.gpu.tide_cases import TideCase, tide_cases
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -46,36 +46,12 @@ def encoded(
     return found
 
 
-@given(
-    tokens=st.integers(24, 140),
-    heads=st.integers(1, 3),
-    head_dim=st.integers(4, 12),
-    dtype=st.sampled_from(KVDtype),
-    cost=st.sampled_from(["light", "layer", "deep"]),
-    refinements=st.integers(0, 3),
-    quality=st.sampled_from([1e-3, 8e-2]),
-    position=st.integers(0, 1),
-    seed=st.integers(0, 999),
-)
+@given(tide_cases)
 @QUICK
-def test_objects_are_those_of_the_processor(
-    kernels: Kernels,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    dtype: KVDtype,
-    cost: str,
-    refinements: int,
-    quality: float,
-    position: int,
-    seed: int,
-) -> None:
-    layout = BlockLayout(5 if cost == "deep" else 2, tokens, heads, head_dim, dtype)
-    codec = TideCodec(fitted(layout, cost, 1), quality, refinements)
-    meta, bits = block_meta(layout, seed, position), smooth_bits(layout, seed)
-    found = encoded(kernels, codec, cost, meta, bits)
+def test_objects_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> None:
+    found = encoded(kernels, case.codec, case.cost, case.meta, case.bits)
     try:
-        assert found == codec.encode(meta, bits)
+        assert found == case.codec.encode(case.meta, case.bits)
     except UnencodableBlock:
         assert isinstance(found, UnencodableBlock)
 

@@ -56,6 +56,8 @@ def test_deadline_is_what_computing_would_take_within_bounds() -> None:
         ({"store": "memory://", "block_tokens": -1}, "block_tokens"),
         ({"store": "memory://", "match_s_max": 0.0}, "match_s_max"),
         ({"store": "memory://", "load_threads": 0}, "load_threads"),
+        ({"store": "memory://", "device_multiprocessors": 0}, "device_multiprocessors"),
+        ({"store": "memory://", "device_bytes_max": -1}, "device_bytes_max"),
     ],
 )
 def test_bad_options_are_refused_with_their_name(options: dict[str, object], complaint: str) -> None:

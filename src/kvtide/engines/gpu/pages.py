@@ -38,16 +38,23 @@ REST_S = 60.0
 
 
 class KernelPages:
-    """Pages that a device holds; see PagePool. `close` gives the kernels back, which are opened by who passes them in.
+    """Pages that a device holds; see PagePool. The kernels are open, and may be closed once the pages are.
 
     layers: as DevicePages takes them. ValueError for strides that kernels don't take.
     """
 
-    def __init__(self, kernels: Kernels, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        layers: Sequence[torch.Tensor],
+        layout: BlockLayout,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self._plain = DevicePages(layers, layout)
         self.layout = layout
         self.page_tokens = self._plain.page_tokens
         self._kernels = kernels
+        self._on_close = on_close
         self._target: PageTarget = page_target(layers, layout)
         self._copier = BlockCopier(self._target)
         with device_faults():
@@ -64,10 +71,9 @@ class KernelPages:
         return KernelMemory(self._kernels)
 
     def close(self) -> None:
-        """Stop decoding and give the kernels back. Idempotent."""
+        """Stop decoding. Idempotent."""
         self._decoder.close()
-        if isinstance(self._kernels, CudaKernels):
-            self._kernels.close()
+        self._on_close()
 
     def follow(self) -> None:
         """Put what is written from now on behind what the engine has queued; see PagePool."""
@@ -171,7 +177,7 @@ def opened_pages(kernels: CudaKernels, layers: Sequence[torch.Tensor], layout: B
     try:
         with device_faults():
             kernels.open()
-        return KernelPages(kernels, layers, layout)
+        return KernelPages(kernels, layers, layout, kernels.close)
     except (ImportError, DeviceFault, ValueError) as error:
         _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
         return DevicePages(layers, layout)

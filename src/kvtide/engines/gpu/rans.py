@@ -128,8 +128,7 @@ class DeviceRans:
             jobs["escapes_start"] = np.cumsum(escapes.counts) - escapes.counts
         taken = escapes.elements if escapes is not None else np.empty(0, values.dtype)
         places = [staging.add(array) for array in (jobs, runs.tables, values, taken)]
-        sent = staging.send()
-        return DecodeCall(self._kernels, self, sent, places, out, escapes is not None)
+        return DecodeCall(_Sent(self._kernels, self, staging.send(), places), out, escapes is not None)
 
     def prepare_encode(self, symbols: NDArray[np.uint8], runs: Runs) -> EncodeCall:
         """Send symbols. Arguments and errors are those of `EntropyTables.encode`."""
@@ -142,34 +141,37 @@ class DeviceRans:
         jobs["symbols_start"] = np.arange(len(jobs)) * count
         jobs["stream_start"], jobs["stream_bytes"] = np.arange(len(jobs)) * room, room
         places = [staging.add(array) for array in (jobs, runs.tables, symbols)]
-        return EncodeCall(self._kernels, self, staging.send(), places, len(jobs), room)
+        return EncodeCall(_Sent(self._kernels, self, staging.send(), places), len(jobs), room)
+
+
+class _Sent(NamedTuple):
+    """Records and what they refer to, on a device. Kernels get addresses: this lives as long as they may run."""
+
+    kernels: Kernels
+    tables: DeviceRans
+    copy: torch.Tensor
+    places: list[int]
+
+    @property
+    def addresses(self) -> list[int]:
+        return [address(self.copy) + place for place in self.places]
 
 
 class DecodeCall:
     """Streams on the device, to be decoded as often as one likes."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        tables: DeviceRans,
-        sent: torch.Tensor,
-        places: list[int],
-        out: Elements,
-        has_escapes: bool,
-    ) -> None:
-        """places: where jobs, run tables, values and escapes lie in `sent`."""
-        self._kernels = kernels
-        # Kernels get addresses; what they are of must live as long as the call.
-        self._kept = (tables, sent)
+    def __init__(self, sent: _Sent, out: Elements, has_escapes: bool) -> None:
+        """sent: jobs, run tables, values and escapes."""
+        self._sent = sent
+        self._kernels = kernels = sent.kernels
         self._host = out
         with kernels.queue():
             self.out = torch.empty(max(out.nbytes, 1), dtype=torch.uint8, device=kernels.device)
             self._status = torch.ones(max(len(out), 1), dtype=torch.int32, device=kernels.device)
-        base = address(sent)
-        jobs, run_tables, values, escapes = (base + place for place in places)
+        jobs, *inputs = sent.addresses
         outputs = (address(self.out), address(self._status))
         sizes = (out.itemsize, int(has_escapes))
-        self._args = (base, jobs, len(out), tables.lanes, run_tables, values, escapes, *outputs, *sizes)
+        self._args = (address(sent.copy), jobs, len(out), sent.tables.lanes, *inputs, *outputs, *sizes)
 
     def launch(self) -> None:
         """Queue the decoding."""
@@ -188,28 +190,18 @@ class DecodeCall:
 class EncodeCall:
     """Symbols on the device, to be encoded as often as one likes."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        tables: DeviceRans,
-        sent: torch.Tensor,
-        places: list[int],
-        streams: int,
-        room: int,
-    ) -> None:
-        """places: where jobs, run tables and symbols lie in `sent`. room: bytes for each stream."""
-        self._kernels = kernels
-        # Kernels get addresses; what they are of must live as long as the call.
-        self._kept = (tables, sent)
+    def __init__(self, sent: _Sent, streams: int, room: int) -> None:
+        """sent: jobs, run tables and symbols. room: bytes for each stream."""
+        self._sent = sent
+        self._kernels = kernels = sent.kernels
         self._count = streams
-        self._room = room
-        self._jobs = address(sent) + places[0]
         with kernels.queue():
             self._rooms = torch.empty(max(streams * room, 1), dtype=torch.uint8, device=kernels.device)
             self._counters = torch.ones((2, max(streams, 1)), dtype=torch.int32, device=kernels.device)
         sizes, status = (address(row) for row in self._counters)
-        run_tables, symbols = (address(sent) + place for place in places[1:])
-        self._args = (symbols, self._jobs, streams, *tables.shares, run_tables, address(self._rooms), sizes, status)
+        self._jobs, runs, symbols = sent.addresses
+        outputs = (address(self._rooms), sizes, status)
+        self._args = (symbols, self._jobs, streams, *sent.tables.shares, runs, *outputs)
 
     def launch(self) -> None:
         """Queue the encoding; streams end up at the ends of their rooms."""
