@@ -45,9 +45,18 @@ def test_scaling_keeps_the_ups_and_downs() -> None:
     assert [twice.carried(at_s) for at_s in (0.5, 1.5, 3.0)] == pytest.approx([100, 200, 800])
 
 
-def test_capping_keeps_slower_parts() -> None:
-    capped = STEPS.capped(150)
-    assert [capped.carried(at_s) for at_s in (1, 2, 3)] == pytest.approx([100, 100, 250])
+def test_machine_behind_a_link_keeps_slower_parts() -> None:
+    behind = STEPS.behind(150, 0.0)
+    assert [behind.carried(at_s) for at_s in (1, 2, 3)] == pytest.approx([100, 100, 250])
+
+
+def test_what_waited_in_front_of_a_machine_follows_if_it_is_recent() -> None:
+    step = Link("step", [0, 1, 3], [0, 100, 110])
+    recent = step.behind(50, 1.0)
+    assert [recent.carried(at_s) for at_s in (1, 2, 2.5)] == pytest.approx([50, 100, 107.5])
+    # Of 50 bytes that wait 20 are recent enough.
+    late = step.behind(50, 0.2)
+    assert [late.carried(at_s) for at_s in (1, 1.2, 2)] == pytest.approx([50, 60, 75])
 
 
 @pytest.mark.parametrize("name", LINK_MODELS)

@@ -88,6 +88,13 @@ def test_short_passes_take_longer_than_their_share() -> None:
     assert (outcome.computed_tokens, outcome.ready_s) == (320, pytest.approx(0.32 + 0.5 + 0.25))
 
 
+def test_engine_that_is_slower_than_the_plan_was_told() -> None:
+    request = context((100, 60), (0.5, 0.1), 0.0)
+    dead = Link("dead", [0, 1000, 1001], [0, 0, 1])
+    told = play(TwoEnded(), request, dead, 0.0, LastRate())
+    assert play(TwoEnded(), request, dead, 0.0, LastRate(), Costs(engine_factor=1.5)).ready_s == 1.5 * told.ready_s
+
+
 @pytest.mark.parametrize("name", LINK_MODELS)
 @pytest.mark.parametrize(("tokens", "slo_s"), [(9600, 1.0), (32_000, 1.0), (32_000, 2.0)])
 def test_nobody_misses_less_than_the_oracle_and_two_ended_no_more(name: str, tokens: int, slo_s: float) -> None:

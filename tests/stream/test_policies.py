@@ -111,6 +111,13 @@ def test_cachegen_takes_the_best_level_with_which_the_rest_fits(rate: float, lev
     assert CachegenRule().plan(request, progress) == ((Fetch(1, level),), (), reason)
 
 
+def test_cachegen_waits_for_the_rate_of_what_is_under_way() -> None:
+    request = context(3, (10, 20, 30), (0.5, 0.2, 0.1), 0.1, is_layered=False)
+    under_way = Progress.start(request).asking(Fetch(0, 1))
+    assert CachegenRule().plan(request, under_way) == ((), (), Reason.WAIT)
+    assert CachegenRule().plan(request, under_way.arrived(Fetch(0, 1)).at(0.05, 1000.0)).fetches == (Fetch(1, 1),)
+
+
 def test_cachegen_sends_text_as_soon_as_recomputing_the_rest_fits() -> None:
     request = context(4, (100, 200), (0.2, 0.1), 2.5, is_layered=False)
     progress = Progress(0.5, (1, 1, 0, 0), (1, 1, 0, 0), bytes_per_s=1e9)

@@ -21,7 +21,7 @@ from kvtide.bench.stream_rig import SUFFIX_TOKENS, Rig, Speeds
 from kvtide.block import BlockLayout
 from kvtide.codec import CachegenCodec, Profile, TideCodec
 from kvtide.fetch import Job, LinkState, Wish, layered_job, level_job
-from kvtide.server.shaped import ShapedProxy
+from kvtide.server.shaped import LATE_S, ShapedProxy
 from kvtide.sim.links import Link
 from kvtide.sim.stream import play
 from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
@@ -54,14 +54,14 @@ _LATE = 0.1
 
 
 class StreamSize(NamedTuple):
-    """How much is measured. slo_share: the SLO, as a share of recomputing all."""
+    """How much is measured. repeats: in the mean. slo_share: the SLO, as a share of recomputing all."""
 
     context_tokens: int
     repeats: int
     slo_share: float = 0.5
 
 
-FULL = StreamSize(context_tokens=1024, repeats=7)
+FULL = StreamSize(context_tokens=1024, repeats=8)
 QUICK = StreamSize(context_tokens=256, repeats=1)
 
 
@@ -157,15 +157,17 @@ def run(
         costs = speeds.costs._replace(latency_s=rig.latency_s(cases[0].job.objects[0]))
         speeds = speeds._replace(costs=costs)
         ours_bytes_per_s = rig.link_bytes_per_s(cases[0].job)
+        behind = {link.name: link.behind(ours_bytes_per_s, LATE_S) for link in links}
         pairs: dict[tuple[str, str], list[Pair]] = {}
-        total = size.repeats * len(links) * len(cases)
+        turns = {link.name: _turns(link, links, size.repeats) for link in links}
+        total = sum(turns.values()) * len(cases)
         # Policies take turns, so that a slow minute of the machine hits them all.
-        for repeat in range(size.repeats):
-            for link in links:
+        for turn in range(max(turns.values())):
+            for link in (link for link in links if turn < turns[link.name]):
+                at_s = turn * link.cycle_s / turns[link.name] if _is_varying(link, links) else 0.0
                 for case in cases:
                     progress("plays", sum(map(len, pairs.values())), total)
-                    at_s = repeat * link.cycle_s / size.repeats if link.name in _varying(links) else 0.0
-                    pair = _play(rig, link, link.capped(ours_bytes_per_s), at_s, case, speeds, size.slo_share)
+                    pair = _play(rig, link, behind[link.name], at_s, case, speeds, size.slo_share)
                     pairs.setdefault((link.name, case.name), []).append(pair)
         progress("plays", total, total)
         exact = exact_times(rig, links[-1], speeds.prefill, max(3, size.repeats) if size.repeats > 1 else 1)
@@ -173,9 +175,14 @@ def run(
     return _result(size, speeds, [row_of(*names, played) for names, played in pairs.items()], exact)
 
 
-def _varying(links: Sequence[Link]) -> set[str]:
-    """Return the links that are played from moment after moment: not the step, which is at the start, nor the last."""
-    return {link.name for link in links[1:-1]}
+def _is_varying(link: Link, links: Sequence[Link]) -> bool:
+    """Tell whether a link is played from moment after moment: not the step, which is at the start, nor the last."""
+    return link in links[1:-1]
+
+
+def _turns(link: Link, links: Sequence[Link], repeats: int) -> int:
+    """Return how often a link is played: each moment of a varying one is another case, with a quality of its own."""
+    return max(1, (3 * repeats if _is_varying(link, links) else repeats) // 2)
 
 
 @contextmanager
@@ -195,8 +202,8 @@ def _cases(rig: Rig, profiles: Sequence[Profile], speeds: Speeds) -> list[_Case]
     by_level = level_job(levels, cut(rig.tokens, 4 * rig.layout.tokens), LEVEL_KL, wish)
     by_layer = layered_job(rig.store("tide", tide), cut(rig.tokens, rig.layout.tokens), tide.losses, wish)
     # Of a level all is decoded, of tide what is there.
-    levels_s = rig.decode_token_s([(codec, 99) for codec in codecs])
-    layers_s = rig.decode_token_s([(tide, refinement) for refinement in range(TIDE_REFINEMENTS + 1)])
+    levels_s = tuple(rig.decode_token_s(codec, [99])[0] for codec in codecs)
+    layers_s = rig.decode_token_s(tide, range(TIDE_REFINEMENTS + 1))
     return [
         _Case("fixed", FixedLevel(1), by_level, HarmonicRate, levels_s),
         _Case("cachegen", CachegenRule(), by_level, LastRate, levels_s),
@@ -216,10 +223,11 @@ def _play(rig: Rig, link: Link, real_link: Link, at_s: float, case: _Case, measu
     played = rig.play(
         job, case.policy, LinkState(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
     )
-    # The plan went by what was known before it; the prediction goes by both sides.
-    speeds = measured.slowed((before_s + rig.probe_s()) / 2 / usual_s)
-    request = job.asked(speeds.prefill, job.request.deadline_s).request
-    predicted = play(case.policy, request, real_link, at_s, case.estimator(), speeds.costs)
+    # The plan went by what was known before it, in the prediction too; what the machine then took is of both sides.
+    factor = (before_s + rig.probe_s()) / 2 / before_s
+    speeds = speeds.slowed(factor)
+    costs = speeds.costs._replace(engine_factor=factor)
+    predicted = play(case.policy, job.request, real_link, at_s, case.estimator(), costs)
     return Pair(
         slo_s,
         played.ttft_s,

@@ -24,7 +24,7 @@ from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PASS_TOKENS, FixedLevel, Policy, PrefillSpeed, cut
 from kvtide.tier.http import http_tier
 from kvtide.tier.ranges import range_sources
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import StoredObject, pack_object
 
 __all__ = ["SUFFIX_TOKENS", "Played", "Rig", "Speeds"]
@@ -47,6 +47,7 @@ class Speeds(NamedTuple):
             self.costs.latency_s,
             tuple(factor * each for each in self.costs.decode_token_s),
             factor * self.costs.short_pass_s,
+            self.costs.engine_factor,
         )
         prefill = PrefillSpeed(self.prefill.tokens_per_s / factor, self.prefill.double_at)
         return Speeds(prefill, costs, factor * self.question_s)
@@ -171,8 +172,8 @@ class Rig:
         """Measure the engine by its passes. What the first byte and decoding take is measured for each codec."""
         self.probe_s()
         spans = cut(self.tokens, PASS_TOKENS)
-        sweeps = [self._passes_s(spans) for _ in range(2)]
-        prefill = _speed(spans, [statistics.fmean(each) for each in zip(*sweeps, strict=True)])
+        sweeps = [self._passes_s(spans) for _ in range(3)]
+        prefill = _speed(spans, [statistics.median(each) for each in zip(*sweeps, strict=True)])
         whole = self.engine()
         whole.compute(0, self.tokens, lambda: True)
         # As shares of the pass beside them: a busy machine is slower for both.
@@ -205,15 +206,24 @@ class Rig:
             for _ in range(_TIMINGS)
         )
 
-    def decode_token_s(self, steps: Sequence[tuple[Codec, int]]) -> tuple[float, ...]:
-        """Return what a token takes until the engine has it, with each codec's refinements up to the number given."""
-        return tuple(statistics.median(self._decoded_s(*step) for _ in range(3)) for step in steps)
+    def decode_token_s(self, codec: Codec, refinements: Sequence[int]) -> tuple[float, ...]:
+        """Return what a token takes until the engine has it, with refinements up to each of the numbers given."""
+        encoded = [
+            codec.encode(meta, block) for meta, block in zip(self._metas("decoding")[:4], self._blocks, strict=False)
+        ]
+        return tuple(
+            statistics.median(
+                self._decoded_s(
+                    codec, [[each for each in sections if each.id.refinement <= last] for sections in encoded]
+                )
+                for _ in range(3)
+            )
+            for last in refinements
+        )
 
-    def _decoded_s(self, codec: Codec, refinement_max: int) -> float:
+    def _decoded_s(self, codec: Codec, parts: Sequence[Sequence[Section]]) -> float:
         engine, bits = self.engine(), np.empty(self.layout.shape, self.layout.bits_dtype)
-        metas = self._metas("decoding")[:4]
-        encoded = [codec.encode(meta, block) for meta, block in zip(metas, self._blocks, strict=False)]
-        parts = [[each for each in sections if each.id.refinement <= refinement_max] for sections in encoded]
+        metas = self._metas("decoding")[: len(parts)]
 
         def decode() -> None:
             for number, (meta, sections) in enumerate(zip(metas, parts, strict=True)):

@@ -84,16 +84,23 @@ class FetchReport(NamedTuple):
 
 
 class _Flight:
-    """One fetch under way: whether it is still wanted, and what it still has to bring."""
+    """One fetch under way: whether it is still wanted, and what it still has to bring. asked_s: by the clock."""
 
     def __init__(self, fetch: Fetch, size: int, asked_s: float) -> None:
         self.fetch = fetch
-        self._size = self.left_bytes = size
+        self.asked_s = asked_s
+        self.left_bytes = size
         self.is_wanted = True
-        self._asked_s = asked_s
+        self._size = size
 
-    def coming_s(self, now_s: float, latency_s: float) -> float | None:
-        return expected_s(now_s, self._asked_s, self._size, self.left_bytes, latency_s)
+    @property
+    def came_bytes(self) -> int:
+        """Return what has come of it."""
+        return self._size - self.left_bytes
+
+    def coming_s(self, clock_s: float, latency_s: float) -> float | None:
+        """Return when it will be here at its pace so far, by the clock; None while its first byte is not overdue."""
+        return expected_s(clock_s, self.asked_s, self._size, self.left_bytes, latency_s)
 
 
 class Run:
@@ -169,10 +176,10 @@ class Run:
         soonest_s = math.inf
         wanted = [flight for flight in self._flights if flight.is_wanted]
         for flight in wanted:
-            coming_s = flight.coming_s(now_s, self._link.latency_s)
+            coming_s = flight.coming_s(self._started_s + now_s, self._link.latency_s)
             if coming_s is None:
                 return None
-            soonest_s = min(soonest_s, coming_s)
+            soonest_s = min(soonest_s, coming_s - self._started_s)
         return soonest_s if wanted else None
 
     def _replan(self) -> bool:
@@ -195,6 +202,7 @@ class Run:
             pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
             is_whole = all(self._bring(piece, flight, deadline_s) for piece in pieces)
             with self._changed:
+                self._link.estimator.add(flight.came_bytes, flight.asked_s, self._clock.monotonic_s())
                 self._flights.discard(flight)
                 self._touch()
                 if is_whole:
@@ -217,7 +225,7 @@ class Run:
                         self._reasons[self._reason] += 1
                         self._progress = self._progress.asking(fetch)
                         size = self._job.request.chunks[fetch.chunk].sizes[fetch.step]
-                        flight = _Flight(fetch, size, self._now_s())
+                        flight = _Flight(fetch, size, self._clock.monotonic_s())
                         self._flights.add(flight)
                         return flight
                 self._changed.wait(self._limits.retry_s)
@@ -242,15 +250,10 @@ class Run:
                 fault = f"{source.name} does not have all of {object_id}"
             except TierUnavailable as error:
                 fault = str(error)
-            self._note(taker.position - position, asked_s)
             position = taker.position
             if position < piece.stop and not self._may_go_on(source, flight, fault, deadline_s):
                 return False
         return position == piece.stop and flight.is_wanted
-
-    def _note(self, size: int, asked_s: float) -> None:
-        with self._changed:
-            self._link.estimator.add(size, asked_s, self._clock.monotonic_s())
 
     def _may_go_on(self, source: Source, flight: _Flight, fault: str, deadline_s: float) -> bool:
         """Tell whether to try again after a read that ended early, at the next source; waits before that."""

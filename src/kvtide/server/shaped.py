@@ -14,14 +14,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["ShapedProxy"]
+__all__ = ["LATE_S", "ShapedProxy"]
 
 # Small, so that little is on its way: what the kernel holds is not yet through the link.
 PIECE_BYTES = 16 << 10
 _POLL_S = 0.05
 # What the link could have passed so recently is not lost: the proxy's threads wake up late on a busy machine, and what
 # waited for them would have waited in front of the link.
-_LATE_S = 0.02
+LATE_S = 0.02
 
 
 class ShapedProxy:
@@ -129,7 +129,7 @@ class ShapedProxy:
         with self._lock:
             now_s = time.monotonic() - self._started_s
             # What the link could have passed while nobody asked is gone.
-            self._used_bytes = mine = max(self._used_bytes, self._carried(max(0.0, now_s - _LATE_S))) + size
+            self._used_bytes = mine = max(self._used_bytes, self._carried(max(0.0, now_s - LATE_S))) + size
         while self._is_up:
             with self._lock:
                 if self._carried(time.monotonic() - self._started_s) >= mine:

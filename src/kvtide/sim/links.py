@@ -55,12 +55,29 @@ class Link:
         factor = bytes_per_s / self.mean_bytes_per_s
         return Link(self.name, self._times, [factor * each for each in self._sent])
 
-    def capped(self, bytes_per_s: float) -> Link:
-        """Return the same, but never faster than this."""
-        sent = [0.0]
-        for (early_s, before), (late_s, after) in pairwise(zip(self._times, self._sent, strict=True)):
-            sent.append(sent[-1] + min(after - before, bytes_per_s * (late_s - early_s)))
-        return Link(self.name, self._times, sent)
+    def behind(self, bytes_per_s: float, late_s: float) -> Link:
+        """Return what comes through if a machine behind the link takes no more than this, and is always busy.
+
+        late_s: what the link could have passed so recently waits in front of it and follows as fast as the machine
+        takes it; what is older is lost.
+        """
+        times, sent, waiting = [0.0], [0.0], 0.0
+        for (early_s, before), (late_end_s, after) in pairwise(zip(self._times, self._sent, strict=True)):
+            seconds = late_end_s - early_s
+            passable, taken = waiting + after - before, bytes_per_s * seconds
+            spare_s = waiting / (bytes_per_s - (after - before) / seconds) if after - before < taken else seconds
+            if 0 < spare_s < seconds:
+                times.append(early_s + spare_s)
+                sent.append(sent[-1] + bytes_per_s * spare_s)
+                passable -= bytes_per_s * spare_s
+                sent.append(sent[-1] + passable)
+                waiting = 0.0
+            else:
+                sent.append(sent[-1] + min(passable, taken))
+                waiting = max(0.0, passable - taken)
+            times.append(late_end_s)
+            waiting = min(waiting, after - (self.carried(late_end_s - late_s) if late_end_s > late_s else 0.0))
+        return Link(self.name, times, sent)
 
     def carried(self, at_s: float) -> float:
         """Return the bytes that pass until `at_s`."""

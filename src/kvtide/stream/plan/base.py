@@ -184,6 +184,7 @@ class Reason(Enum):
 
     FIXED = "the level that was asked for"
     FIRST = "no rate is known yet: a middle level"
+    WAIT = "the rate of what is under way decides what comes next"
     TEXT = "recomputing the rest fits the deadline"
     LEVEL = "the best level with which the rest fits the deadline"
     SMALLEST = "nothing fits the deadline: the smallest level"
@@ -209,7 +210,7 @@ class Policy(Protocol):
         """Say what to do beyond what is asked for and given to the engine already.
 
         At most `PLAN_FETCHES_MAX` fetches and never a step that is asked for, of a computed chunk, or at or after the
-        deadline of a chunk that is usable. An empty plan means that there is nothing left to do.
+        deadline of a chunk that is usable. An empty plan means that there is nothing to do before something changes.
         """
 
 

@@ -31,7 +31,7 @@ class CachegenRule:
 
     For each chunk in turn: text, to be recomputed, if recomputing all that remains fits the time that is left; else the
     best level with which all that remains fits at the last chunk's rate; else the smallest. While no rate is known, a
-    middle level.
+    middle level. A chunk's turn comes when the one before it is here, as only then its rate is known.
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
@@ -43,6 +43,8 @@ class CachegenRule:
         chunk = _next_chunk(progress)
         if chunk is None:
             return Plan((), (), Reason.COMPLETE)
+        if progress.here != progress.asked:
+            return Plan((), (), Reason.WAIT)
         left_s = request.deadline_s - progress.now_s
         if _recompute_s(request, progress, chunk) <= left_s:
             return Plan((), tuple(range(chunk, len(request.chunks))), Reason.TEXT)
