@@ -112,6 +112,10 @@ struct Avx2 {
     }
   }
 
+  static void pull_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
+    kvtide::pull_part(from, count, pulls, out);
+  }
+
   // Eight sums, two columns, a token and a product fit the sixteen registers; wider panels spill, as do sums within another
   // function.
   template <std::size_t panels>

@@ -31,6 +31,12 @@ Vector negated_below(Vector digits, Vector values) {
 
 Vector thrice(Vector values) { return _mm512_add_epi16(_mm512_add_epi16(values, values), values); }
 
+// Which of four pulls a value's lowest five bits take, and with which sign.
+alignas(64) constexpr std::array<std::int16_t, 32> pull_of = {0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                              0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 2, 1};
+alignas(64) constexpr std::array<std::int16_t, 32> sign_of = {0, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                              0, 0,  0,  0,  0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1};
+
 struct Avx512 {
   static constexpr std::size_t panels_max = 4;
 
@@ -64,6 +70,24 @@ struct Avx512 {
       }
     }
     kvtide::put_contexts(values + i, parents + i, count - i, lists);
+  }
+
+  // A lane's index is the lowest five bits of its value, cut to -3 to 3. The least value has no magnitude, and no pull.
+  static void pull_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
+    std::uint64_t four = 0;
+    for (std::size_t i = 4; i-- > 1;) four = four << 16 | static_cast<std::uint16_t>(pulls[i]);
+    const Vector each = _mm512_set1_epi64(static_cast<std::int64_t>(four << 16));
+    const Vector table = _mm512_mullo_epi16(_mm512_permutexvar_epi16(load64(pull_of.data()), each), load64(sign_of.data()));
+    const Vector least = _mm512_set1_epi16(-32768), low = _mm512_set1_epi16(-3), high = _mm512_set1_epi16(3);
+    std::size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+      const Vector value = load64(from + i);
+      const Vector index = _mm512_min_epi16(_mm512_max_epi16(value, low), high);
+      const Vector pull = _mm512_permutexvar_epi16(index, table);
+      const __mmask32 has_magnitude = _mm512_cmpneq_epi16_mask(value, least);
+      _mm512_storeu_si512(out + i, _mm512_maskz_add_epi16(has_magnitude, _mm512_slli_epi16(value, tide_step_bits), pull));
+    }
+    kvtide::pull_part(from + i, count - i, pulls, out + i);
   }
 
   // Four tokens by up to 64 columns: sixteen sums hide the latency of a product.

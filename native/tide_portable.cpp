@@ -16,6 +16,10 @@ struct Portable {
     kvtide::put_contexts(values, parents, count, lists);
   }
 
+  static void pull_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
+    kvtide::pull_part(from, count, pulls, out);
+  }
+
   template <std::size_t panels>
   static void multiply(const Tile& tile) {
     static_assert(panels == 1);

@@ -6,15 +6,10 @@
 namespace kvtide {
 namespace {
 
-// Pulls of one class, for magnitudes 1, 2 and above.
-struct Pulls {
-  int one, two, more;
-};
-
-// One part of a row as 16ths of a step: the middle of what each coefficient stands for, in its class. Free of branches.
-inline void pull_part(const std::int16_t* __restrict from, std::size_t count, Pulls pulls, std::int16_t* __restrict out) {
-  const auto one = static_cast<std::int16_t>(pulls.one), two = static_cast<std::int16_t>(pulls.two);
-  const auto more = static_cast<std::int16_t>(pulls.more);
+// One part of a row as 16ths of a step: the middle of what each coefficient stands for. pulls: of its class, for magnitudes 0, which
+// has none, 1, 2 and above. Free of branches.
+inline void pull_part(const std::int16_t* __restrict from, std::size_t count, const std::int8_t* pulls, std::int16_t* __restrict out) {
+  const std::int16_t one = pulls[1], two = pulls[2], more = pulls[3];
   for (std::size_t t = 0; t < count; ++t) {
     const std::int16_t value = from[t];
     const auto magnitude = static_cast<std::int16_t>(value < 0 ? -value : value);
@@ -28,25 +23,27 @@ inline void pull_part(const std::int16_t* __restrict from, std::size_t count, Pu
 }
 
 // One row of coefficients as 16ths.
-inline void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
+template <class Isa>
+void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
   const std::size_t tokens = job.shape.tokens;
   const std::int16_t* from = job.coefficients.data() + row * tokens;
   for (std::size_t part = 0; part < tide_parts; ++part) {
     const std::int8_t* pulls = job.pulls.data() + 4 * std::size_t{job.classes[row * tide_parts + part]};
     const std::size_t start = tide_part_start(part, tokens), stop = tide_part_start(part + 1, tokens);
-    pull_part(from + start, stop - start, {pulls[1], pulls[2], pulls[3]}, out + start);
+    Isa::pull_part(from + start, stop - start, pulls, out + start);
   }
 }
 
 // All rows as panels of tokens: [tokens / 4][pairs][4][2].
-inline std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_t pairs) {
+template <class Isa>
+std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_t pairs) {
   const std::size_t tokens = job.shape.tokens, rows = job.matrix.used_rows;
   std::vector<std::int16_t> panels(padded(tokens, tide_panel_tokens) * pairs * 2);
   std::vector<std::int16_t> even(padded(tokens, tide_panel_tokens)), odd(even.size());
   for (std::size_t pair = 0; pair < pairs; ++pair) {
-    pull_row(job, 2 * pair, even.data());
+    pull_row<Isa>(job, 2 * pair, even.data());
     if (2 * pair + 1 < rows) {
-      pull_row(job, 2 * pair + 1, odd.data());
+      pull_row<Isa>(job, 2 * pair + 1, odd.data());
     } else {
       std::ranges::fill(odd, std::int16_t{0});
     }
@@ -61,59 +58,125 @@ inline std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_
   return panels;
 }
 
-// Writes tokens of a job: values turned and stored while they are in the nearest cache.
+// Values of a token from what was coded: numbers times factor plus mean.
+template <class Number>
+struct Coded {
+  const Number* numbers;
+  const float *factor, *mean;
+
+  Coded from(std::size_t first) const { return {numbers + first, factor + first, mean + first}; }
+};
+
+template <ElementType type, class Number>
+[[gnu::always_inline]] inline void store_plain(Coded<Number> coded, std::size_t count, std::uint8_t* __restrict to) {
+  const Number* __restrict numbers = coded.numbers;
+  const float *__restrict factor = coded.factor, *__restrict mean = coded.mean;
+  for (std::size_t c = 0; c < count; ++c) {
+    store<type>(static_cast<float>(numbers[c]) * factor[c] + mean[c], to + c * element_bytes(type));
+  }
+}
+
+// As `turn`, without writing down the values between.
+template <ElementType type, class Number>
+[[gnu::always_inline]] inline void store_halves(Coded<Number> coded, std::size_t pairs, const float* __restrict cos,
+                                                const float* __restrict sin, std::uint8_t* __restrict to) {
+  const Number* __restrict numbers = coded.numbers;
+  const float *__restrict factor = coded.factor, *__restrict mean = coded.mean;
+  std::uint8_t* __restrict other = to + pairs * element_bytes(type);
+  for (std::size_t i = 0; i < pairs; ++i) {
+    const float a = static_cast<float>(numbers[i]) * factor[i] + mean[i];
+    const float b = static_cast<float>(numbers[i + pairs]) * factor[i + pairs] + mean[i + pairs];
+    store<type>(a * cos[i] - b * sin[i], to + i * element_bytes(type));
+    store<type>(b * cos[i] + a * sin[i], other + i * element_bytes(type));
+  }
+}
+
+template <ElementType type, class Number>
+[[gnu::always_inline]] inline void store_neighbours(Coded<Number> coded, std::size_t pairs, const float* __restrict cos,
+                                                    const float* __restrict sin, std::uint8_t* __restrict to) {
+  const auto [numbers, factor, mean] = coded;
+  for (std::size_t i = 0; i < pairs; ++i) {
+    const float a = static_cast<float>(numbers[2 * i]) * factor[2 * i] + mean[2 * i];
+    const float b = static_cast<float>(numbers[2 * i + 1]) * factor[2 * i + 1] + mean[2 * i + 1];
+    store<type>(a * cos[i] - b * sin[i], to + 2 * i * element_bytes(type));
+    store<type>(b * cos[i] + a * sin[i], to + (2 * i + 1) * element_bytes(type));
+  }
+}
+
+// Writes tokens of a job: values turned and stored while they are in registers.
 template <ElementType type>
 class TokenWriter {
  public:
-  explicit TokenWriter(const TideRestore& job)
-      : job_(job), shape_(turned_shape(job.shape, job.turns)), row_(job.shape.channels()), turned_(job.shape.channels()) {}
+  explicit TokenWriter(const TideRestore& job) : job_(job), shape_(turned_shape(job.shape, job.turns)) {}
 
   // numbers: of one token of K or V of a layer; scale: of all values of a token.
   template <class Number>
-  void write(std::size_t stream, std::size_t token, const Number* __restrict numbers, const float* scale) {
-    const std::size_t channels = job_.shape.channels();
-    const float* __restrict factor = scale + stream * channels;
-    const float* __restrict mean = job_.mean.data() + stream * channels;
-    float* __restrict row = row_.data();
-    for (std::size_t c = 0; c < channels; ++c) row[c] = static_cast<float>(numbers[c]) * factor[c] + mean[c];
-    store_row(stream, token);
+  void write(std::size_t stream, std::size_t token, const Number* numbers, const float* scale) const {
+    const std::size_t first = stream * job_.shape.channels();
+    write(stream, token, Coded<Number>{numbers, scale + first, job_.mean.data() + first});
   }
 
   // Writes the tokens that were kept whole where they belong.
-  void write_apart() {
+  void write_apart() const {
     const TideShape& shape = job_.shape;
     const std::size_t count = job_.apart.positions.size();
+    // Minus zero: adding it changes nothing, not even the sign of a zero.
+    const std::vector<float> nothing(shape.channels(), -0.0f);
+    std::vector<float> scale(shape.channels());
     for (std::size_t i = 0; i < shape.streams() * count; ++i) {
       for (std::size_t c = 0; c < shape.channels(); ++c) {
-        const float scale = from_bfloat(job_.apart.scales[i * shape.heads + c / shape.head_dim]);
-        row_[c] = static_cast<float>(job_.apart.values[i * shape.channels() + c]) * scale;
+        scale[c] = from_bfloat(job_.apart.scales[i * shape.heads + c / shape.head_dim]);
       }
-      store_row(i / count, job_.apart.positions[i % count]);
+      const std::int8_t* values = job_.apart.values.data() + i * shape.channels();
+      write(i / count, job_.apart.positions[i % count], Coded<std::int8_t>{values, scale.data(), nothing.data()});
     }
   }
 
  private:
-  void store_row(std::size_t stream, std::size_t token) {
+  template <class Number>
+  void write(std::size_t stream, std::size_t token, Coded<Number> coded) const {
     const TideShape& shape = job_.shape;
-    const float* row = row_.data();
-    if (stream % 2 == 0 && shape_.pairs != 0) {
-      const std::size_t angles = angles_of(shape, job_.turns, stream, token);
-      for (std::size_t head = 0; head < shape.heads; ++head) {
-        turn_head(row + head * shape.head_dim, turned_.data() + head * shape.head_dim, shape_, job_.turns.cos.data() + angles,
-                  job_.turns.sin.data() + angles);
-      }
-      row = turned_.data();
+    std::uint8_t* to = job_.bits.data() + (stream * shape.tokens + token) * shape.row_bytes();
+    if (stream % 2 != 0 || shape_.pairs == 0) return store_plain<type>(coded, shape.channels(), to);
+    const std::size_t angles = angles_of(shape, job_.turns, stream, token);
+    const float *cos = job_.turns.cos.data() + angles, *sin = job_.turns.sin.data() + angles;
+    for (std::size_t head = 0; head < shape.heads; ++head) {
+      write_head(coded.from(head * shape.head_dim), cos, sin, to + head * shape.head_dim * element_bytes(type));
     }
-    std::uint8_t* __restrict to = job_.bits.data() + (stream * shape.tokens + token) * shape.row_bytes();
-    // Bytes may be anything's: a count that is not a local would be read again for each.
-    const std::size_t channels = shape.channels();
-    for (std::size_t c = 0; c < channels; ++c) store<type>(row[c], to + c * element_bytes(type));
+  }
+
+  template <class Number>
+  void write_head(Coded<Number> coded, const float* cos, const float* sin, std::uint8_t* to) const {
+    const std::size_t start = shape_.dim_start, pairs = shape_.pairs, stop = start + 2 * pairs;
+    if (start != 0) store_plain<type>(coded, start, to);
+    std::uint8_t* turned = to + start * element_bytes(type);
+    if (shape_.neighbours) {
+      store_neighbours<type>(coded.from(start), pairs, cos, sin, turned);
+    } else if (pairs == 32) {
+      // Most models' heads: a count that the compiler knows leaves no loop at all.
+      store_halves<type>(coded.from(start), 32, cos, sin, turned);
+    } else if (pairs == 64) {
+      store_halves<type>(coded.from(start), 64, cos, sin, turned);
+    } else {
+      store_halves<type>(coded.from(start), pairs, cos, sin, turned);
+    }
+    if (stop != shape_.head_dim) {
+      store_plain<type>(coded.from(stop), shape_.head_dim - stop, to + stop * element_bytes(type));
+    }
   }
 
   const TideRestore& job_;
   const RopeShape shape_;
-  std::vector<float> row_, turned_;
 };
+
+// Rows lie in the order of their scales, which no prefetcher guesses.
+constexpr std::size_t rows_ahead = 8;
+
+inline void fetch_row(const TideRestore& job, std::size_t row) {
+  if (row >= job.matrix.used_rows) return;
+  const std::int16_t* from = job.coefficients.data() + row * job.shape.tokens;
+  for (std::size_t t = 0; t < job.shape.tokens; t += 64 / sizeof *from) __builtin_prefetch(from + t);
+}
 
 // Without a matrix: the rows of K or V of a layer are pulled, then turned into tokens, eight at a time.
 template <class Isa, ElementType type>
@@ -124,23 +187,26 @@ void restore_ordered(const TideRestore& job, TokenWriter<type>& writer) {
   for (std::size_t k = 0; k < none; ++k) row_of[job.order[k]] = k;
   std::vector<float> scale(job.scale.begin(), job.scale.end());
   for (float& each : scale) each *= static_cast<float>(1 << tide_one_bits);
-  std::vector<std::int16_t> rows(channels * tokens), tile(tile_rows * channels);
+  // Rows a power of two apart would share a few lines of the nearest cache.
+  const std::size_t stride = tokens + 32;
+  std::vector<std::int16_t> rows(channels * stride), tile(tile_rows * channels);
   std::vector<const std::int16_t*> from(channels);
   std::array<std::int16_t*, tile_rows> to;
   for (std::size_t i = 0; i < tile_rows; ++i) to[i] = tile.data() + i * channels;
   for (std::size_t stream = 0; stream < shape.streams(); ++stream) {
+    const std::size_t* coded = row_of.data() + stream * channels;
     for (std::size_t c = 0; c < channels; ++c) {
-      std::int16_t* row = rows.data() + c * tokens;
-      const std::size_t coded = row_of[stream * channels + c];
-      if (coded == none) {
+      if (c + rows_ahead < channels) fetch_row(job, coded[c + rows_ahead]);
+      std::int16_t* row = rows.data() + c * stride;
+      if (coded[c] == none) {
         std::fill(row, row + tokens, std::int16_t{0});
       } else {
-        pull_row(job, coded, row);
+        pull_row<Isa>(job, coded[c], row);
       }
     }
     for (std::size_t first = 0; first < tokens; first += tile_rows) {
       const std::size_t count = std::min(tile_rows, tokens - first);
-      for (std::size_t c = 0; c < channels; ++c) from[c] = rows.data() + c * tokens + first;
+      for (std::size_t c = 0; c < channels; ++c) from[c] = rows.data() + c * stride + first;
       transpose<Isa>(from.data(), channels, count, to.data());
       for (std::size_t i = 0; i < count; ++i) writer.write(stream, job.places[first + i], to[i], scale.data());
     }
@@ -151,7 +217,7 @@ template <class Isa, ElementType type>
 void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
   const TideShape& shape = job.shape;
   Product<Isa> product(job.matrix);
-  const std::vector<std::int16_t> panels = token_panels(job, product.pairs());
+  const std::vector<std::int16_t> panels = token_panels<Isa>(job, product.pairs());
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
     product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens));

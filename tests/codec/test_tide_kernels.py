@@ -233,3 +233,34 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             _native.tide_take("portable", *bad)
     with pytest.raises(ValueError, match="path"):
         _native.tide_take("abacus", values, which, tables, 0, items, cursors, cursors)
+
+
+@pytest.mark.parametrize("pairs", [32, 64, 5])
+@pytest.mark.parametrize("path", PATHS)
+def test_long_parts_of_all_magnitudes_are_pulled_and_turned_alike(path: str, pairs: int) -> None:
+    rng = np.random.default_rng(5)
+    tokens, count, item = 300, 4 * pairs, 4
+    coded = rng.integers(-5, 6, (count, tokens)).astype(np.int16)
+    coded[:, ::7] = rng.choice([-32768, -32767, 32767, -2049, 2048], coded[:, ::7].shape)
+    classes, pulls = rng.integers(0, 3, (count, 4)).astype(np.uint16), rng.integers(-99, 99, (3, 4)).astype(np.int8)
+    cos, sin = rng.normal(size=(2, 1, tokens, pairs)).astype(np.float32)
+    mean, scale = rng.normal(size=(2, count)).astype(np.float32) * np.float32(1e-4)
+    places, order = rng.permutation(tokens).astype(np.uint16), rng.permutation(count).astype(np.uint16)
+    turns = (cos, sin, np.zeros(1, dtype=np.uint8), 0, False)
+    out = np.empty(tokens * count * item, dtype=np.uint8)
+    shape = (1, 2, tokens, 1, 2 * pairs)
+    args = (coded, classes, pulls, places, mean, scale, NO_PANELS, (count, count), order, no_apart(2 * pairs), turns)
+    _native.tide_restore(path, *args, out, shape, 1)
+
+    part = np.searchsorted(np.arange(1, 5) * tokens // 4, np.arange(tokens), side="right")
+    # As kernels do: the magnitude of the least value is itself, below all others.
+    magnitudes = np.abs(coded)
+    pull = pulls[classes[:, part], np.clip(magnitudes, 0, 3)].astype(np.int16) * (magnitudes > 0)
+    sixteenths = coded * np.int16(16) - np.where(coded < 0, -pull, pull).astype(np.int16)
+    values = np.empty((tokens, count), dtype=np.float32)
+    values[np.ix_(places, order)] = sixteenths.T
+    values = values * (scale * np.float32(8192)) + mean
+    keys, stored = values[:, : 2 * pairs], out.view(np.float32).reshape(2, tokens, 2 * pairs)
+    a, b = keys[:, :pairs], keys[:, pairs:]
+    assert np.array_equal(stored[0], np.hstack([a * cos[0] - b * sin[0], b * cos[0] + a * sin[0]]))
+    assert np.array_equal(stored[1], values[:, 2 * pairs :])

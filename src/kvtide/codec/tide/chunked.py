@@ -31,7 +31,7 @@ from kvtide.codec.tide.section import (
     split_base,
     split_refinement,
 )
-from kvtide.codec.tide.values import Floats, Stored, Turns, keep_apart
+from kvtide.codec.tide.values import Floats, Stored, keep_apart
 from kvtide.errors import CorruptPayload
 from kvtide.importance.reorder import CHUNK_TOKENS, chunks_of, packing_orders
 
@@ -74,7 +74,7 @@ class ChunkedTide:
 
     def encode(self, meta: BlockMeta, bits: BlockBits, scores: Floats) -> list[tuple[ChunkedRange, Chunks]]:
         """Return each range and its chunks' tokens. scores: (layers, tokens)."""
-        turns, found = Turns(meta, self._model.rotary, is_back=True), list[tuple[ChunkedRange, Chunks]]()
+        turns, found = self._model.turns(meta, is_back=True), list[tuple[ChunkedRange, Chunks]]()
         for start, stop in self.ranges:
             order = packing_orders(scores[start:stop].mean(axis=0)[None])[0].astype(np.int64)
             chunks = [order[first:last] for first, last in chunks_of(len(order), self._chunk_tokens)]
@@ -84,7 +84,7 @@ class ChunkedTide:
 
     def decode(self, meta: BlockMeta, ranges: Sequence[tuple[ChunkedRange, Chunks]], out: BlockBits) -> None:
         """Write the block, each chunk at what is here of it. CorruptPayload as of `decode_chunked`."""
-        turns = Turns(meta, self._model.rotary, is_back=False)
+        turns = self._model.turns(meta, is_back=False)
         for (start, stop), (found, chunks) in zip(self.ranges, ranges, strict=True):
             target = Stored(out[start:stop], meta.layout.dtype, start, turns)
             decode_chunked(self._model, self._path, found, chunks, target)

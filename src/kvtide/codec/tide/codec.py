@@ -19,7 +19,7 @@ from kvtide.codec.tide.encoder import encode_range
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
-from kvtide.codec.tide.values import Stored, Turns
+from kvtide.codec.tide.values import Stored
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -104,7 +104,7 @@ class TideCodec:
         if self._model is None or not self._model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
         sections = []
-        turns = Turns(meta, self._model.rotary, is_back=True)
+        turns = self._model.turns(meta, is_back=True)
         for start, stop in self._ranges(self._model):
             stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
             coded = encode_range(self._model, self._path, self._steps, meta, stored)
@@ -129,7 +129,7 @@ class TideCodec:
         model = self._model
         if model is None or not model.profile.fits(meta.layout):
             raise CorruptPayload("a tide object needs its profile")
-        turns = Turns(meta, model.rotary, is_back=False)
+        turns = model.turns(meta, is_back=False)
         for (start, stop), run in self._runs(model, sections).items():
             target = Stored(out[start:stop], meta.layout.dtype, start, turns)
             decode_range(model, self._path, meta.layout.tokens, run, target)

@@ -53,7 +53,7 @@ def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement
     counts = np.zeros(TABLES, dtype=np.int64)
     jobs = []
     for plane in rows.planes(steps.final_units + THIRD * steps.refinements, refinement):
-        jobs += [digit_rows(rows, gains, plane, items), top_rows(rows, gains, plane, items)]
+        jobs += [digit_rows(gains, plane, items), top_rows(gains, plane, items)]
     for job in jobs:
         job.count_into(counts, path)
     lists = Lists(counts, path)
@@ -71,9 +71,8 @@ def restore(model: TideModel, path: str, work: Decoding, step: tuple[int, int], 
     start_layer, stop_layer = target.layer_start, target.layer_start + len(target.bits)
     weights = model.weight[start_layer:stop_layer].astype(np.float64)
     scales = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
-    for group, start, stop in rows.places:
-        layers = slice(group.layer_start, group.layer_stop)
-        here = slice(group.layer_start - start_layer, group.layer_stop - start_layer)
+    for layers, start, stop, panels, shape, order in rows.restored():
+        here = slice(layers.start - start_layer, layers.stop - start_layer)
         to = target.of(layers)
         _native.tide_restore(
             path,
@@ -83,9 +82,9 @@ def restore(model: TideModel, path: str, work: Decoding, step: tuple[int, int], 
             places,
             model.mean[layers].reshape(-1),
             scales[here].reshape(-1),
-            group.to_values,
-            group.shape,
-            group.order,
+            panels,
+            shape,
+            order,
             apart.of(here),
             to.native_turns,
             to.as_bytes,

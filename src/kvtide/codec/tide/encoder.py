@@ -151,7 +151,7 @@ def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> Li
     counts = np.zeros(TABLES, dtype=np.int64)
     jobs = []
     for plane, parents, items in zip(found, before, after, strict=False):
-        digits, tops = digit_rows(rows, gains, plane, items), top_rows(rows, gains, plane, items)
+        digits, tops = digit_rows(gains, plane, items), top_rows(gains, plane, items)
         digits._replace(values=parents).count_into(counts, path)
         tops.count_into(counts, path)
         jobs += [(digits, parents), (tops, items)]

@@ -65,12 +65,14 @@ class Mode:
 
 
 class Plane(NamedTuple):
-    """Rows that get a digit, and rows that get a top value, at a step of `units`."""
+    """Rows that get a digit, and rows that get a top value, at a step of `units`; and the scales of each."""
 
     units: int
     mode: int
     digits: Which
     tops: Which
+    digit_scales: Units
+    top_scales: Units
 
 
 def step_of(units: int, thirds: int) -> float:
@@ -89,16 +91,17 @@ def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
     enters = scales - units >= ENTER_UNITS
     if refinement:
         before = scales - units - THIRD >= ENTER_UNITS
-        return [Plane(units, Mode.CONTEXT, _which(before), _which(enters & ~before))]
+        return [_plane(units, Mode.CONTEXT, scales, before, enters & ~before)]
     thirds = np.where(enters, np.maximum(0, -((base_units + WIDE_UNITS - scales) // THIRD)), -1)
     return [
-        Plane(base_units + THIRD * third, Mode.DIGIT, _which(thirds > third), _which(thirds == third))
+        _plane(base_units + THIRD * third, Mode.DIGIT, scales, thirds > third, thirds == third)
         for third in range(int(thirds.max(initial=0)), -1, -1)
     ]
 
 
-def _which(mask: NDArray[np.bool_]) -> Which:
-    return np.flatnonzero(mask).astype(np.uint32)
+def _plane(units: int, mode: int, scales: Units, digits: NDArray[np.bool_], tops: NDArray[np.bool_]) -> Plane:
+    which: list[Which] = [np.flatnonzero(mask).astype(np.uint32) for mask in (digits, tops)]
+    return Plane(units, mode, which[0], which[1], scales[digits], scales[tops])
 
 
 def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
@@ -112,13 +115,17 @@ def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[
 
 
 def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    over = scales[:, None] + (gains - units + _TABLE_UNITS)
-    found: NDArray[np.uint16] = tables.take(over, mode="clip")
-    return found
+    # All parts of a row at once, as one number: rows are many, differences to the step few.
+    parts: NDArray[np.uint16] = tables.take(_REACHED + (gains + _TABLE_UNITS), mode="clip")
+    found = parts.view(np.uint64).reshape(-1).take(scales - (units - _REACH), mode="clip")
+    return found.view(np.uint16).reshape(-1, PARTS)
 
 
 # Tables by units over the step, from -_TABLE_UNITS on: beyond, they are all alike.
-_TABLE_UNITS = 128
+_TABLE_UNITS = 64
+# Beyond, no gain leads back to where they differ.
+_REACH = 128
+_REACHED = np.arange(-_REACH, _REACH + 1)[:, None]
 _OVER = np.arange(-_TABLE_UNITS, _TABLE_UNITS + 1)
 _TOP_TABLES = np.clip((_OVER - TOP_UNITS_MIN) // CLASS_UNITS, 0, TOPS - 1).astype(np.uint16)
 _DIGIT_TABLES = (TOPS + CONTEXTS * np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)).astype(np.uint16)

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
+from kvtide.block import BlockMeta
 from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
+from kvtide.codec.tide.values import Turns
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -29,6 +31,8 @@ SIXTEENTHS = 16
 PANEL_COLUMNS = 16
 # A few qualities, each with the prefixes of its refinements, of a few ranges of layers.
 REMEMBERED_MAX = 256
+# Blocks of contexts begin at the same few places again and again; a block's angles take 64 KiB and more.
+TURNS_MAX = 64
 
 _NO_ORDER = np.empty(0, dtype=np.uint16)
 _NO_PANELS = np.empty(0, dtype=np.int16)
@@ -87,6 +91,7 @@ class TideModel:
         """CorruptPayload if arrays are missing or do not fit each other."""
         self.profile = profile
         self._made: dict[tuple[int, int], object] = {}
+        self._turns: dict[tuple[int, int, bool], Turns] = {}
         arrays = profile.arrays
         try:
             self._read(arrays)
@@ -125,6 +130,16 @@ class TideModel:
                 self._made.clear()
             found = self._made[key] = make()
         return cast(_Made, found)
+
+    def turns(self, meta: BlockMeta, is_back: bool) -> Turns:
+        """Return how keys of a block of this model turn; see `Turns`. The last TURNS_MAX are kept."""
+        key = (meta.start, meta.layout.tokens, is_back)
+        found = self._turns.get(key)
+        if found is None:
+            if len(self._turns) >= TURNS_MAX:
+                self._turns.clear()
+            found = self._turns[key] = Turns(meta, self.rotary, is_back)
+        return found
 
     def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""

@@ -16,7 +16,7 @@ from kvtide.codec.tide.grid import Mode, Plane, Units, digit_tables, entering, p
 from kvtide.codec.tide.lists import Items, Rows
 from kvtide.codec.tide.model import Group, TideModel
 
-__all__ = ["Place", "RangeRows", "digit_rows", "place_groups", "top_rows"]
+__all__ = ["Place", "RangeRows", "Restored", "digit_rows", "place_groups", "top_rows"]
 
 
 class Place(NamedTuple):
@@ -38,6 +38,20 @@ class Place(NamedTuple):
         return found
 
 
+class Restored(NamedTuple):
+    """What goes back to values at once: the rows [start, stop) of some layers, and how values follow from them.
+
+    As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is.
+    """
+
+    layers: slice
+    start: int
+    stop: int
+    panels: NDArray[np.int16]
+    shape: tuple[int, int]
+    order: NDArray[np.uint16]
+
+
 @dataclass(frozen=True, slots=True)
 class RangeRows:
     """Where each group's components stand, and the scale of each row."""
@@ -46,6 +60,7 @@ class RangeRows:
     scales: Units
     # By base step and refinement: blocks of one store ask for the same again and again.
     _planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
+    _restored: list[Restored] = field(default_factory=list)
 
     def planes(self, base_units: int, refinement: int) -> list[Plane]:
         """Return what a section holds of these rows, coarsest first."""
@@ -53,6 +68,25 @@ class RangeRows:
         if key not in self._planes:
             self._planes[key] = planes(self.scales, base_units, refinement)
         return self._planes[key]
+
+    def restored(self) -> list[Restored]:
+        """Return what goes back to values: group by group, or all at once where components are values."""
+        if not self._restored:
+            self._restored.extend(_restored(self.places))
+        return self._restored
+
+
+def _restored(places: Sequence[Place]) -> list[Restored]:
+    count, values = len(places), places[0].group.shape[1]
+    if places[0].group.order.size and count * values <= np.iinfo(np.uint16).max + 1:
+        orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
+        layers = slice(places[0].group.layer_start, places[-1].group.layer_stop)
+        rows, order = places[-1].stop, np.concatenate(orders).astype(np.uint16)
+        return [Restored(layers, 0, rows, places[0].group.to_values, (rows, count * values), order)]
+    return [
+        Restored(slice(group.layer_start, group.layer_stop), start, stop, group.to_values, group.shape, group.order)
+        for group, start, stop in places
+    ]
 
 
 def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
@@ -69,12 +103,12 @@ def _placed(groups: Sequence[Group], units: int) -> RangeRows:
     return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
 
 
-def digit_rows(rows: RangeRows, gains: Units, plane: Plane, items: Items) -> Rows:
+def digit_rows(gains: Units, plane: Plane, items: Items) -> Rows:
     """Return the rows that get a digit. items: (components, tokens), tokens by loudness."""
-    tables = digit_tables(rows.scales[plane.digits], gains, plane.units, plane.mode)
+    tables = digit_tables(plane.digit_scales, gains, plane.units, plane.mode)
     return Rows(items, plane.digits, tables, plane.mode)
 
 
-def top_rows(rows: RangeRows, gains: Units, plane: Plane, items: Items) -> Rows:
+def top_rows(gains: Units, plane: Plane, items: Items) -> Rows:
     """Return the rows that get a top value."""
-    return Rows(items, plane.tops, top_tables(rows.scales[plane.tops], gains, plane.units), Mode.TOP)
+    return Rows(items, plane.tops, top_tables(plane.top_scales, gains, plane.units), Mode.TOP)
