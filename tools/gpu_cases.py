@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(streams=16_384, blocks=192, swap_bytes=GIB, matrix=8192)
-DRY = Size(streams=4, blocks=2, swap_bytes=1 << 16, matrix=64)
+DRY = Size(streams=4, blocks=1, swap_bytes=1 << 16, matrix=64)
 
 
 def is_real(kernels: Kernels) -> bool:
@@ -168,7 +168,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     tokens = 256 if is_real(kernels) else 32
     layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
     codec, model = TideCodec(profile, 5e-3, 2), TideModel(profile)
-    distinct = [(block_meta(layout, 0, i + 1), i) for i in range(2)]
+    distinct = [(block_meta(layout, 0, i + 1), i) for i in range(min(2, size.blocks))]
     coded = [(meta, codec.encode(meta, model_block(model, layout, meta.start, seed))) for meta, seed in distinct]
     page_tokens = 16
     per_block = tokens // page_tokens
@@ -180,7 +180,9 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     starts = [target.token_starts(range(i * per_block, (i + 1) * per_block)) for i in range(size.blocks)]
 
     def decode() -> None:
-        blocks = [(tide.block(coded[i % 2][0], start), coded[i % 2][1]) for i, start in enumerate(starts)]
+        blocks = [
+            (tide.block(coded[i % len(coded)][0], start), coded[i % len(coded)][1]) for i, start in enumerate(starts)
+        ]
         tide.feed(blocks)
         kernels.follow()
         tide.write([block for block, _ in blocks])
@@ -190,7 +192,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     _check_pages(layers, layout, codec, coded, per_block)
     encoder = DeviceTideEncoder(device, target, codec.steps)
     encode_s = seconds(
-        kernels, lambda: encoder.encode([PagedBlock(coded[i % 2][0], start) for i, start in enumerate(starts)])
+        kernels, lambda: encoder.encode([PagedBlock(coded[i % len(coded)][0], start) for i, start in enumerate(starts)])
     )
     elements = size.blocks * layout.raw_bytes // 2
     stored = sum(len(section.data) for section in coded[0][1])
