@@ -161,13 +161,14 @@ def run(
         pairs: dict[tuple[str, str], list[Pair]] = {}
         turns = {link.name: _turns(link, links, size.repeats) for link in links}
         total = sum(turns.values()) * len(cases)
+        probed_s = rig.probe_s()
         # Policies take turns, so that a slow minute of the machine hits them all.
         for turn in range(max(turns.values())):
             for link in (link for link in links if turn < turns[link.name]):
                 at_s = turn * link.cycle_s / turns[link.name] if _is_varying(link, links) else 0.0
                 for case in cases:
                     progress("plays", sum(map(len, pairs.values())), total)
-                    pair = _play(rig, link, behind[link.name], at_s, case, speeds, size.slo_share)
+                    pair, probed_s = _play(rig, link, behind[link.name], at_s, case, speeds, size.slo_share, probed_s)
                     pairs.setdefault((link.name, case.name), []).append(pair)
         progress("plays", total, total)
         exact = exact_times(rig, links[-1], speeds.prefill, max(3, size.repeats) if size.repeats > 1 else 1)
@@ -212,10 +213,19 @@ def _cases(rig: Rig, profiles: Sequence[Profile], speeds: Speeds) -> list[_Case]
     ]
 
 
-def _play(rig: Rig, link: Link, real_link: Link, at_s: float, case: _Case, measured: Speeds, slo_share: float) -> Pair:
+def _play(
+    rig: Rig,
+    link: Link,
+    real_link: Link,
+    at_s: float,
+    case: _Case,
+    measured: Speeds,
+    slo_share: float,
+    before_s: float,
+) -> tuple[Pair, float]:
+    """Play once, and predict it; return the engine's probe after it too, `before_s` being the one before it."""
     measured = measured._replace(costs=measured.costs._replace(decode_token_s=case.decode_token_s))
     usual_s = measured.prefill.seconds(0, min(PASS_TOKENS, rig.tokens))
-    before_s = rig.probe_s()
     speeds = measured.slowed(before_s / usual_s)
     slo_s = slo_share * speeds.prefill.seconds(0, rig.tokens)
     job = case.job.asked(speeds.prefill, max(0.0, slo_s - _TAIL_RESERVE * speeds.tail_s(rig.tokens)))
@@ -224,11 +234,12 @@ def _play(rig: Rig, link: Link, real_link: Link, at_s: float, case: _Case, measu
         job, case.policy, LinkState(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
     )
     # The plan went by what was known before it, in the prediction too; what the machine then took is of both sides.
-    factor = (before_s + rig.probe_s()) / 2 / before_s
+    after_s = rig.probe_s()
+    factor = (before_s + after_s) / 2 / before_s
     speeds = speeds.slowed(factor)
     costs = speeds.costs._replace(engine_factor=factor)
     predicted = play(case.policy, job.request, real_link, at_s, case.estimator(), costs)
-    return Pair(
+    pair = Pair(
         slo_s,
         played.ttft_s,
         played.brought.report.kl,
@@ -237,6 +248,7 @@ def _play(rig: Rig, link: Link, real_link: Link, at_s: float, case: _Case, measu
         predicted.kl,
         predicted.computed_tokens / rig.tokens,
     )
+    return pair, after_s
 
 
 def row_of(link: str, policy: str, pairs: Sequence[Pair]) -> StreamBenchRow:

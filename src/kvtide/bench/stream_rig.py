@@ -31,7 +31,7 @@ __all__ = ["SUFFIX_TOKENS", "Played", "Rig", "Speeds"]
 
 SUFFIX_TOKENS = 16
 # How often short things are timed.
-_TIMINGS = 5
+_TIMINGS = 3
 
 
 class Speeds(NamedTuple):
