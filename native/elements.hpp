@@ -38,7 +38,8 @@ inline std::uint16_t to_half(float value) {
 inline std::uint16_t to_bfloat(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded);
+  // Only NaN differs from itself.
+  return static_cast<std::uint16_t>(value != value ? (bits >> 16 | 0x40u) : rounded);
 }
 
 // One load and store for each element type, chosen outside the loops.

@@ -74,12 +74,22 @@ bool has_room(const TideLists<Item>& lists, std::size_t table, std::size_t count
          lists.stops[table] <= static_cast<std::int64_t>(lists.items.size());
 }
 
-inline void count_rows(const TideRows& rows, std::span<std::int64_t> counts) {
-  for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
-    if (rows.mode != TideMode::context) {
-      counts[table] += static_cast<std::int64_t>(count);
-      return true;
+// Where no value is asked. Rows stand in the order of their scales: neighbours mostly have one table, and adding to one number twice in
+// a row would wait for itself.
+inline void count_parts(const TideRows& rows, std::span<std::int64_t> counts) {
+  for (std::size_t part = 0; part < tide_parts; ++part) {
+    const std::size_t size = tide_part_start(part + 1, rows.tokens) - tide_part_start(part, rows.tokens);
+    for (std::size_t row = 0; row < rows.which.size();) {
+      const std::size_t table = rows.tables[row * tide_parts + part], first = row;
+      while (row < rows.which.size() && rows.tables[row * tide_parts + part] == table) ++row;
+      counts[table] += static_cast<std::int64_t>((row - first) * size);
     }
+  }
+}
+
+inline void count_rows(const TideRows& rows, std::span<std::int64_t> counts) {
+  if (rows.mode != TideMode::context) return count_parts(rows, counts);
+  for_each_part(rows, [&](std::size_t table, std::size_t first, std::size_t count) {
     const auto found = count_contexts(rows.values.data() + first, count);
     for (std::size_t i = 0; i < tide_contexts; ++i) counts[table + i] += static_cast<std::int64_t>(found[i]);
     return true;
@@ -99,6 +109,14 @@ bool open_contexts(const TideLists<Item>& lists, std::size_t table, const std::i
   return true;
 }
 
+// Parts are short: a call to copy 64 items costs as much as copying them.
+inline void copy_items(const std::int16_t* from, std::size_t count, std::int16_t* to) {
+  constexpr std::size_t items = 32;
+  std::size_t i = 0;
+  for (; i + items <= count; i += items) std::memcpy(to + i, from + i, items * sizeof *from);
+  if (i != count) std::memcpy(to + i, from + i, (count - i) * sizeof *from);
+}
+
 // `Isa::take_contexts` may read tide_slack items beyond what it takes.
 template <class Isa>
 bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists) {
@@ -114,7 +132,7 @@ bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists)
     const std::int16_t* from = lists.items.data() + lists.cursors[table];
     lists.cursors[table] += static_cast<std::int64_t>(count);
     if (rows.mode == TideMode::top) {
-      std::copy(from, from + count, values);
+      copy_items(from, count, values);
       return true;
     }
     for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<std::int16_t>(3 * values[i] + from[i]);
