@@ -17,7 +17,7 @@ __all__ = ["CapturedMass", "Finding", "Guard", "HeadsAgree", "jaccard", "random_
 
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
-BETA = 0.23
+BETA = 0.2
 
 
 class Finding(NamedTuple):
