@@ -74,39 +74,69 @@ def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.
     UnencodableBlock if a value is not finite.
     """
     rows = place_groups(model, stored.layer_start, steps.final_units)
-    projected = [_projected(model, place, steps.final_units, stored, apart, path) for place in rows.places]
-    weights = loudness_weights(rows.scales, steps.final_units)
+    coded = _coded(model, stored.layer_start, steps.final_units)
+    projected = [_projected(each, stored, apart, path) for each in coded]
     loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
-    for found, place in zip(projected, rows.places, strict=True):
+    for found, each in zip(projected, coded, strict=True):
         # A token that only a later group was too loud for.
         found[apart == 1] = 0
-        _native.tide_loudness(path, found, place.by_column(weights[place.start : place.stop], found.shape[1]), loud)
+        _native.tide_loudness(path, found, each.weights, loud)
     loudness = _parts(loud)
-    items = np.empty((len(rows.scales), len(loud)), dtype=np.int16)
-    for found, place in zip(projected, rows.places, strict=True):
-        numbers = np.arange(place.stop - place.start, dtype=np.uint16)
-        out = items[place.start : place.stop]
-        row_of = place.by_column(numbers, found.shape[1], np.iinfo(np.uint16).max)
-        _native.tide_arrange(path, found, loudness.places, row_of, out)
+    items, places = np.empty((len(rows.scales), len(loud)), dtype=np.int16), loudness.places
+    for found, each in zip(projected, coded, strict=True):
+        _native.tide_arrange(path, found, places, each.row_of, items[each.rows])
     return Levels(rows, loudness, _thirds(items, steps.refinements, path))
 
 
-def _projected(
-    model: TideModel, place: Place, final_units: int, stored: Stored, apart: NDArray[np.uint8], path: str
-) -> Items:
-    """Return a group's coefficients in final steps: (tokens, columns), where columns are components, or values."""
+class _Coded(NamedTuple):
+    """What all blocks have in common where a group is coded at a step; columns are components, or else values."""
+
+    layers: slice
+    rows: slice
+    mean: Floats
+    scale: Floats
+    matrix: tuple[Items, tuple[int, int]]
+    columns: int
+    # 1 for each value that is coded; empty if columns are components.
+    is_coded: NDArray[np.uint8]
+    # By column: its say in how loud a token is, and its row.
+    weights: Floats
+    row_of: NDArray[np.uint16]
+
+
+def _coded(model: TideModel, layer_start: int, final_units: int) -> list[_Coded]:
+    def make() -> list[_Coded]:
+        rows = place_groups(model, layer_start, final_units)
+        weights = loudness_weights(rows.scales, final_units)
+        return [_coded_group(model, place, final_units, weights[place.start : place.stop]) for place in rows.places]
+
+    return model.remembered(("coded", layer_start, final_units), make)
+
+
+def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floats) -> _Coded:
     group, start, stop = place
-    here = stored.of(slice(group.layer_start, group.layer_stop))
     mean, weight = model.mean_and_weight(group)
-    scale = (weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32)
-    matrix, is_coded = (group.to_components, group.shape[::-1]), np.empty(0, dtype=np.uint8)
-    columns = stop - start
-    if group.order.size:
-        columns = group.shape[1]
-        is_coded = place.by_column(np.ones(stop - start, dtype=np.uint8), columns)
-    out = np.empty((len(apart), columns), dtype=np.int16)
+    columns = group.shape[1] if group.order.size else stop - start
+    numbers, ones = np.arange(stop - start, dtype=np.uint16), np.ones(stop - start, dtype=np.uint8)
+    return _Coded(
+        layers=slice(group.layer_start, group.layer_stop),
+        rows=slice(start, stop),
+        mean=mean,
+        scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
+        matrix=(group.to_components, group.shape[::-1]),
+        columns=columns,
+        is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
+        weights=place.by_column(weights, columns),
+        row_of=place.by_column(numbers, columns, np.iinfo(np.uint16).max),
+    )
+
+
+def _projected(coded: _Coded, stored: Stored, apart: NDArray[np.uint8], path: str) -> Items:
+    """Return a group's coefficients in final steps: (tokens, columns). UnencodableBlock if a value is not finite."""
+    here = stored.of(coded.layers)
+    out = np.empty((len(apart), coded.columns), dtype=np.int16)
     block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
-    if not _native.tide_project(path, *block, mean, scale, *matrix, is_coded, apart, out):
+    if not _native.tide_project(path, *block, coded.mean, coded.scale, *coded.matrix, coded.is_coded, apart, out):
         raise UnencodableBlock("a value is not finite")
     return out
 
@@ -129,7 +159,7 @@ def _parts(loud: Floats) -> Loudness:
     for part, (start, stop) in enumerate(pairwise(bounds)):
         parts[order[start:stop]] = part
         mean = float(loud[order[start:stop]].mean()) if stop > start else 1.0
-        gains[part] = np.clip(round(UNITS * np.log2(max(mean, 1e-9))), -GAIN_UNITS_MAX, GAIN_UNITS_MAX)
+        gains[part] = max(-GAIN_UNITS_MAX, min(round(UNITS * np.log2(max(mean, 1e-9))), GAIN_UNITS_MAX))
     return Loudness(parts, gains)
 
 

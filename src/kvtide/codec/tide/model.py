@@ -5,7 +5,7 @@ Immutable, but matrices are built when they are first used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -90,7 +90,7 @@ class TideModel:
     def __init__(self, profile: Profile) -> None:
         """CorruptPayload if arrays are missing or do not fit each other."""
         self.profile = profile
-        self._made: dict[tuple[int, int], object] = {}
+        self._made: dict[Hashable, object] = {}
         self._turns: dict[tuple[int, int, bool], Turns] = {}
         arrays = profile.arrays
         try:
@@ -122,7 +122,7 @@ class TideModel:
         stop = layer_start + self.section_layers
         return [group for group in self.groups if layer_start <= group.layer_start < stop]
 
-    def remembered(self, key: tuple[int, int], make: Callable[[], _Made]) -> _Made:
+    def remembered(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return what was made for a key, which is made if need be. The last REMEMBERED_MAX are kept."""
         found = self._made.get(key)
         if found is None:

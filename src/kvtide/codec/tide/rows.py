@@ -91,7 +91,7 @@ def _restored(places: Sequence[Place]) -> list[Restored]:
 
 def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
     """Return the rows of all components of a section's layers that are coded at a step."""
-    return model.remembered((layer_start, units), lambda: _placed(model.groups_of(layer_start), units))
+    return model.remembered(("rows", layer_start, units), lambda: _placed(model.groups_of(layer_start), units))
 
 
 def _placed(groups: Sequence[Group], units: int) -> RangeRows:
