@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, part_bounds, step_of
+from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, Which, part_bounds, step_of
 from kvtide.codec.tide.lists import Items, Lists
 from kvtide.codec.tide.model import SIXTEENTHS, TideModel
 from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows
@@ -172,11 +172,23 @@ def _thirds(items: Items, count: int, path: str) -> list[Items]:
     return levels[::-1]
 
 
+def _third_of(items: Items, which: Which, path: str) -> Items:
+    """Return these rows at the next coarser step, in their places; which: rising. Other rows are any."""
+    out = np.empty_like(items)
+    breaks = np.flatnonzero(np.diff(which.astype(np.int64)) > 1) + 1
+    for run in np.split(which, breaks) if len(which) else ():
+        rows = slice(int(run[0]), int(run[-1]) + 1)
+        _native.tide_third(path, items[rows], out[rows])
+    return out
+
+
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> Lists:
     """Return the lists of a section, filled."""
     rows, (_, gains), values = levels
     found = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
-    after = _thirds(values[refinement], len(found) - 1, path)
+    after = [values[refinement]]
+    for plane in found[:0:-1]:
+        after.insert(0, _third_of(after[0], plane.digits, path))
     before = [values[refinement - 1] if refinement else after[0], *after]
     counts = np.zeros(TABLES, dtype=np.int64)
     jobs = []
