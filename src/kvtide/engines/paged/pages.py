@@ -5,6 +5,7 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
 from kvtide.tier import DeviceMemory
+from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import Section
 
 __all__ = ["Captured", "CellOrder", "HostPages", "LayerDone", "PagePool", "cell_order", "keys_values", "nobody_waits"]
@@ -156,7 +158,7 @@ class HostPages:
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now."""
         _, kv_heads, tokens, content = self._layers[0].shape
-        cells = np.empty((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
+        cells = _mapped((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
         for layer, copy in zip(self._layers, cells, strict=True):
             for position, page in enumerate(pages):
                 copy[position] = layer[page]
@@ -182,9 +184,14 @@ class _HostCaptured:
                 layer[page] = copy[position]
 
 
+def _mapped(shape: Sequence[int], dtype: Any) -> Cells:
+    """Return room for a block that goes back to the system when it is freed: a heap that blocks come from fragments."""
+    return np.frombuffer(aligned_buffer(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+
+
 def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:
     """Return the block in cells (layers, pages, kv_heads, page_tokens, 2 * head_dim)."""
-    bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+    bits: BlockBits = _mapped(layout.shape, layout.bits_dtype)
     layers, pages, kv_heads, tokens, content = cells.shape
     rooms = bits.reshape(layers, 2, pages, tokens, kv_heads, content // 2)
     for which, part in enumerate(keys_values(cells, order)):
