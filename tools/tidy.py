@@ -15,7 +15,7 @@ RANK = {
     **dict.fromkeys(("types", "errors", "clock", "config"), 0),
     **dict.fromkeys(("keys", "block", "placement", "decisions", "index", "codec", "importance", "wire", "stream"), 1),
     "tier": 2,
-    **dict.fromkeys(("cache", "storing", "fetch", "explain"), 3),
+    **dict.fromkeys(("cache", "loading", "storing", "fetch", "explain"), 3),
     **dict.fromkeys(("server", "engines", "sim", "profiles"), 4),
     **dict.fromkeys(("bench", "cli"), 5),
     "testing": 6,

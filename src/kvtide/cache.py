@@ -9,59 +9,28 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-import numpy as np
-
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LosslessCodec, Profile
+from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
-from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
+from kvtide.errors import TierUnavailable, UnencodableBlock
 from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
+from kvtide.loading import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
 from kvtide.storing import BlockSource, PendingBlock, Storer
 from kvtide.tier import DeviceMemory, TierStack, TierStats, stack_of
-from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.ranking import Ranking
-from kvtide.types import ObjectId, Section
-from kvtide.wire import StoredObject, object_bytes_max, pack_object, parse_object
+from kvtide.types import ObjectId
+from kvtide.wire import pack_object
 
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-# Curves are float32.
-_QUALITY_SLACK = 1e-3
-
-# Called with the block's position in the load and its bits, which are valid during the call only. May be called from
-# several threads at once, for different blocks, in any order.
-BlockSink = Callable[[int, BlockBits], None]
-# Offered a block's checked sections first; if it takes them, the block is not decoded for the sink.
-SectionSink = Callable[[int, Codec, Sequence[Section]], bool]
-
-
-class MissReason(Enum):
-    """Why a block was not loaded."""
-
-    ABSENT = "absent"
-    CORRUPT = "corrupt"
-    UNKNOWN_CODEC = "unknown codec or profile"
-    DEADLINE = "deadline"
-    FAULT = "fault"
-
-
-class LoadReport(NamedTuple):
-    """The leading blocks that a load delivered, and why it ended there (None: all came)."""
-
-    blocks: int
-    stored_bytes: int
-    reason: MissReason | None
 
 
 class CacheStats(NamedTuple):
@@ -95,17 +64,10 @@ class _Placement:
         self._index.remove(object_id.key, tier)
 
 
-class _Scratch(NamedTuple):
-    layout: BlockLayout
-    stored: memoryview
-    bits: BlockBits
-
-
 class Cache:
     """Blocks of many namespaces over one stack of tiers.
 
-    Owns a storing thread and, twice, `limits.load_threads` loading threads between `open` and `close`; use it with
-    `with`. The second ones load what the fastest tier has, so that a slow tier never holds that up.
+    Owns a storing thread and loading threads between `open` and `close`; use it with `with`.
     Faults of tiers and payloads never leave it.
     """
 
@@ -115,16 +77,12 @@ class Cache:
         self.tiers = tiers
         self.index = index
         self._codec = codec
-        self._registry = registry
         self._clock = clock
         self._limits = limits
-        self._loaders: ThreadPoolExecutor | None = None
-        self._near_loaders: ThreadPoolExecutor | None = None
+        self._loader = Loader(tiers, index, codec, registry, clock, limits.load_threads, self.guarded)
         self._storer: Storer | None = None
         self._lock = threading.Lock()
-        self._scratch: list[_Scratch] = []
         self._counts: Counter[str] = Counter()
-        self._misses: Counter[MissReason] = Counter()
         # What engines decide about stored blocks; told to the tiers in the background.
         self.decisions = DecisionCounter()
 
@@ -136,8 +94,7 @@ class Cache:
         report = self.guarded("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
-        self._loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load")
-        self._near_loaders = ThreadPoolExecutor(self._limits.load_threads, thread_name_prefix="kvtide-load-near")
+        self._loader.open()
         self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
         self._storer.open()
 
@@ -147,13 +104,12 @@ class Cache:
 
     def close(self) -> None:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
-        if self._storer is None or self._loaders is None or self._near_loaders is None:
+        if self._storer is None:
             return
         self._storer.close(self._limits.close_s_max)
         self._tell_decisions()
-        for loaders in (self._loaders, self._near_loaders):
-            loaders.shutdown(wait=False, cancel_futures=True)
-        self._storer = self._loaders = self._near_loaders = None
+        self._loader.close()
+        self._storer = None
         self.tiers.close()
 
     def __enter__(self) -> Self:
@@ -184,105 +140,19 @@ class Cache:
         sink: BlockSink,
         deadline_s: float | None = None,
         take: SectionSink = lambda position, codec, sections: False,
+        layer_sink: LayerSink | None = None,
     ) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
 
-        Blocks behind the first missing one may reach the sinks too, even after the return: they don't count.
+        Blocks behind the first missing one may reach the sinks too, even after the return: they don't count. With a
+        `layer_sink` the first layers of all blocks come before the next ones of any, as far as codecs keep them apart.
         """
-        near, far = self._near_loaders, self._loaders
-        assert near is not None and far is not None, "load before open"
-        give_up_s = self._clock.monotonic_s() + (self._limits.load_s_max if deadline_s is None else deadline_s)
-        keys = [meta.id.key for meta in metas]
-        self.index.pin(keys)
-        try:
-            pending = []
-            for position, meta in enumerate(metas):
-                is_near = self.guarded("look up", partial(self.tiers.is_near, meta.id), False)
-                pending.append((near if is_near else far).submit(self._load_one, position, meta, sink, take))
-            report = self._leading(pending, give_up_s)
-        finally:
-            self.index.unpin(keys)
-        with self._lock:
-            self._counts["loaded"] += report.blocks
-            if report.reason is not None:
-                self._misses[report.reason] += 1
+        sinks = Sinks(sink, take, layer_sink)
+        report = self._loader.load(metas, sinks, self._limits.load_s_max if deadline_s is None else deadline_s)
         self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
         why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
         self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
         return report
-
-    def _leading(self, pending: Sequence[Future[int | MissReason]], give_up_s: float) -> LoadReport:
-        stored_bytes = 0
-        for count, future in enumerate(pending):
-            try:
-                outcome = future.result(max(0.0, give_up_s - self._clock.monotonic_s()))
-            except FutureTimeoutError:
-                outcome = MissReason.DEADLINE
-            if isinstance(outcome, MissReason):
-                for rest in pending[count:]:
-                    rest.cancel()
-                return LoadReport(count, stored_bytes, outcome)
-            stored_bytes += outcome
-        return LoadReport(len(pending), stored_bytes, None)
-
-    def _load_one(self, position: int, meta: BlockMeta, sink: BlockSink, take: SectionSink) -> int | MissReason:
-        fault: int | MissReason = MissReason.FAULT
-        return self.guarded("load", partial(self._load_block, position, meta, sink, take), fault)
-
-    def _load_block(self, position: int, meta: BlockMeta, sink: BlockSink, take: SectionSink) -> int | MissReason:
-        scratch = self._take_scratch(meta.layout)
-        try:
-            size = self.tiers.get_into(meta.id, scratch.stored)
-            if size is None:
-                self.index.remove(meta.id.key)
-                return MissReason.ABSENT
-            stored = parse_object(scratch.stored[:size], meta.id)
-            if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
-                raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
-            codec = self._registry.get(stored.codec_id, stored.profile)
-            if codec is None:
-                return MissReason.UNKNOWN_CODEC
-            if not take(position, codec, sections := self._sections(stored, codec)):
-                codec.decode(meta, sections, scratch.bits)
-                sink(position, scratch.bits)
-            return size
-        except CorruptPayload as error:
-            self._drop_corrupt(meta.id, error)
-            return MissReason.CORRUPT
-        finally:
-            self._scratch.append(scratch)
-
-    def _sections(self, stored: StoredObject, codec: Codec) -> list[Section]:
-        """Return the sections, without bad ones if what is left is as good as the own codec would have made it."""
-        good = stored.good_sections()
-        if len(good) == len(stored.entries):
-            return good
-        if not (isinstance(codec, EmbeddedCodec) and isinstance(self._codec, EmbeddedCodec)):
-            raise CorruptPayload(f"{stored.meta.id}: {len(stored.entries) - len(good)} sections are not those stored")
-        left = codec.quality_of(good)
-        if left > self._codec.quality * (1 + _QUALITY_SLACK):
-            raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
-        with self._lock:
-            self._counts["damaged"] += 1
-        return good
-
-    def _drop_corrupt(self, object_id: ObjectId, error: CorruptPayload) -> None:
-        self.index.remove(object_id.key)
-        self.tiers.delete(object_id, "corrupt")
-        with self._lock:
-            self._counts["corrupt"] += 1
-            is_first = self._counts["corrupt"] == 1
-        if is_first:
-            _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
-
-    def _take_scratch(self, layout: BlockLayout) -> _Scratch:
-        while self._scratch:  # at most one for each loading thread; list operations are atomic
-            scratch = self._scratch.pop()
-            if scratch.layout == layout:
-                return scratch
-        # One byte more than an object may have, so that one that is too long shows; aligned for direct reads.
-        stored = aligned_buffer(object_bytes_max(layout) + 1)
-        return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many leading ones had room."""
@@ -299,7 +169,7 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        assert len(self._scratch) <= 2 * self._limits.load_threads, f"{len(self._scratch)} buffers"
+        self._loader.check()
         self.index.check()
         self.tiers.check()
 
@@ -364,16 +234,16 @@ class Cache:
         """Return the counters."""
         with self._lock:
             counts = self._counts.copy()
-            misses = {reason.value: count for reason, count in self._misses.items()}
+        loaded = self._loader.loaded()
         return CacheStats(
-            blocks_loaded=counts["loaded"],
-            blocks_damaged=counts["damaged"],
+            blocks_loaded=loaded.blocks,
+            blocks_damaged=loaded.damaged,
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
             blocks_unencodable=counts["unencodable"],
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
-            misses=misses,
+            misses={reason.value: count for reason, count in loaded.misses.items()},
             decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(),
         )

@@ -22,7 +22,6 @@ from kvtide.engines.gpu.kernels import CudaKernels, Kernels
 from kvtide.engines.gpu.pages import KernelPages, opened_pages
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder
-from kvtide.engines.paged.pages import nobody_waits
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
 from kvtide.testing.strategies import block_meta, smooth_bits
@@ -154,7 +153,7 @@ class Engine:
     def compute(self) -> None:
         for position in range(2):
             bits = smooth_bits(SMALL, 40 + position)
-            DevicePages(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0, nobody_waits)
+            DevicePages(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0)
         stores = tuple(StoreOrder("a", block, tuple(range(3 * i, 3 * i + 3))) for i, block in enumerate(self.blocks))
         orders = StepOrders(1, (), stores, is_idle=False)
         self.worker.start(orders)

@@ -124,12 +124,15 @@ def test_server_that_is_killed_under_the_engine_fails_no_request(
     assert stats["free_pages"] == stats["pages"]
 
 
-def test_layers_are_waited_for_within_the_step_and_faults_are_recomputed(
-    engine: Any, plain: Any, filled_store: Path, tokens: list[int], tmp_path: Path
+@pytest.mark.parametrize(("load", "codec"), [("layers", "raw"), ("auto", "raw"), ("async", "lossless")])
+def test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed(
+    engine: Any, plain: Any, tokens: list[int], tmp_path: Path, load: str, codec: str
 ) -> None:
     store, expected = tmp_path / "store", plain["long"]["ids"]
-    shutil.copytree(filled_store, store)
-    with engine(kvtide_transfer(str(store), load="layers", **FROM_DISK)) as process:
+    with engine(kvtide_transfer(str(store), **{**FROM_DISK, "load": load, "codec": codec})) as process:
+        assert process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)["cached_tokens"] == 0
+        process.do("settle")
+        process.do("reset")
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
         assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS)
         process.do("reset")

@@ -1,6 +1,6 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers."""
 
-from kvtide.codec.base import Codec, EmbeddedCodec
+from kvtide.codec.base import Codec, EmbeddedCodec, LayeredCodec
 from kvtide.codec.cachegen import CachegenCodec
 from kvtide.codec.chunkwise import ChunkwiseCodec
 from kvtide.codec.lossless import LosslessCodec
@@ -17,6 +17,7 @@ __all__ = [
     "CodecRegistry",
     "CodecSpec",
     "EmbeddedCodec",
+    "LayeredCodec",
     "LosslessCodec",
     "PackedBase",
     "PackedCodec",

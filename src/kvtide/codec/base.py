@@ -14,6 +14,7 @@ from kvtide.types import Section, SectionId, SectionKind
 
 __all__ = [
     "Codec",
+    "LayeredCodec",
     "layer_section_ids",
     "layer_views",
     "sections_by_layer",
@@ -66,6 +67,17 @@ class EmbeddedCodec(Codec, Protocol):
         """Return what a block has that is decoded from these sections: that of its worst layers.
 
         CorruptPayload if they can't be decoded.
+        """
+
+
+@runtime_checkable
+class LayeredCodec(Codec, Protocol):
+    """A codec whose objects have one section for each layer, which is decoded without the others."""
+
+    def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
+        """Return a layer, (2, tokens, kv_heads, head_dim), which may be a view of the section.
+
+        CorruptPayload if it is none.
         """
 
 

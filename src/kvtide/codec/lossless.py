@@ -51,13 +51,21 @@ class LosslessCodec:
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write every layer into `out`. CorruptPayload for a plane of wrong method, size or content."""
         check_bits(out, meta.layout)
-        dtype = meta.layout.dtype
-        planes = np.empty(
-            (len(_PLANE_BITS[dtype]), 2, meta.layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8
-        )
         for section, layer in zip(sections_by_layer(meta.layout, sections), layer_views(out), strict=True):
-            _decode_planes(memoryview(section.data).cast("B"), dtype, planes)
-            _native.join_planes(planes.reshape(-1), dtype.value, layer)
+            _decode_layer(meta.layout, section, layer)
+
+    def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
+        """Return the section's layer."""
+        values: BlockBits = np.empty(layout.shape[1:], layout.bits_dtype)
+        _decode_layer(layout, section, values.reshape(-1).view(np.uint8))
+        return values
+
+
+def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
+    dtype = layout.dtype
+    planes = np.empty((len(_PLANE_BITS[dtype]), 2, layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8)
+    _decode_planes(memoryview(section.data).cast("B"), dtype, planes)
+    _native.join_planes(planes.reshape(-1), dtype.value, out)
 
 
 class _Alphabet(NamedTuple):

@@ -34,7 +34,12 @@ class RawCodec:
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Copy each section into its layer of `out`."""
         check_bits(out, meta.layout)
-        for section, layer in zip(sections_by_layer(meta.layout, sections), layer_views(out), strict=True):
-            if len(section.data) != layer.size:
-                raise CorruptPayload(f"section {section.id} has {len(section.data)} bytes, a layer has {layer.size}")
-            layer[:] = np.frombuffer(section.data, dtype=np.uint8)
+        for section, layer in zip(sections_by_layer(meta.layout, sections), out, strict=True):
+            layer[:] = self.decode_layer(meta.layout, section)
+
+    def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
+        """Return a view of the section."""
+        if len(section.data) != layout.layer_bytes:
+            found = f"section {section.id} has {len(section.data)} bytes"
+            raise CorruptPayload(f"{found}, a layer has {layout.layer_bytes}")
+        return np.frombuffer(section.data, layout.bits_dtype).reshape(layout.shape[1:])

@@ -26,6 +26,7 @@ __all__ = [
     "SectionEntry",
     "StoredObject",
     "embedded_namespace",
+    "head_bytes",
     "header_and_table_bytes",
     "object_bytes",
     "object_bytes_max",
@@ -167,7 +168,7 @@ def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], pro
     if len({section.id for section in ordered}) != len(ordered):
         raise ValueError("two sections of one object have the same id")
 
-    body_start = HEADER_BYTES + ENTRY_BYTES * len(ordered)
+    body_start = head_bytes(len(ordered))
     object_bytes = body_start + sum(len(section.data) for section in ordered)
     packed = bytearray(object_bytes)
     offset = body_start
@@ -212,7 +213,7 @@ def _pack_header(packed: bytearray, meta: BlockMeta, codec: bytes, section_count
 
 def _header_checksum(data: memoryview, section_count: int) -> bytes:
     digest = xxhash.xxh3_128(data[:_CHECKSUM_OFFSET])
-    digest.update(data[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count])
+    digest.update(data[HEADER_BYTES : head_bytes(section_count)])
     return digest.digest()
 
 
@@ -263,12 +264,17 @@ def parse_object(data: bytes | bytearray | memoryview, expected: ObjectId | None
     return stored
 
 
+def head_bytes(section_count: int) -> int:
+    """Return how long header and section table of so many sections are."""
+    return HEADER_BYTES + ENTRY_BYTES * section_count
+
+
 def header_and_table_bytes(data: bytes | bytearray | memoryview) -> int:
     """Return how long header and section table are, by what may be an object's begin; at most the format's bound."""
     if len(data) < HEADER_BYTES:
         return HEADER_BYTES
     section_count: int = _HEADER.unpack_from(data)[3]
-    return HEADER_BYTES + ENTRY_BYTES * min(section_count, SECTIONS_MAX)
+    return head_bytes(min(section_count, SECTIONS_MAX))
 
 
 def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:
@@ -288,7 +294,7 @@ def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None
         raise CorruptPayload(f"object version {version} with a {header_bytes}-byte header; this code reads {_VERSION}")
     if not 1 <= section_count <= SECTIONS_MAX:
         raise CorruptPayload(f"an object has 1 to {SECTIONS_MAX} sections, this one says {section_count}")
-    if len(view) < HEADER_BYTES + ENTRY_BYTES * section_count:
+    if len(view) < head_bytes(section_count):
         raise CorruptPayload(f"section table is cut: {section_count} sections, {len(view)} bytes")
     version_tag = bytes(view[_CHECKSUM_OFFSET:HEADER_BYTES])
     if _header_checksum(view, section_count) != version_tag:
@@ -333,7 +339,7 @@ def _parse_entries(
     view: memoryview, section_count: int, layers: int, object_bytes: int, object_id: ObjectId
 ) -> list[SectionEntry]:
     """Check the table and return it. Kept flat: for small objects it costs as much as hashing the bytes."""
-    table = view[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * section_count]
+    table = view[HEADER_BYTES : head_bytes(section_count)]
     places = list(_ENTRY_PLACE.iter_unpack(table))
     try:
         ids = _section_ids(b"".join([place[0] for place in places]), layers)

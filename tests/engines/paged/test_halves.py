@@ -266,11 +266,11 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Cal
     pages = second.pages(len(PROMPT) + BLOCK)
     assert hit
     second.worker.cache.tiers.get_into = lambda *arguments: None  # type: ignore[method-assign]
-    second.scheduler.allocated("b", pages, hit)
+    second.scheduler.allocated("b", pages, hit, is_in_step=True)
     longer = PROMPT + list(range(BLOCK))
     orders = second.scheduler.plan([ScheduledRequest("b", longer, len(longer), lambda: pages)], 10)
     second.worker.start(orders)
-    second.worker.wait_loads(["b"])
+    second.worker.wait_loads()
     second.worker.store(orders)
     assert len(orders.stores) == 1
     assert second.worker.cache.flush(5)
@@ -285,12 +285,12 @@ def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> 
     hit = second.ask("b", PROMPT)
     assert hit
     pages = second.pages(len(PROMPT))
-    second.scheduler.allocated("b", pages, hit)
+    second.scheduler.allocated("b", pages, hit, is_in_step=True)
     second.step(tokens=0)
     for layer in range(LAYOUT.layers):
-        second.worker.wait_layer(layer, ["b"])
+        second.worker.wait_layer(layer)
         assert np.array_equal(held(second, pages)[layer, :, :BLOCK], block_of(PROMPT, 0)[layer])
-    second.worker.wait_loads(["b"])
+    second.worker.wait_loads()
     second.finish("b")
 
 

@@ -21,7 +21,7 @@ from kvtide.engines.gpu.kernels import Budget, CudaKernels, DeviceStream, Kernel
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import PageTarget, page_target
 from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.paged.pages import Captured, LayerDone, PagePool
+from kvtide.engines.paged.pages import Captured, PagePool
 from kvtide.errors import DeviceFault
 from kvtide.tier import DeviceMemory
 from kvtide.tier.breaker import Breaker
@@ -81,7 +81,7 @@ class KernelPages:
             self._plain.follow()
             self._after = self._kernels.at_current().mark()
 
-    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone) -> None:
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`; see PagePool."""
 
         def by_kernel() -> bool:
@@ -90,12 +90,9 @@ class KernelPages:
             self._kernels.finish()
             return True
 
-        if self._tried(by_kernel, False):
-            for layer in range(self.layout.layers):
-                done(layer)
-        else:
+        if not self._tried(by_kernel, False):
             with device_faults():
-                self._plain.scatter(bits, pages, skip_pages, done)
+                self._plain.scatter(bits, pages, skip_pages)
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
@@ -160,7 +157,7 @@ class _KernelCaptured:
         return bits
 
     def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._pool.scatter(self.block(), pages, skip_pages, lambda layer: None)
+        self._pool.scatter(self.block(), pages, skip_pages)
 
 
 def cuda_pages(layers: Sequence[torch.Tensor], layout: BlockLayout, multiprocessors: int) -> PagePool:

@@ -11,7 +11,7 @@ import torch
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.paged.pages import Captured, CellOrder, LayerDone, block_of_cells, keys_values, nobody_waits
+from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys_values
 from kvtide.types import Section
 
 __all__ = ["DevicePages"]
@@ -47,7 +47,7 @@ class DevicePages:
         if self._stream is not None:
             self._after = torch.cuda.current_stream(self._device).record_event()
 
-    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone = nobody_waits) -> None:
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`, from `skip_pages` pages into the block on. Done on return."""
         tokens = self.page_tokens
         _, kv_heads, _, content = self._layers[0].shape
@@ -65,8 +65,6 @@ class DevicePages:
         if self._stream is not None:
             # `bits` is the caller's again, and the engine may read the pages.
             self._stream.synchronize()
-        for layer in range(len(self._layers)):
-            done(layer)
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int

@@ -18,13 +18,17 @@ class BlockRef(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on."""
+    """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on.
+
+    is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits.
+    """
 
     request: str
     blocks: tuple[BlockRef, ...]
     pages: tuple[int, ...]
     skip_pages: int
     deadline_s: float
+    is_in_step: bool = False
 
 
 class StoreOrder(NamedTuple):

@@ -6,28 +6,23 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec
+from kvtide.codec import Codec, LayeredCodec
+from kvtide.codec.base import sections_by_layer
 from kvtide.tier import DeviceMemory
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import Section
 
-__all__ = ["Captured", "CellOrder", "HostPages", "LayerDone", "PagePool", "cell_order", "keys_values", "nobody_waits"]
+__all__ = ["Captured", "CellOrder", "HostPages", "LayeredPages", "PagePool", "cell_order", "keys_values"]
 
 Cells = NDArray[Any]
-# Told of each layer that is whole.
-LayerDone = Callable[[int], None]
-
-
-def nobody_waits(layer: int) -> None:
-    """Take note of a layer for nobody."""
 
 
 class CellOrder(Enum):
@@ -73,7 +68,7 @@ class PagePool(Protocol):
     def follow(self) -> None:
         """Put what is written from now on behind what the calling thread, the engine's, has queued on a device."""
 
-    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone) -> None:
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`, from `skip_pages` pages into the block on; done on return."""
 
     def decode(
@@ -86,6 +81,14 @@ class PagePool(Protocol):
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device."""
+
+
+@runtime_checkable
+class LayeredPages(PagePool, Protocol):
+    """Pages that are written layer by layer."""
+
+    def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
+        """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim), as `scatter` does."""
 
 
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
@@ -140,20 +143,27 @@ class HostPages:
     def follow(self) -> None:
         """Do nothing: an engine on this processor queues nothing."""
 
-    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int, done: LayerDone = nobody_waits) -> None:
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`, from `skip_pages` pages into the block on."""
+        self.scatter_layers(0, bits, pages, skip_pages)
+
+    def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
+        """Write a block's layers from `first` on."""
         tokens = self.page_tokens
-        for layer, rooms in enumerate(self._views):
-            for room, values in zip(rooms, bits[layer], strict=True):
+        for number, layer in enumerate(layers, first):
+            for room, values in zip(self._views[number], layer, strict=True):
                 for position, page in enumerate(pages, skip_pages):
                     room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
-            done(layer)
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
     ) -> bool:
-        """Leave it to the codec."""
-        return False
+        """Write layer by layer if the codec keeps them apart: a block of its own would be one more copy."""
+        if not isinstance(codec, LayeredCodec):
+            return False
+        layers = (codec.decode_layer(meta.layout, section) for section in sections_by_layer(meta.layout, sections))
+        self.scatter_layers(0, layers, pages, skip_pages)
+        return True
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now."""

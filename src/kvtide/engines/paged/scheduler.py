@@ -147,7 +147,7 @@ class SchedulerHalf:
             hits = min(hits, self.cache.match([block.ids[shard] for block in blocks[:hits]]))
         return hits
 
-    def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int) -> None:
+    def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int, is_in_step: bool = False) -> None:
         """Order the load that the last match offered, into the pages that the request got for it."""
         sequence = self._sequences[request]
         start = sequence.computed_tokens
@@ -159,14 +159,16 @@ class SchedulerHalf:
         filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens
         deadline_s = self._pace.deadline_s(loaded_tokens, self._clock.monotonic_s())
-        self._loads.append(LoadOrder(request, blocks, filled, skip_pages, deadline_s))
+        self._loads.append(LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step))
 
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepOrders:
         """Return the orders of this step and forget them."""
         stores = tuple(order for request in scheduled for order in self._stores(request))
         loads, self._loads = tuple(self._loads), []
         self._step += 1
-        self._steps[self._step] = _Step(self._clock.monotonic_s(), step_tokens)
+        # A step that waits for its loads says nothing of how fast the engine computes.
+        paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
+        self._steps[self._step] = _Step(self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
         return StepOrders(self._step, loads, stores, is_idle=step_tokens == 0)

@@ -20,7 +20,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A connector's options.
 
     `store` is a store URL. `load` says how blocks come in: `async` loads between the engine's steps, so that other
-    requests run meanwhile; `layers` loads within the step, each layer waiting for its own keys and values alone.
+    requests run meanwhile; `layers` loads within the step, each layer waiting for its own keys and values alone; `auto`
+    is that for a lone request and a store of this machine, on a processor, and `async` for others.
     """
 
     store: str
@@ -29,7 +30,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     block_tokens: int = 0
     tenant_salt: str = ""
     fingerprint: str = ""
-    load: Literal["async", "layers"] = "async"
+    load: Literal["auto", "async", "layers"] = "auto"
     memory_bytes_max: int = Limits().memory_bytes_max
     disk_bytes_max: int = Limits().disk_bytes_max
     store_queue_bytes_max: int = Limits().store_queue_bytes_max
@@ -56,7 +57,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             found = (settings.device_multiprocessors, settings.device_bytes_max)
             raise ValueError(f"device_multiprocessors must be positive and device_bytes_max not negative, got {found}")
         settings.limits()
-        return settings if settings.codec else replace(settings, codec=_codec_for(settings.store))
+        return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
+
+    @property
+    def is_local(self) -> bool:
+        """Tell whether the store is on this machine."""
+        return "://" not in self.store or self.store.startswith(("disk://", "memory://"))
 
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""
@@ -81,8 +87,3 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"block_tokens must be a multiple of the engine's page of {page_tokens} tokens, got {self.block_tokens}"
             )
         return self.block_tokens or page_tokens * max(1, BLOCK_TOKENS_WANTED // page_tokens)
-
-
-def _codec_for(store: str) -> str:
-    is_local = "://" not in store or store.startswith(("disk://", "memory://"))
-    return "raw" if is_local else "lossless"

@@ -6,10 +6,10 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
@@ -18,7 +18,8 @@ from kvtide.codec import Codec
 from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, StoreOrder, WorkerReport
-from kvtide.engines.paged.pages import Captured, PagePool
+from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
+from kvtide.loading import Guarded
 from kvtide.types import BlockKey, ObjectId, Section
 
 __all__ = ["LoadOutcome", "WorkerHalf"]
@@ -33,14 +34,8 @@ COPY_BYTES_MAX = 128 << 20
 _Result = TypeVar("_Result")
 
 
-class Guarded(Protocol):
-    """See `Cache.guarded`."""
-
-    def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result: ...
-
-
 class LoadOutcome(NamedTuple):
-    """Loads that ended: of which requests, and the pages that were not filled."""
+    """Loads that ended: of which requests, those within a step apart, and the pages that were not filled."""
 
     requests: set[str]
     failed_pages: set[int]
@@ -87,7 +82,8 @@ class _Load:
         pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:
-                self._pool.scatter(bits, pages, skip_pages, self._note_layer)
+                self._pool.scatter(bits, pages, skip_pages)
+                self._note_layers()
                 self._keep(position, pages, skip_pages)
 
     def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
@@ -100,6 +96,18 @@ class _Load:
                 self._note_layers()
                 self._keep(position, pages, skip_pages)
         return True
+
+    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
+        """Write layers of a block, from layer `first` on, into a pool of LayeredPages."""
+        assert isinstance(self._pool, LayeredPages)
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                self._pool.scatter_layers(first, layers, pages, skip_pages)
+                stop = first + len(layers)
+                self._note_layers(first, stop)
+                if stop == self._pool.layout.layers:
+                    self._keep(position, pages, skip_pages)
 
     def _keep(self, position: int, pages: Sequence[int], skip_pages: int) -> None:
         """Keep a block that was loaded before as the pages hold it."""
@@ -114,15 +122,11 @@ class _Load:
         start = position * self._pages_per_block - self.order.skip_pages
         return self.order.pages[max(0, start) : start + self._pages_per_block], max(0, -start)
 
-    def _note_layers(self) -> None:
-        for layer in range(self._pool.layout.layers):
-            self._note_layer(layer)
-
-    def _note_layer(self, layer: int) -> None:
+    def _note_layers(self, first: int = 0, stop: int | None = None) -> None:
         with self._gate.changed:
-            self._missing[layer] -= 1
-            if self._missing[layer] == 0:
-                self._gate.changed.notify_all()
+            for layer in range(first, self._pool.layout.layers if stop is None else stop):
+                self._missing[layer] -= 1
+            self._gate.changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the layer is whole or the load has ended."""
@@ -218,13 +222,19 @@ class WorkerHalf:
         def take(position: int, codec: Codec, sections: Sequence[Section]) -> bool:
             return load.take(kept + position, metas[position], codec, sections)
 
+        def take_layers(position: int, first: int, layers: Sequence[BlockBits]) -> None:
+            load.take_layers(kept + position, first, layers)
+
         failed = LoadReport(0, 0, MissReason.FAULT)
-        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, max(0.0, left_s), take), failed)
+        by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
+        run = partial(self.cache.load, metas, sink, max(0.0, left_s), take, by_layer)
+        report = self.cache.guarded("load", run, failed)
         return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: _Load, report: LoadReport) -> None:
         unfilled = load.unfilled(report.blocks)
-        self._ended.append(load.order.request)
+        if not load.order.is_in_step:
+            self._ended.append(load.order.request)
         self._failed_pages.update(unfilled)
         if unfilled:
             self._failed_requests.add(load.order.request)
@@ -245,17 +255,19 @@ class WorkerHalf:
             block.ids[self._shard], block.parents[self._shard], block.start, self._pool.layout, self._label
         )
 
-    def wait_layer(self, layer: int, requests: Collection[str]) -> None:
-        """Wait until what is being loaded for these requests has this layer whole, or has failed."""
-        with self._changed:
-            loads = [self._loads[request] for request in requests if request in self._loads]
-        for load in loads:
+    def wait_layer(self, layer: int) -> None:
+        """Wait until what is being loaded within the step has this layer whole, or has failed."""
+        for load in self._loads_in_step():
             load.wait_layer(layer)
 
-    def wait_loads(self, requests: Collection[str]) -> None:
-        """Wait until these requests load no more; each load has a deadline."""
+    def wait_loads(self) -> None:
+        """Wait until nothing is being loaded within the step; each load has a deadline."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(request in self._loads for request in requests))
+            self._changed.wait_for(lambda: not self._loads_in_step())
+
+    def _loads_in_step(self) -> list[_Load]:
+        with self._changed:
+            return [load for load in self._loads.values() if load.order.is_in_step]
 
     def store(self, orders: StepOrders) -> None:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
@@ -288,7 +300,7 @@ class WorkerHalf:
         for load in given_up:
             load.close()
         with self._changed:
-            self._ended += [load.order.request for load in given_up]
+            self._ended += [load.order.request for load in given_up if not load.order.is_in_step]
             outcome = LoadOutcome(set(self._ended), self._failed_pages)
             self._ended, self._failed_pages = [], set()
         return outcome

@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvtide.cache import Cache, cache_for
 from kvtide.clock import SystemClock
-from kvtide.codec import CodecRegistry
+from kvtide.codec import CodecRegistry, LayeredCodec
 from kvtide.config import Limits
 from kvtide.engines.paged.orders import StepOrders, WorkerReport
 from kvtide.engines.paged.pace import Pace
@@ -78,7 +78,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._codec = registry.make(self._settings.codec, self._model.layout)
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
-        self._is_async = self._settings.load == "async"
+        # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
+        has_layers = isinstance(self._codec, LayeredCodec) and vllm_config.device_config.device_type == "cpu"
+        self._may_load_in_step = self._settings.is_local and has_layers
         self._requests: dict[str, Any] = {}
         self._worker: WorkerHalf | None = None
         self._outcome = LoadOutcome(set(), set())
@@ -126,13 +128,18 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         salt = (request.cache_salt or "").encode()
         tokens = self.scheduler.match(request.request_id, salt, request.all_token_ids, num_computed_tokens)
-        return tokens, self._is_async and bool(tokens)
+        return tokens, bool(tokens) and not self._is_in_step()
+
+    def _is_in_step(self) -> bool:
+        """Tell whether a load that is ordered now is for the step itself: there, nobody else would wait for it."""
+        is_alone = self._may_load_in_step and len(self._requests) == 1
+        return self._settings.load == "layers" or (self._settings.load == "auto" and is_alone)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Order the load into the pages that the request got."""
         if num_external_tokens:
             (pages,) = blocks.get_block_ids()
-            self.scheduler.allocated(request.request_id, pages, num_external_tokens)
+            self.scheduler.allocated(request.request_id, pages, num_external_tokens, self._is_in_step())
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
@@ -202,23 +209,21 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for what this step loads of a layer; loads aside of steps wait for nobody."""
-        if not self._is_async:
-            self.worker.wait_layer(self._layers[layer_name], [load.request for load in self._orders.loads])
+        self.worker.wait_layer(self._layers[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are stored when all their layers are there."""
 
     def wait_for_save(self) -> None:
         """Copy what the step completed; encoding and storing happen in the background."""
-        if not self._is_async:
-            self.worker.wait_loads([load.request for load in self._orders.loads])
+        self.worker.wait_loads()
         self.worker.store(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended; loads of finished requests end here."""
         self._outcome = self.worker.ended(finished_req_ids, self._orders.is_idle)
-        # vLLM hears of the others through their pages alone.
-        return None, self._outcome.requests if self._is_async else None
+        # vLLM hears of those within the step through their pages alone.
+        return None, self._outcome.requests
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages that the loads just reported could not fill."""
