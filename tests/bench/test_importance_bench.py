@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvtide.bench.importance import CurveRow, GuardRow, ImportanceBench, Row, TtftRow
+from kvtide.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
 from kvtide.bench.importance_cache import AblationRow, replayed, sequence
+from kvtide.bench.importance_guards import GuardRow
 from kvtide.bench.importance_set import make_task, noisy, shuffled
 from kvtide.bench.importance_show import render
 from kvtide.clock import ManualClock
@@ -63,7 +64,7 @@ def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
 
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
-    guard = GuardRow("text", "jaccard", 0.0, 0.1, 0.5)
+    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3)
     ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
     ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
     result = ImportanceBench(

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvtide.block import KVDtype
 from kvtide.engines.fingerprint import TORCH_DTYPES
 from kvtide.fetch.selective import ChunkBits, SelectiveLoad
-from kvtide.importance import AllHeads, Ask, CapturedMass, Finding, Guard, Selector, select_chunks, top_tokens
+from kvtide.importance import AllHeads, Ask, Finding, Guard, NeighboursAgree, Selector, select_chunks, top_tokens
 from kvtide.importance.probe import Floats
 
 __all__ = [
@@ -67,7 +67,7 @@ class Importance(NamedTuple):
 
     ratio: float
     selector: Selector = AllHeads("base-keys")
-    guard: Guard | None = CapturedMass()
+    guard: Guard | None = NeighboursAgree()
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5

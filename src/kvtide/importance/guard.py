@@ -13,11 +13,19 @@ from numpy.typing import NDArray
 
 from kvtide.importance.probe import Floats, top_tokens
 
-__all__ = ["CapturedMass", "Finding", "Guard", "HeadsAgree", "jaccard", "random_jaccard"]
+__all__ = ["Finding", "Guard", "HeadsAgree", "NeighboursAgree", "jaccard", "random_jaccard"]
 
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
-BETA = 0.2
+ALIKE = 0.18
+# A token's importance is compared with the mean of so many on each side: near tokens get more for being near.
+AROUND = 16
+# Below this a token's mass, in even shares, is rounding.
+MASS_MIN = 1e-6
+# Logarithms of importance that differ by less are attention to everything alike.
+SPREAD_MIN = 0.1
+# Fewer tokens have no neighbours to speak of; loading them whole costs little.
+TOKENS_MIN = 32
 
 
 class Finding(NamedTuple):
@@ -44,9 +52,7 @@ class Guard(Protocol):
 
 def random_jaccard(ratio: float) -> float:
     """Return the similarity of two random selections of a share of the tokens."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"a ratio is in (0, 1], got {ratio}")
-    return ratio / (2 - ratio)
+    return _share(ratio) / (2 - ratio)
 
 
 def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
@@ -62,7 +68,7 @@ class HeadsAgree:
     name = "jaccard"
 
     def __init__(self, alpha: float = ALPHA) -> None:
-        self._alpha = _exponent(alpha)
+        self._alpha = _share(alpha)
 
     def score(self, finding: Finding) -> float:
         """Return the mean similarity of pairs of heads; one head agrees with itself."""
@@ -75,32 +81,50 @@ class HeadsAgree:
         return float(random_jaccard(ratio) ** self._alpha)
 
 
-class CapturedMass:
-    """Ours: of the attention that the prefix gets beyond its kept tokens, the selected ones get more than ratio^beta.
+class NeighboursAgree:
+    """Ours: neighbouring tokens matter alike, since what a text says takes several of them.
 
-    A random selection would get the ratio. Heads may agree well on attention that is spread over everything.
+    In shuffled text and in noise a token's importance says next to nothing of the next one's: single tokens stand out,
+    whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole.
     """
 
-    name = "captured-mass"
+    name = "neighbours"
 
-    def __init__(self, beta: float = BETA) -> None:
-        self._beta = _exponent(beta)
+    def __init__(self, alike: float = ALIKE) -> None:
+        """alike: the correlation that is enough. ValueError outside (0, 1]."""
+        self._alike = _share(alike)
 
     def score(self, finding: Finding) -> float:
-        """Return the share that the selected tokens get; 1 if there is nothing to get."""
-        mass = finding.importance.mean(axis=0).astype(np.float64)
-        mass[finding.kept] = 0.0
-        total = float(mass.sum())
-        return float(mass[finding.selected].sum()) / total if total > 0 else 1.0
+        """Return the correlation of each token's importance with the next one's, by logarithms, above the local mean.
+
+        0 for a negative one, for attention to everything alike, and for a prefix that is too short to tell.
+        """
+        mass = np.delete(finding.importance.mean(axis=0).astype(np.float64), finding.kept)
+        if len(mass) < TOKENS_MIN:
+            return 0.0
+        stands_out = np.log(mass + MASS_MIN)
+        stands_out -= _local_mean(stands_out)
+        power = float(stands_out @ stands_out)
+        if power < len(mass) * SPREAD_MIN**2:
+            return 0.0
+        return max(0.0, float(stands_out[1:] @ stands_out[:-1]) / power)
 
     def limit(self, ratio: float) -> float:
-        """Return the share that is enough."""
-        if not 0 < ratio <= 1:
-            raise ValueError(f"a ratio is in (0, 1], got {ratio}")
-        return float(ratio**self._beta)
+        """Return the correlation that is enough, whatever the ratio."""
+        _share(ratio)
+        return self._alike
 
 
-def _exponent(value: float) -> float:
+def _local_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of those around each value, itself included; at the ends of fewer."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    start, stop = np.maximum(0, places - AROUND), np.minimum(len(values), places + AROUND + 1)
+    mean: NDArray[np.float64] = (total[stop] - total[start]) / (stop - start)
+    return mean
+
+
+def _share(value: float) -> float:
     if not 0 < value <= 1:
-        raise ValueError(f"an exponent in (0, 1] is expected, got {value}")
+        raise ValueError(f"a number in (0, 1] is expected, got {value}")
     return value

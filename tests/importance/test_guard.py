@@ -1,0 +1,108 @@
+"""Guards: when a selection is not to be believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtide.importance import Finding, Guard, HeadsAgree, NeighboursAgree, top_tokens
+from kvtide.importance.guard import jaccard, random_jaccard
+
+PREFIX = 64
+LENGTHS = [256, 1024, 4096, 8192]
+KEPT = np.arange(4)
+
+
+def finding(importance: np.ndarray, count: int) -> Finding:
+    """Take the top tokens; the first four are kept anyway."""
+    return Finding(importance, top_tokens(importance.mean(axis=0), count), KEPT)
+
+
+def passes(guard: Guard, found: Finding) -> bool:
+    return guard.score(found) >= guard.limit(len(found.selected) / found.importance.shape[1])
+
+
+def passages(tokens: int, seed: int) -> np.ndarray:
+    """Return importance of three heads that comes in runs of about eight tokens, over a hundredfold range."""
+    rng = np.random.default_rng(seed)
+    runs = np.repeat(rng.normal(0, 1.5, tokens // 8), 8)
+    return np.exp(runs + rng.normal(0, 0.7, (3, tokens))).astype(np.float32)
+
+
+def test_jaccard_of_random_choices_is_the_stated_level() -> None:
+    rng = np.random.default_rng(0)
+    sets = [np.sort(rng.permutation(1000)[:200]) for _ in range(40)]
+    measured = np.mean([jaccard(a, b) for a, b in zip(sets[::2], sets[1::2], strict=True)])
+    assert measured == pytest.approx(random_jaccard(0.2), rel=0.1)
+
+
+def test_heads_that_look_elsewhere_fail_the_papers_guard() -> None:
+    alike = np.tile(np.linspace(0, 1, PREFIX, dtype=np.float32), (3, 1))
+    assert passes(HeadsAgree(), finding(alike, 16))
+    apart = np.eye(3, dtype=np.float32).repeat(PREFIX // 3 + 1, axis=1)[:, :PREFIX]
+    assert not passes(HeadsAgree(), finding(apart, 16))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("ratio", [0.05, 0.25, 0.5])
+def test_passages_pass_and_the_same_importance_shuffled_does_not(tokens: int, ratio: float) -> None:
+    """What is captured is the same for both, and so is the agreement of heads: only the order tells them apart."""
+    importance, count = passages(tokens, seed=tokens), int(ratio * tokens)
+    shuffled = importance[:, np.random.default_rng(1).permutation(tokens)]
+    assert passes(NeighboursAgree(), finding(importance, count))
+    assert not passes(NeighboursAgree(), finding(shuffled, count))
+
+
+def test_the_score_hardly_moves_with_length() -> None:
+    scores = [NeighboursAgree().score(finding(passages(tokens, seed=3), tokens // 4)) for tokens in LENGTHS[1:]]
+    assert max(scores) - min(scores) < 0.06
+
+
+def test_attention_to_everything_alike_fails_our_guard() -> None:
+    """All heads agree exactly here, so that the paper's guard passes."""
+    for slope in (0.0, 0.05):
+        spread = finding(np.tile(np.linspace(1, 1 + slope, PREFIX, dtype=np.float32), (3, 1)), 16)
+        assert passes(HeadsAgree(), spread) and not passes(NeighboursAgree(), spread)
+
+
+def test_near_tokens_that_get_more_for_being_near_are_no_passages() -> None:
+    rng = np.random.default_rng(2)
+    near = np.exp(np.linspace(0, 5, 1024) + rng.normal(0, 1, 1024))[None].astype(np.float32)
+    assert NeighboursAgree().score(finding(near, 256)) < 0.06
+
+
+def test_kept_tokens_do_not_count() -> None:
+    importance = passages(1024, seed=5)
+    drawn = importance.copy()
+    drawn[:, KEPT] = 1e6
+    assert NeighboursAgree().score(finding(drawn, 256)) == NeighboursAgree().score(finding(importance, 256))
+
+
+@pytest.mark.parametrize("values", [np.nan, 0.0, np.inf])
+def test_importance_that_says_nothing_is_refused(values: float) -> None:
+    found = Finding(np.full((3, PREFIX), values, dtype=np.float32), np.arange(16), KEPT)
+    with np.errstate(invalid="ignore"):
+        assert NeighboursAgree().score(found) == 0.0
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
+    importance = np.ones((3, tokens), dtype=np.float32)
+    assert NeighboursAgree().score(Finding(importance, np.arange(1), np.arange(min(4, tokens)))) == 0.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HeadsAgree(0),
+        lambda: NeighboursAgree(0),
+        lambda: NeighboursAgree(1.5),
+        lambda: NeighboursAgree(float("nan")),
+        lambda: random_jaccard(0),
+        lambda: NeighboursAgree().limit(0),
+        lambda: NeighboursAgree().limit(1.5),
+    ],
+)
+def test_shares_out_of_range_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="in"):
+        make()  # type: ignore[operator]
