@@ -5,27 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtide.importance import Finding, Guard, HeadsAgree, NeighboursAgree, top_tokens
+from kvtide.importance import Finding, Guard, HeadsAgree, NeighboursAgree
 from kvtide.importance.guard import jaccard, random_jaccard
 
-PREFIX = 64
+PREFIX = 256
 LENGTHS = [256, 1024, 4096, 8192]
 KEPT = np.arange(4)
 
 
 def finding(importance: np.ndarray, count: int) -> Finding:
-    """Take the top tokens; the first four are kept anyway."""
-    return Finding(importance, top_tokens(importance.mean(axis=0), count), KEPT)
+    """Let so many tokens be taken; the first four are kept anyway."""
+    return Finding(importance, count, KEPT)
 
 
 def passes(guard: Guard, found: Finding) -> bool:
-    return guard.score(found) >= guard.limit(len(found.selected) / found.importance.shape[1])
+    return guard.trusts([guard.score(found)], found.taken / found.importance.shape[1])
 
 
 def passages(tokens: int, seed: int) -> np.ndarray:
     """Return importance of three heads that comes in runs of about eight tokens, over a hundredfold range."""
     rng = np.random.default_rng(seed)
-    runs = np.repeat(rng.normal(0, 1.5, tokens // 8), 8)
+    runs = np.repeat(rng.normal(0, 1.5, 1 + tokens // 8), 8)[:tokens]
     return np.exp(runs + rng.normal(0, 0.7, (3, tokens))).astype(np.float32)
 
 
@@ -38,9 +38,9 @@ def test_jaccard_of_random_choices_is_the_stated_level() -> None:
 
 def test_heads_that_look_elsewhere_fail_the_papers_guard() -> None:
     alike = np.tile(np.linspace(0, 1, PREFIX, dtype=np.float32), (3, 1))
-    assert passes(HeadsAgree(), finding(alike, 16))
+    assert passes(HeadsAgree(), finding(alike, 64))
     apart = np.eye(3, dtype=np.float32).repeat(PREFIX // 3 + 1, axis=1)[:, :PREFIX]
-    assert not passes(HeadsAgree(), finding(apart, 16))
+    assert not passes(HeadsAgree(), finding(apart, 64))
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -61,7 +61,7 @@ def test_the_score_hardly_moves_with_length() -> None:
 def test_attention_to_everything_alike_fails_our_guard() -> None:
     """All heads agree exactly here, so that the paper's guard passes."""
     for slope in (0.0, 0.05):
-        spread = finding(np.tile(np.linspace(1, 1 + slope, PREFIX, dtype=np.float32), (3, 1)), 16)
+        spread = finding(np.tile(np.linspace(1, 1 + slope, PREFIX, dtype=np.float32), (3, 1)), 64)
         assert passes(HeadsAgree(), spread) and not passes(NeighboursAgree(), spread)
 
 
@@ -78,17 +78,24 @@ def test_kept_tokens_do_not_count() -> None:
     assert NeighboursAgree().score(finding(drawn, 256)) == NeighboursAgree().score(finding(importance, 256))
 
 
-@pytest.mark.parametrize("values", [np.nan, 0.0, np.inf])
+def test_the_first_half_of_the_layers_is_not_asked() -> None:
+    assert NeighboursAgree().trusts([0.0, 0.0, 0.0, 0.3, 0.3], 0.25)
+    assert not NeighboursAgree().trusts([0.3, 0.3, 0.0, 0.0, 0.3], 0.25)
+    assert not HeadsAgree().trusts([0.0, 0.0, 0.0, 0.9, 0.9], 0.25)
+
+
+@pytest.mark.parametrize("values", [np.nan, 0.0, 1e30])
 def test_importance_that_says_nothing_is_refused(values: float) -> None:
-    found = Finding(np.full((3, PREFIX), values, dtype=np.float32), np.arange(16), KEPT)
-    with np.errstate(invalid="ignore"):
-        assert NeighboursAgree().score(found) == 0.0
+    found = Finding(np.full((3, PREFIX), values, dtype=np.float32), 16, KEPT)
+    assert NeighboursAgree().score(found) == 0.0
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.parametrize("tokens", [1, 4, 20, 131])
 def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
-    importance = np.ones((3, tokens), dtype=np.float32)
-    assert NeighboursAgree().score(Finding(importance, np.arange(1), np.arange(min(4, tokens)))) == 0.0
+    """A hundred and twenty-eight tokens beside the kept ones are enough."""
+    importance = passages(132, seed=0)[:, :tokens]
+    assert NeighboursAgree().score(Finding(importance, 1, np.arange(min(4, tokens)))) == 0.0
+    assert NeighboursAgree().score(Finding(passages(132, seed=0), 1, KEPT)) > 0
 
 
 @pytest.mark.parametrize(
@@ -99,8 +106,9 @@ def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
         lambda: NeighboursAgree(1.5),
         lambda: NeighboursAgree(float("nan")),
         lambda: random_jaccard(0),
-        lambda: NeighboursAgree().limit(0),
-        lambda: NeighboursAgree().limit(1.5),
+        lambda: NeighboursAgree().trusts([0.5], 0),
+        lambda: NeighboursAgree().trusts([0.5], 1.5),
+        lambda: HeadsAgree().trusts([0.5], 1.5),
     ],
 )
 def test_shares_out_of_range_are_refused(make: object) -> None:

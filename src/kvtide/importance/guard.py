@@ -1,11 +1,13 @@
 """When a selection can't be trusted: the paper's test of agreement between heads, and one that fails when it should.
 
-Both are pure; they look at a layer at a time.
+Both are pure; they look at a layer at a time, and then at what all layers gave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,27 +19,27 @@ __all__ = ["Finding", "Guard", "HeadsAgree", "NeighboursAgree", "jaccard", "rand
 
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
-ALIKE = 0.18
-# A token's importance is compared with the mean of so many on each side: near tokens get more for being near.
-AROUND = 16
+ALIKE = 0.115
+# Tokens so far apart are compared with neighbours: further ones differ by place as well.
+APART = 3
 # Below this a token's mass, in even shares, is rounding.
-MASS_MIN = 1e-6
+MASS_MIN = 1e-5
 # Logarithms of importance that differ by less are attention to everything alike.
 SPREAD_MIN = 0.1
-# Fewer tokens have no neighbours to speak of; loading them whole costs little.
-TOKENS_MIN = 32
+# Of fewer tokens a mean is chance; loading them whole costs little.
+TOKENS_MIN = 128
 
 
 class Finding(NamedTuple):
-    """What a probe found in a layer: importance by head, (rows, prefix), the tokens taken, and those kept anyway."""
+    """What a probe found in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
 
     importance: Floats
-    selected: NDArray[np.int64]
+    taken: int
     kept: NDArray[np.int64]
 
 
 class Guard(Protocol):
-    """Judges a selection by what it says of each layer: it falls back if the median over layers is below the limit."""
+    """Judges a selection layer by layer, and then by what it found in all of them."""
 
     @property
     def name(self) -> str:
@@ -46,8 +48,8 @@ class Guard(Protocol):
     def score(self, finding: Finding) -> float:
         """Return how far a layer's selection may stand for the whole, from 0 to 1."""
 
-    def limit(self, ratio: float) -> float:
-        """Return the median that is enough when a share of the tokens is selected."""
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Tell from the scores of all layers, one or more, whether a selection of a share of the tokens will do."""
 
 
 def random_jaccard(ratio: float) -> float:
@@ -72,56 +74,53 @@ class HeadsAgree:
 
     def score(self, finding: Finding) -> float:
         """Return the mean similarity of pairs of heads; one head agrees with itself."""
-        tops = [top_tokens(row, len(finding.selected)) for row in finding.importance]
+        tops = [top_tokens(row, finding.taken) for row in finding.importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
         return float(np.mean(pairs)) if pairs else 1.0
 
-    def limit(self, ratio: float) -> float:
-        """Return t."""
-        return float(random_jaccard(ratio) ** self._alpha)
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Compare the median over layers with t."""
+        return bool(median(scores) >= random_jaccard(ratio) ** self._alpha)
 
 
 class NeighboursAgree:
     """Ours: neighbouring tokens matter alike, since what a text says takes several of them.
 
     In shuffled text and in noise a token's importance says next to nothing of the next one's: single tokens stand out,
-    whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole.
+    whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole. Only the deeper
+    half of the layers is asked: the first ones attend by token and distance.
     """
 
     name = "neighbours"
 
     def __init__(self, alike: float = ALIKE) -> None:
-        """alike: the correlation that is enough. ValueError outside (0, 1]."""
+        """alike: the score that is enough. ValueError outside (0, 1]."""
         self._alike = _share(alike)
 
     def score(self, finding: Finding) -> float:
-        """Return the correlation of each token's importance with the next one's, by logarithms, above the local mean.
+        """Return how much less neighbours differ than tokens three apart, in the median over heads.
 
-        0 for a negative one, for attention to everything alike, and for a prefix that is too short to tell.
+        Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike, and for a
+        prefix that is too short to tell.
         """
-        mass = np.delete(finding.importance.mean(axis=0).astype(np.float64), finding.kept)
-        if len(mass) < TOKENS_MIN:
+        mass = np.delete(finding.importance, finding.kept, axis=1)
+        if mass.shape[1] < TOKENS_MIN:
             return 0.0
-        stands_out = np.log(mass + MASS_MIN)
-        stands_out -= _local_mean(stands_out)
-        power = float(stands_out @ stands_out)
-        if power < len(mass) * SPREAD_MIN**2:
-            return 0.0
-        return max(0.0, float(stands_out[1:] @ stands_out[:-1]) / power)
+        known = np.log(mass + np.float32(MASS_MIN))
+        near, far = _difference(known, 1), _difference(known, APART)
+        alike = np.where(far > SPREAD_MIN, 1 - near / np.maximum(far, SPREAD_MIN), 0.0)
+        return max(0.0, float(np.median(alike)))
 
-    def limit(self, ratio: float) -> float:
-        """Return the correlation that is enough, whatever the ratio."""
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Compare the median over the deeper half of the layers with what is enough, whatever the ratio."""
         _share(ratio)
-        return self._alike
+        return median(scores[len(scores) // 2 :]) >= self._alike
 
 
-def _local_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean of those around each value, itself included; at the ends of fewer."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    start, stop = np.maximum(0, places - AROUND), np.minimum(len(values), places + AROUND + 1)
-    mean: NDArray[np.float64] = (total[stop] - total[start]) / (stop - start)
-    return mean
+def _difference(values: Floats, apart: int) -> Floats:
+    """Return how much values that far apart differ, in the mean of each row."""
+    found: Floats = np.abs(values[:, apart:] - values[:, :-apart]).mean(axis=1)
+    return found
 
 
 def _share(value: float) -> float:
