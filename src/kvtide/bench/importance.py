@@ -45,8 +45,8 @@ class ImportanceSize(NamedTuple):
     guards: GuardSize
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, GuardSize(4, 2, (512, 1024, 2048)))
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3, GuardSize(2, 2, ()))
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, GuardSize(3, 2, 2, (1024,)))
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3, GuardSize(1, 2, 1, ()))
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -17,7 +17,6 @@ from kvtide.importance import FirstHeads, HeadsAgree
 
 __all__ = ["GuardRow", "GuardSize", "guard_rows"]
 
-QUESTIONS = 2
 # What is asked of a prefix for packing it: two uses are the fewest.
 USES = 2
 Progress = Callable[[str, int, int], None]
@@ -25,10 +24,14 @@ Tokenize = Callable[[str], list[int]]
 
 
 class GuardSize(NamedTuple):
-    """On what guards are tried: texts, seeds of each kind of adversarial prompt, lengths besides the context's."""
+    """On what guards are tried: texts, seeds of each kind of adversarial prompt, questions on each of them.
+
+    tokens: lengths besides the context's; longer ones are left out.
+    """
 
     texts: int
     seeds: int
+    questions: int
     tokens: tuple[int, ...]
 
 
@@ -89,7 +92,7 @@ def _prompts(
     judge: ImportanceJudge, texts: Sequence[Text], tokens: int, size: GuardSize, tokenize: Tokenize, vocabulary: int
 ) -> Iterator[tuple[str, Iterator[JudgedPrefix]]]:
     tasks = make_tasks(texts, size.texts, tokens, tokenize)
-    asked = [tokenized(task, tokenize, QUESTIONS) for task in tasks]
+    asked = [tokenized(task, tokenize, size.questions) for task in tasks]
 
     def disturbed(seed: int) -> JudgedPrefix:
         number = seed % len(tasks)

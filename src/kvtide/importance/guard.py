@@ -100,8 +100,8 @@ class NeighboursAgree:
     def score(self, finding: Finding) -> float:
         """Return how much less neighbours differ than tokens three apart, in the median over heads.
 
-        Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike, and for a
-        prefix that is too short to tell.
+        Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike,
+        and for a prefix that is too short to tell.
         """
         mass = np.delete(finding.importance, finding.kept, axis=1)
         if mass.shape[1] < TOKENS_MIN:
