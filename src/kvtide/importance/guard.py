@@ -19,9 +19,9 @@ __all__ = ["Finding", "Guard", "HeadsAgree", "NeighboursAgree", "jaccard", "rand
 
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
-ALIKE = 0.115
-# Tokens so far apart are compared with neighbours: further ones differ by place as well.
-APART = 3
+ALIKE = 0.1
+# Tokens so far apart are compared with neighbours; further ones differ by place, too.
+APART = (2, 3)
 # Below this a token's mass, in even shares, is rounding.
 MASS_MIN = 1e-5
 # Logarithms of importance that differ by less are attention to everything alike.
@@ -98,7 +98,7 @@ class NeighboursAgree:
         self._alike = _share(alike)
 
     def score(self, finding: Finding) -> float:
-        """Return how much less neighbours differ than tokens three apart, in the median over heads.
+        """Return how much less neighbours differ than tokens two and three apart, in the median over heads.
 
         Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike,
         and for a prefix that is too short to tell.
@@ -106,8 +106,9 @@ class NeighboursAgree:
         mass = np.delete(finding.importance, finding.kept, axis=1)
         if mass.shape[1] < TOKENS_MIN:
             return 0.0
-        known = np.log(mass + np.float32(MASS_MIN))
-        near, far = _difference(known, 1), _difference(known, APART)
+        mass += np.float32(MASS_MIN)
+        known = np.log(mass, out=mass)
+        near, far = _difference(known, 1), np.mean([_difference(known, apart) for apart in APART], axis=0)
         alike = np.where(far > SPREAD_MIN, 1 - near / np.maximum(far, SPREAD_MIN), 0.0)
         return max(0.0, float(np.median(alike)))
 
