@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted
 from kvtide.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
 from kvtide.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide.bench.importance_guards import GuardRow, GuardSize, guard_rows
-from kvtide.bench.importance_set import make_task, make_tasks, noisy, shuffled
+from kvtide.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
 from kvtide.bench.importance_show import render
 from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
@@ -83,7 +83,9 @@ def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(rando
     judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
     texts = [Text("one", "prose", TEXT), Text("other", "prose", OTHERS[0])]
     size = GuardSize(2, 2, 1, (192, 512))
-    rows = guard_rows(judge, texts, 256, 0.25, size, tokenize, 1100, lambda *_: None)
+    (task,) = make_tasks(texts, 1, 256, tokenize)
+    known = judge.add(task.ids, *tokenized(task, tokenize, 2))
+    rows = guard_rows(judge, texts, [known], 256, 0.25, size, tokenize, 1100, lambda *_: None)
     assert {(row.prompt, row.tokens) for row in rows} == {
         (prompt, tokens) for prompt in ("text", "shuffled text", "needle in noise") for tokens in (192, 256)
     }

@@ -170,8 +170,9 @@ def run(
     ttft = _ttft(judge, prefixes, size, progress)
     progress("quality against bytes", 0, 2)
     curve = _curve(judge, prefixes, profiles, rows, size.stride)
+    words = model.config.vocab_size
     guards = guard_rows(
-        judge, texts, size.context_tokens, HEADLINE_RATIO, size.guards, tokenize, model.config.vocab_size, progress
+        judge, texts, prefixes, size.context_tokens, HEADLINE_RATIO, size.guards, tokenize, words, progress
     )
     return ImportanceBench(
         model_name,

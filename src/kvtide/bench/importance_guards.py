@@ -19,6 +19,7 @@ __all__ = ["GuardRow", "GuardSize", "guard_rows"]
 
 # What is asked of a prefix for packing it: two uses are the fewest.
 USES = 2
+TEXT = "text"
 Progress = Callable[[str, int, int], None]
 Tokenize = Callable[[str], list[int]]
 
@@ -65,6 +66,7 @@ class _Case(NamedTuple):
 def guard_rows(
     judge: ImportanceJudge,
     texts: Sequence[Text],
+    ordinary: Sequence[JudgedPrefix],
     tokens: int,
     ratio: float,
     size: GuardSize,
@@ -72,7 +74,10 @@ def guard_rows(
     vocabulary: int,
     progress: Progress,
 ) -> list[GuardRow]:
-    """Return a row for each length, kind of prompt and guard: the paper's, ours, and ours as engines use it."""
+    """Return a row for each length, kind of prompt and guard: the paper's, ours, and ours as engines use it.
+
+    ordinary: prefixes of `tokens`, which need not be made again.
+    """
     cases = [
         _Case(Importance(ratio, FirstHeads(), HeadsAgree(), Rest.DROP, by_chunks=False), False, False, True),
         _Case(Importance(ratio, rest=Rest.DROP, by_chunks=False), False, True, False),
@@ -83,7 +88,7 @@ def guard_rows(
     for number, length in enumerate(lengths):
         progress("guards", number, len(lengths))
         for kind, prompts in _prompts(judge, texts, length, size, tokenize, vocabulary):
-            found = list(prompts)
+            found = ordinary if kind == TEXT and length == tokens else list(prompts)
             rows += [_row(judge, kind, length, found, case) for case in cases]
     return rows
 
@@ -108,7 +113,7 @@ def _prompts(
         return judge.add(ids, uses[:USES], [Question("retrieval", tokenize(words)), *questions[1:]])
 
     yield (
-        "text",
+        TEXT,
         (judge.add(task.ids, uses[:USES], questions) for task, (uses, questions) in zip(tasks, asked, strict=True)),
     )
     yield "shuffled text", (disturbed(seed) for seed in range(size.seeds))
