@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from tests.codec.tide_profiles import fitted
 
-from kvtide.bench.importance import CurveRow, GuardRow, ImportanceBench, Row, TtftRow
+from kvtide.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
 from kvtide.bench.importance_cache import AblationRow, replayed, sequence
-from kvtide.bench.importance_set import make_task, noisy, shuffled
+from kvtide.bench.importance_guards import GuardRow, GuardSize, guard_rows
+from kvtide.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
 from kvtide.bench.importance_show import render
-from kvtide.clock import ManualClock
+from kvtide.bench.texts import Text
+from kvtide.block import KVDtype
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.codec import CodecRegistry
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.importance_curve import CurvePoint, over_line
+from kvtide.engines.importance_judge import ImportanceJudge
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
@@ -48,6 +56,49 @@ def test_a_short_text_is_refused() -> None:
         make_task("short", OTHERS, 500, tokenize, random.Random(0))
 
 
+def test_tasks_are_made_of_texts_that_are_long_enough() -> None:
+    texts = [Text("short", "prose", "short"), Text("long", "prose", TEXT), Text("other", "prose", TEXT[::-1])]
+    assert len(make_tasks(texts, 1, 500, tokenize)) == 1
+    assert len(make_tasks(texts, 9, 500, tokenize)) == 2
+    with pytest.raises(ValueError, match="no text has 500 tokens"):
+        make_tasks(texts[:1], 1, 500, tokenize)
+
+
+@pytest.fixture
+def random_model() -> Any:
+    """The tiny model with words enough for noise."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=1100, num_attention_heads=4, max_position_embeddings=1024, **shape)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(random_model: Any) -> None:
+    """Random weights attend to everything alike, so that our guard refuses them all."""
+    registry = CodecRegistry([fitted(model_layout(random_model, 32))])
+    judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
+    texts = [Text("one", "prose", TEXT), Text("other", "prose", OTHERS[0])]
+    size = GuardSize(2, 2, 1, (192, 512))
+    (task,) = make_tasks(texts, 1, 256, tokenize)
+    known = judge.add(task.ids, *tokenized(task, tokenize, 2))
+    rows = guard_rows(judge, texts, [known], 256, 0.25, size, tokenize, 1100, lambda *_: None)
+    assert {(row.prompt, row.tokens) for row in rows} == {
+        (prompt, tokens) for prompt in ("text", "shuffled text", "needle in noise") for tokens in (192, 256)
+    }
+    assert [(row.guard, row.rest) for row in rows[:3]] == [
+        ("jaccard", "drop"),
+        ("neighbours", "drop"),
+        ("neighbours", "base"),
+    ]
+    assert all(row.prompts == 2 for row in rows)
+    ours = [row for row in rows if row.guard == "neighbours"]
+    assert all(row.fallback_share == 1 and abs(row.kl_fallback) < 1e-6 for row in ours)
+
+
 def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
     ids = list(range(100))
     assert sorted(shuffled(ids, random.Random(0))) == ids
@@ -63,7 +114,7 @@ def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
 
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
-    guard = GuardRow("text", "jaccard", 0.0, 0.1, 0.5)
+    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3)
     ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
     ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
     result = ImportanceBench(

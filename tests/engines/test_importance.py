@@ -79,7 +79,7 @@ def test_importance_needs_a_profile(tiny_model: Any, tmp_path: Path) -> None:
 
 
 def test_a_refused_selection_gives_the_exact_answer(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    """A model of random weights attends to everything alike, which the guard refuses."""
+    """The guard refuses a prefix of 96 tokens, which is too short to tell."""
     with attached(tiny_model, store) as cached:
         output = cached.generate(prompt, **GREEDY)
     assert cached.last.selected.is_fallback

@@ -107,8 +107,8 @@ class Never:
     def score(self, finding: Any) -> float:
         return 0.0
 
-    def limit(self, ratio: float) -> float:
-        return 1.0
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("by_chunks", [True, False])

@@ -11,15 +11,16 @@ import msgspec
 import numpy as np
 
 from kvtide.bench.importance_cache import AblationRow, replayed, sequence
-from kvtide.bench.importance_set import Asked, Task, make_task, noisy, shuffled
+from kvtide.bench.importance_guards import GuardRow, GuardSize, guard_rows
+from kvtide.bench.importance_set import make_tasks, tokenized
 from kvtide.bench.texts import Text
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.importance_curve import CurvePoint, all_tokens, over_line, selective
-from kvtide.engines.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
+from kvtide.engines.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 from kvtide.engines.selective import Importance, Rest
-from kvtide.importance import AllHeads, CapturedMass, FirstHeads, GroupHeads, Guard, HeadsAgree, Known, Random, Recency
+from kvtide.importance import AllHeads, FirstHeads, GroupHeads, Known, Random, Recency
 from kvtide.importance.probe import Selector
 
 __all__ = ["FULL", "QUICK", "ImportanceBench", "ImportanceSize", "run"]
@@ -30,7 +31,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class ImportanceSize(NamedTuple):
-    """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes."""
+    """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
+
+    guards: on how many prompts guards are tried, and at which lengths besides the context's.
+    """
 
     contexts: int
     context_tokens: int
@@ -38,10 +42,11 @@ class ImportanceSize(NamedTuple):
     questions: int
     tries: int
     stride: int
+    guards: GuardSize
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1)
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3)
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, GuardSize(3, 2, 2, (1024,)))
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3, GuardSize(1, 1, 1, ()))
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -78,16 +83,6 @@ class TtftRow(msgspec.Struct, frozen=True):
     speedup_high: float
     whole_disk_s: float
     selective_disk_s: float
-
-
-class GuardRow(msgspec.Struct, frozen=True):
-    """A guard on a kind of prompt, what is not selected being dropped: the share that fell back."""
-
-    prompt: str
-    guard: str
-    fallback_share: float
-    kl: float
-    bytes_read_share: float
 
 
 class CurveRow(msgspec.Struct, frozen=True):
@@ -166,17 +161,19 @@ def run(
 ) -> ImportanceBench:
     """Judge every case on texts that are long enough, KV kept as `dtype`. ValueError if there are none."""
     judge = ImportanceJudge(model, CodecRegistry(profiles), clock or SystemClock(), bytes_s, dtype)
-    tasks = _tasks(texts, tokenize, size)
+    tasks = make_tasks(texts, size.contexts, size.context_tokens, tokenize)
     prefixes = []
     for number, task in enumerate(tasks):
         progress("prefill", number, len(tasks))
-        prefixes.append(judge.add(task.ids, *_tokenized(task, tokenize, size.questions)))
+        prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
     rows, judged = _rows(judge, prefixes, size, progress)
     ttft = _ttft(judge, prefixes, size, progress)
     progress("quality against bytes", 0, 2)
     curve = _curve(judge, prefixes, profiles, rows, size.stride)
-    progress("guards", 1, 2)
-    guards = _guards(judge, prefixes[0], tasks[0], tokenize, model.config.vocab_size)
+    words = model.config.vocab_size
+    guards = guard_rows(
+        judge, texts, prefixes, size.context_tokens, HEADLINE_RATIO, size.guards, tokenize, words, progress
+    )
     return ImportanceBench(
         model_name,
         judge.layout.dtype.value,
@@ -193,28 +190,6 @@ def run(
         *_headlines(rows),
         max(row.kl_over_line or 0.0 for row in curve if row.series == "tide, important tokens finer"),
     )
-
-
-def _tasks(texts: Sequence[Text], tokenize: Callable[[str], list[int]], size: ImportanceSize) -> list[Task]:
-    rng, tasks = random.Random(0), list[Task]()
-    for number, text in enumerate(texts):
-        others = [other.content for other in texts if other is not text][number % 3 :][:2]
-        try:
-            tasks.append(make_task(text.content, others, size.context_tokens, tokenize, rng))
-        except ValueError:
-            continue
-        if len(tasks) == size.contexts:
-            return tasks
-    if not tasks:
-        raise ValueError(f"no text has {size.context_tokens} tokens and short lines")
-    return tasks
-
-
-def _tokenized(task: Task, tokenize: Callable[[str], list[int]], count: int) -> tuple[list[Question], list[Question]]:
-    def of(asked: Sequence[Asked]) -> list[Question]:
-        return [Question(each.kind, tokenize(each.words), tuple(tokenize(each.answer or ""))) for each in asked]
-
-    return of(task.uses), of(task.questions[:count])
 
 
 # Selector, rest, order.
@@ -283,35 +258,6 @@ def _ttft(
                 pairs[0][1].read_bytes / judge.bytes_s,
             )
         )
-    return rows
-
-
-def _guards(
-    judge: ImportanceJudge, plain: JudgedPrefix, task: Task, tokenize: Callable[[str], list[int]], vocabulary: int
-) -> list[GuardRow]:
-    """Return what both guards make of an ordinary prompt and of adversarial ones."""
-    rng = random.Random(1)
-    needle = tokenize(" The pass code of Bergen is 48213. ")
-    question = Question("retrieval", tokenize("\n\nWhat is the pass code of Bergen?\nThe pass code of Bergen is"))
-    uses = [Question("open", tokenize(each.words)) for each in task.uses[:2]]
-    prompts = {
-        "text": plain,
-        "shuffled text": judge.add(shuffled(task.ids, rng), uses, plain.questions[:2]),
-        "needle in noise": judge.add(noisy(task.ids, vocabulary, needle, rng), uses, [question, plain.questions[0]]),
-    }
-    guards: list[tuple[Guard, Selector, bool]] = [
-        (HeadsAgree(), FirstHeads(), True),
-        (CapturedMass(), AllHeads("base-keys"), False),
-    ]
-    rows = []
-    for name, prefix in prompts.items():
-        for guard, selector, probes in guards:
-            settings = Importance(HEADLINE_RATIO, selector, guard, Rest.DROP, by_chunks=False)
-            numbers = range(len(prefix.questions))
-            judged = [judge.selected(prefix, number, settings, False, not probes, probes) for number in numbers]
-            share = fmean(each.selected is not None and each.selected.is_fallback for each in judged)
-            kl, read = fmean(each.kl for each in judged), fmean(each.read_bytes / each.whole_bytes for each in judged)
-            rows.append(GuardRow(name, guard.name, share, kl, read))
     return rows
 
 

@@ -9,7 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Asked", "Task", "make_task", "noisy", "shuffled"]
+from kvtide.bench.texts import Text
+from kvtide.engines.importance_judge import Question
+
+__all__ = ["Asked", "Task", "make_task", "make_tasks", "noisy", "shuffled", "tokenized"]
 
 Tokenize = Callable[[str], list[int]]
 
@@ -63,6 +66,31 @@ def make_task(text: str, others: Sequence[str], tokens: int, tokenize: Tokenize,
     choices = [_choice(rng, rng.choice(true), rng.sample(false, 2)) for _ in range(2)] if len(false) > 1 else []
     opened = [Asked("open", words, None) for words in rng.sample(_OPEN, len(_OPEN))]
     return Task(ids, [*opened[:3], *needles[:2], *choices[:1]], [needles[2], *choices[1:], opened[3], needles[3]])
+
+
+def make_tasks(texts: Sequence[Text], count: int, tokens: int, tokenize: Tokenize) -> list[Task]:
+    """Return a task of each of the first texts that are long enough. ValueError if there are none."""
+    rng, tasks = random.Random(0), list[Task]()
+    for number, text in enumerate(texts):
+        others = [other.content for other in texts if other is not text][number % 3 :][:2]
+        try:
+            tasks.append(make_task(text.content, others, tokens, tokenize, rng))
+        except ValueError:
+            continue
+        if len(tasks) == count:
+            return tasks
+    if not tasks:
+        raise ValueError(f"no text has {tokens} tokens and short lines")
+    return tasks
+
+
+def tokenized(task: Task, tokenize: Tokenize, count: int) -> tuple[list[Question], list[Question]]:
+    """Return the uses, and the first `count` questions."""
+
+    def of(asked: Sequence[Asked]) -> list[Question]:
+        return [Question(each.kind, tokenize(each.words), tuple(tokenize(each.answer or ""))) for each in asked]
+
+    return of(task.uses), of(task.questions[:count])
 
 
 def _choice(rng: random.Random, right: str, wrong: list[str]) -> Asked:

@@ -28,8 +28,9 @@ def render(result: ImportanceBench) -> Table:
         )
     table.add_section()
     for guard in result.guards:
-        cells = (f"{guard.guard} falls back", guard.prompt, "", f"{guard.fallback_share:.2f}")
-        table.add_row(*cells, f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}", "", "", "", "")
+        where = f"{guard.prompt}, {guard.tokens}, of {guard.prompts}"
+        shares = (f"{guard.fallback_share:.2f}", f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}")
+        table.add_row(f"{guard.guard} falls back", guard.rest, where, *shares, "", "", "", _s(guard.ttft_s))
     table.add_section()
     for each in result.ttft:
         spread = f"{each.speedup:.2f} times ({each.speedup_low:.2f} … {each.speedup_high:.2f})"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvtide.block import KVDtype
 from kvtide.engines.fingerprint import TORCH_DTYPES
 from kvtide.fetch.selective import ChunkBits, SelectiveLoad
-from kvtide.importance import AllHeads, Ask, CapturedMass, Finding, Guard, Selector, select_chunks, top_tokens
+from kvtide.importance import AllHeads, Ask, Finding, Guard, NeighboursAgree, Selector, select_chunks, top_tokens
 from kvtide.importance.probe import Floats
 
 __all__ = [
@@ -67,7 +66,7 @@ class Importance(NamedTuple):
 
     ratio: float
     selector: Selector = AllHeads("base-keys")
-    guard: Guard | None = CapturedMass()
+    guard: Guard | None = NeighboursAgree()
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5
@@ -126,6 +125,7 @@ class Selection:
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
         self._tokens = load.tokens
+        self._count = max(1, round(settings.ratio * self._tokens))
         self._kept = kept_tokens(self._tokens)
         ahead = load.ahead_chunks()
         self._ahead_tokens = sum(len(part) for part in _places(load, 0, ahead))
@@ -156,7 +156,7 @@ class Selection:
         guard = self._settings.guard
         if guard is None or not self._guard_scores:
             return False
-        return median(self._guard_scores) < guard.limit(self._settings.ratio)
+        return not guard.trusts(self._guard_scores, self._settings.ratio)
 
     def fall_back(self, past: DynamicCache) -> None:
         """Load what is missing: `past` is then the whole prefix, exact, and all of it is attended to from now on."""
@@ -205,8 +205,7 @@ class Selection:
         by_head = self._by_head(layer, query[0], key[0], scaling)
         importance = self.importance[layer] = by_head.mean(axis=0)
         if settings.guard is not None:
-            found = Finding(by_head, self._selected(layer, importance)[1], self._kept)
-            self._guard_scores.append(settings.guard.score(found))
+            self._guard_scores.append(settings.guard.score(Finding(by_head, self._count, self._kept)))
         last = min(layer + (settings.lag if settings.by_chunks else 0), self._load.layout.layers - 1)
         for other in range(layer, last + 1):
             if other not in self._wanted:
@@ -246,8 +245,7 @@ class Selection:
 
     def _selected(self, layer: int, importance: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the chunks to have and the tokens that are then exact and wanted."""
-        count = max(1, round(self._settings.ratio * self._tokens))
-        load, orders = self._load, self._load.orders(layer)
+        load, orders, count = self._load, self._load.orders(layer), self._count
         if not self._settings.by_chunks:
             selected = top_tokens(importance, count)
             needed = np.union1d(selected, self._kept) if self._settings.rest is Rest.DROP else selected

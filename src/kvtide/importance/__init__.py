@@ -1,6 +1,6 @@
 """Which tokens matter (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
 
-from kvtide.importance.guard import CapturedMass, Finding, Guard, HeadsAgree
+from kvtide.importance.guard import Finding, Guard, HeadsAgree, NeighboursAgree
 from kvtide.importance.probe import AllHeads, Ask, FirstHeads, GroupHeads, Known, Random, Recency, Selector, top_tokens
 from kvtide.importance.reorder import CHUNK_TOKENS, Orders, expected_gain, is_order, packing_orders, select_chunks
 from kvtide.importance.score import UseRecord, record_id
@@ -9,13 +9,13 @@ __all__ = [
     "CHUNK_TOKENS",
     "AllHeads",
     "Ask",
-    "CapturedMass",
     "Finding",
     "FirstHeads",
     "GroupHeads",
     "Guard",
     "HeadsAgree",
     "Known",
+    "NeighboursAgree",
     "Orders",
     "Random",
     "Recency",

@@ -1,11 +1,13 @@
 """When a selection can't be trusted: the paper's test of agreement between heads, and one that fails when it should.
 
-Both are pure; they look at a layer at a time.
+Both are pure; they look at a layer at a time, and then at what all layers gave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,23 +15,31 @@ from numpy.typing import NDArray
 
 from kvtide.importance.probe import Floats, top_tokens
 
-__all__ = ["CapturedMass", "Finding", "Guard", "HeadsAgree", "jaccard", "random_jaccard"]
+__all__ = ["Finding", "Guard", "HeadsAgree", "NeighboursAgree", "jaccard", "random_jaccard"]
 
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
-BETA = 0.2
+ALIKE = 0.1
+# Tokens so far apart are compared with neighbours; further ones differ by place, too.
+APART = (2, 3)
+# Below this a token's mass, in even shares, is rounding.
+MASS_MIN = 1e-5
+# Logarithms of importance that differ by less are attention to everything alike.
+SPREAD_MIN = 0.1
+# Of fewer tokens a mean is chance; loading them whole costs little.
+TOKENS_MIN = 128
 
 
 class Finding(NamedTuple):
-    """What a probe found in a layer: importance by head, (rows, prefix), the tokens taken, and those kept anyway."""
+    """What a probe found in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
 
     importance: Floats
-    selected: NDArray[np.int64]
+    taken: int
     kept: NDArray[np.int64]
 
 
 class Guard(Protocol):
-    """Judges a selection by what it says of each layer: it falls back if the median over layers is below the limit."""
+    """Judges a selection layer by layer, and then by what it found in all of them."""
 
     @property
     def name(self) -> str:
@@ -38,15 +48,13 @@ class Guard(Protocol):
     def score(self, finding: Finding) -> float:
         """Return how far a layer's selection may stand for the whole, from 0 to 1."""
 
-    def limit(self, ratio: float) -> float:
-        """Return the median that is enough when a share of the tokens is selected."""
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Tell from the scores of all layers, one or more, whether a selection of a share of the tokens will do."""
 
 
 def random_jaccard(ratio: float) -> float:
     """Return the similarity of two random selections of a share of the tokens."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"a ratio is in (0, 1], got {ratio}")
-    return ratio / (2 - ratio)
+    return _share(ratio) / (2 - ratio)
 
 
 def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
@@ -62,45 +70,61 @@ class HeadsAgree:
     name = "jaccard"
 
     def __init__(self, alpha: float = ALPHA) -> None:
-        self._alpha = _exponent(alpha)
+        self._alpha = _share(alpha)
 
     def score(self, finding: Finding) -> float:
         """Return the mean similarity of pairs of heads; one head agrees with itself."""
-        tops = [top_tokens(row, len(finding.selected)) for row in finding.importance]
+        tops = [top_tokens(row, finding.taken) for row in finding.importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
         return float(np.mean(pairs)) if pairs else 1.0
 
-    def limit(self, ratio: float) -> float:
-        """Return t."""
-        return float(random_jaccard(ratio) ** self._alpha)
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Compare the median over layers with t."""
+        return bool(median(scores) >= random_jaccard(ratio) ** self._alpha)
 
 
-class CapturedMass:
-    """Ours: of the attention that the prefix gets beyond its kept tokens, the selected ones get more than ratio^beta.
+class NeighboursAgree:
+    """Ours: neighbouring tokens matter alike, since what a text says takes several of them.
 
-    A random selection would get the ratio. Heads may agree well on attention that is spread over everything.
+    In shuffled text and in noise a token's importance says next to nothing of the next one's: single tokens stand out,
+    whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole. Only the deeper
+    half of the layers is asked: the first ones attend by token and distance.
     """
 
-    name = "captured-mass"
+    name = "neighbours"
 
-    def __init__(self, beta: float = BETA) -> None:
-        self._beta = _exponent(beta)
+    def __init__(self, alike: float = ALIKE) -> None:
+        """alike: the score that is enough. ValueError outside (0, 1]."""
+        self._alike = _share(alike)
 
     def score(self, finding: Finding) -> float:
-        """Return the share that the selected tokens get; 1 if there is nothing to get."""
-        mass = finding.importance.mean(axis=0).astype(np.float64)
-        mass[finding.kept] = 0.0
-        total = float(mass.sum())
-        return float(mass[finding.selected].sum()) / total if total > 0 else 1.0
+        """Return how much less neighbours differ than tokens two and three apart, in the median over heads.
 
-    def limit(self, ratio: float) -> float:
-        """Return the share that is enough."""
-        if not 0 < ratio <= 1:
-            raise ValueError(f"a ratio is in (0, 1], got {ratio}")
-        return float(ratio**self._beta)
+        Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike,
+        and for a prefix that is too short to tell.
+        """
+        mass = np.delete(finding.importance, finding.kept, axis=1)
+        if mass.shape[1] < TOKENS_MIN:
+            return 0.0
+        mass += np.float32(MASS_MIN)
+        known = np.log(mass, out=mass)
+        near, far = _difference(known, 1), np.mean([_difference(known, apart) for apart in APART], axis=0)
+        alike = np.where(far > SPREAD_MIN, 1 - near / np.maximum(far, SPREAD_MIN), 0.0)
+        return max(0.0, float(np.median(alike)))
+
+    def trusts(self, scores: Sequence[float], ratio: float) -> bool:
+        """Compare the median over the deeper half of the layers with what is enough, whatever the ratio."""
+        _share(ratio)
+        return median(scores[len(scores) // 2 :]) >= self._alike
 
 
-def _exponent(value: float) -> float:
+def _difference(values: Floats, apart: int) -> Floats:
+    """Return how much values that far apart differ, in the mean of each row."""
+    found: Floats = np.abs(values[:, apart:] - values[:, :-apart]).mean(axis=1)
+    return found
+
+
+def _share(value: float) -> float:
     if not 0 < value <= 1:
-        raise ValueError(f"an exponent in (0, 1] is expected, got {value}")
+        raise ValueError(f"a number in (0, 1] is expected, got {value}")
     return value

@@ -1,0 +1,116 @@
+"""Guards: when a selection is not to be believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtide.importance import Finding, Guard, HeadsAgree, NeighboursAgree
+from kvtide.importance.guard import jaccard, random_jaccard
+
+PREFIX = 256
+LENGTHS = [256, 1024, 4096, 8192]
+KEPT = np.arange(4)
+
+
+def finding(importance: np.ndarray, count: int) -> Finding:
+    """Let so many tokens be taken; the first four are kept anyway."""
+    return Finding(importance, count, KEPT)
+
+
+def passes(guard: Guard, found: Finding) -> bool:
+    return guard.trusts([guard.score(found)], found.taken / found.importance.shape[1])
+
+
+def passages(tokens: int, seed: int) -> np.ndarray:
+    """Return importance of three heads that comes in runs of about eight tokens, over a hundredfold range."""
+    rng = np.random.default_rng(seed)
+    runs = np.repeat(rng.normal(0, 1.5, 1 + tokens // 8), 8)[:tokens]
+    return np.exp(runs + rng.normal(0, 0.7, (3, tokens))).astype(np.float32)
+
+
+def test_jaccard_of_random_choices_is_the_stated_level() -> None:
+    rng = np.random.default_rng(0)
+    sets = [np.sort(rng.permutation(1000)[:200]) for _ in range(40)]
+    measured = np.mean([jaccard(a, b) for a, b in zip(sets[::2], sets[1::2], strict=True)])
+    assert measured == pytest.approx(random_jaccard(0.2), rel=0.1)
+
+
+def test_heads_that_look_elsewhere_fail_the_papers_guard() -> None:
+    alike = np.tile(np.linspace(0, 1, PREFIX, dtype=np.float32), (3, 1))
+    assert passes(HeadsAgree(), finding(alike, 64))
+    apart = np.eye(3, dtype=np.float32).repeat(PREFIX // 3 + 1, axis=1)[:, :PREFIX]
+    assert not passes(HeadsAgree(), finding(apart, 64))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("ratio", [0.05, 0.25, 0.5])
+def test_passages_pass_and_the_same_importance_shuffled_does_not(tokens: int, ratio: float) -> None:
+    """What is captured is the same for both, and so is the agreement of heads: only the order tells them apart."""
+    importance, count = passages(tokens, seed=tokens), int(ratio * tokens)
+    shuffled = importance[:, np.random.default_rng(1).permutation(tokens)]
+    assert passes(NeighboursAgree(), finding(importance, count))
+    assert not passes(NeighboursAgree(), finding(shuffled, count))
+
+
+def test_the_score_hardly_moves_with_length() -> None:
+    scores = [NeighboursAgree().score(finding(passages(tokens, seed=3), tokens // 4)) for tokens in LENGTHS[1:]]
+    assert max(scores) - min(scores) < 0.06
+
+
+def test_attention_to_everything_alike_fails_our_guard() -> None:
+    """All heads agree exactly here, so that the paper's guard passes."""
+    for slope in (0.0, 0.05):
+        spread = finding(np.tile(np.linspace(1, 1 + slope, PREFIX, dtype=np.float32), (3, 1)), 64)
+        assert passes(HeadsAgree(), spread) and not passes(NeighboursAgree(), spread)
+
+
+def test_near_tokens_that_get_more_for_being_near_are_no_passages() -> None:
+    rng = np.random.default_rng(2)
+    near = np.exp(np.linspace(0, 5, 1024) + rng.normal(0, 1, 1024))[None].astype(np.float32)
+    assert NeighboursAgree().score(finding(near, 256)) < 0.06
+
+
+def test_kept_tokens_do_not_count() -> None:
+    importance = passages(1024, seed=5)
+    drawn = importance.copy()
+    drawn[:, KEPT] = 1e6
+    assert NeighboursAgree().score(finding(drawn, 256)) == NeighboursAgree().score(finding(importance, 256))
+
+
+def test_the_first_half_of_the_layers_is_not_asked() -> None:
+    assert NeighboursAgree().trusts([0.0, 0.0, 0.0, 0.3, 0.3], 0.25)
+    assert not NeighboursAgree().trusts([0.3, 0.3, 0.0, 0.0, 0.3], 0.25)
+    assert not HeadsAgree().trusts([0.0, 0.0, 0.0, 0.9, 0.9], 0.25)
+
+
+@pytest.mark.parametrize("values", [np.nan, 0.0, 1e30])
+def test_importance_that_says_nothing_is_refused(values: float) -> None:
+    found = Finding(np.full((3, PREFIX), values, dtype=np.float32), 16, KEPT)
+    assert NeighboursAgree().score(found) == 0.0
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 20, 131])
+def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
+    """A hundred and twenty-eight tokens beside the kept ones are enough."""
+    importance = passages(132, seed=0)[:, :tokens]
+    assert NeighboursAgree().score(Finding(importance, 1, np.arange(min(4, tokens)))) == 0.0
+    assert NeighboursAgree().score(Finding(passages(132, seed=0), 1, KEPT)) > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HeadsAgree(0),
+        lambda: NeighboursAgree(0),
+        lambda: NeighboursAgree(1.5),
+        lambda: NeighboursAgree(float("nan")),
+        lambda: random_jaccard(0),
+        lambda: NeighboursAgree().trusts([0.5], 0),
+        lambda: NeighboursAgree().trusts([0.5], 1.5),
+        lambda: HeadsAgree().trusts([0.5], 1.5),
+    ],
+)
+def test_shares_out_of_range_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="in"):
+        make()  # type: ignore[operator]
