@@ -275,6 +275,20 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Cal
     assert len(orders.stores) == 1
     assert second.worker.cache.flush(5)
     assert second.worker.cache.stats().blocks_stored == 0
+    # A step that was planned before anybody heard of it computes on top of nothing as well.
+    with_answer = [*longer, *range(BLOCK)]
+    early = second.scheduler.plan(
+        [ScheduledRequest("b", with_answer, len(with_answer), lambda: [*pages, *second.pages(BLOCK)])], 10
+    )
+    assert len(early.stores) == 1
+    second.scheduler.heard(second.worker.report(orders.step))
+    second.worker.start(early)
+    second.worker.store(early)
+    assert second.worker.cache.flush(5)
+    assert second.worker.cache.stats().blocks_stored == 0
+    # The step that computes them after all stores what is missing: the lost blocks and those behind them.
+    orders = second.step(ScheduledRequest("b", longer, len(longer), lambda: pages))
+    assert [order.block.start for order in orders.stores] == list(range(0, len(longer) // BLOCK * BLOCK, BLOCK))
     second.worker.ended([], is_idle=False)
     second.finish("b")
 

@@ -40,12 +40,17 @@ class StoreOrder(NamedTuple):
 
 
 class StepOrders(NamedTuple):
-    """All orders of one engine step. `is_idle`: the step computes nothing, so that waiting costs nobody."""
+    """All orders of one engine step.
+
+    is_idle: the step computes nothing, so that waiting costs nobody. heard: the newest step whose reports were known
+    when these orders were given; engines may plan a step before they hear of the one before.
+    """
 
     step: int
     loads: tuple[LoadOrder, ...]
     stores: tuple[StoreOrder, ...]
     is_idle: bool
+    heard: int = 0
 
 
 class LoadTiming(NamedTuple):

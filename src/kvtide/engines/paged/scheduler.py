@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._loads: list[LoadOrder] = []
         self._lost: OrderedDict[BlockKey, float] = OrderedDict()
         self._steps: OrderedDict[int, _Step] = OrderedDict()
-        self._step = 0
+        self._step = self._heard = 0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class SchedulerHalf:
         self._steps[self._step] = _Step(self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
-        return StepOrders(self._step, loads, stores, is_idle=step_tokens == 0)
+        return StepOrders(self._step, loads, stores, is_idle=step_tokens == 0, heard=self._heard)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
@@ -201,6 +201,7 @@ class SchedulerHalf:
     def heard(self, report: WorkerReport) -> None:
         """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
         now_s, step = self._clock.monotonic_s(), self._steps.pop(report.step, None)
+        self._heard = max(self._heard, report.step)
         if step is not None:
             self._pace.note_prefill(step.tokens, now_s - step.started_s, now_s)
         for timing in report.loads:
@@ -208,6 +209,8 @@ class SchedulerHalf:
         for request in report.failed:
             if request in self._sequences:
                 self._sequences[request].may_load = False
+                # What the step itself was to store, had its load not failed, is there once it is computed anew.
+                self._sequences[request].settled = 0
         for key in report.lost:
             self.cache.index.remove(key)
             self._lost[key] = now_s

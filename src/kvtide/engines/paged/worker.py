@@ -159,7 +159,9 @@ class WorkerHalf:
         self._loads: dict[str, _Load] = {}
         self._ended: list[str] = []
         self._failed_pages: set[int] = set()
-        self._failed_requests: set[str] = set()
+        self._step = 0
+        # Requests whose load within a step failed, and that step: what they compute is on top of nothing.
+        self._failed_requests: dict[str, int] = {}
         self._timings: list[LoadTiming] = []
         self._lost: list[BlockKey] = []
         self._failed: list[str] = []
@@ -174,7 +176,9 @@ class WorkerHalf:
 
     def start(self, orders: StepOrders) -> None:
         """Start the step's loads."""
-        self._failed_requests = set()
+        self._step = orders.step
+        # Once the scheduler has heard of it, the engine computes anew what was not filled.
+        self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
         has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
             ids = [block.ids[self._shard] for block in order.blocks]
@@ -236,8 +240,8 @@ class WorkerHalf:
         if not load.order.is_in_step:
             self._ended.append(load.order.request)
         self._failed_pages.update(unfilled)
-        if unfilled:
-            self._failed_requests.add(load.order.request)
+        if unfilled and load.order.is_in_step:
+            self._failed_requests[load.order.request] = self._step
 
     def _note(self, load: _Load, report: LoadReport, seconds: float) -> None:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
