@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.cache import BlockSink
 from kvtide.codec import CodecRegistry, PackedBase, PackedCodec
-from kvtide.codec.packed import put_chunk
+from kvtide.codec.packed import chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance.reorder import chunks_of
 from kvtide.tier.base import Tier
@@ -31,8 +31,11 @@ __all__ = ["ChunkBits", "SelectiveLoad"]
 _log = logging.getLogger(__name__)
 
 
-# One reads while the other decodes.
-OPEN_THREADS = 2
+# Two decode while others wait for the disk: with two in all, each waiting for its own reads, a disk of 200 MB/s and two
+# cores were busy half of the time.
+OPEN_THREADS = 4
+# Chunks of one layer come before those of the next, and engines compute meanwhile.
+FETCH_THREADS = 2
 
 
 class ChunkBits(NamedTuple):
@@ -74,16 +77,18 @@ class SelectiveLoad:
         threads, may have got some behind that. Of each block that was packed anew
         the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
-        self._pool = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="kvtide-select")
-        opening = [
-            self._pool.submit(self._try_block, meta, registry, partial(sink or _nowhere, position), tokens_ahead)
-            for position, meta in enumerate(metas)
-        ]
-        for future in opening:
-            found = future.result()
-            if found is None:
-                break
-            self._parts.append(found)
+        self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kvtide-select")
+        with ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="kvtide-open") as pool:
+            opening = [
+                pool.submit(self._try_block, meta, registry, partial(sink or _nowhere, position), tokens_ahead)
+                for position, meta in enumerate(metas)
+            ]
+            for future in opening:
+                found = future.result()
+                if found is None:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
+                self._parts.append(found)
         return len(self._parts)
 
     def read_from(self, tier: Tier) -> None:
@@ -115,11 +120,11 @@ class SelectiveLoad:
     def _open_block(
         self, meta: BlockMeta, registry: CodecRegistry, sink: Callable[[BlockBits], None], tokens_ahead: int
     ) -> _Part | None:
-        head = self._read(meta, 0, self._head_bytes)
-        if head is None:
+        head = bytes(self._read(meta, 0, self._head_bytes))
+        if not head:
             return None
         if (wanted := header_and_table_bytes(head)) > len(head):
-            head += self._read(meta, len(head), wanted) or b""
+            head += self._read(meta, len(head), wanted)
         stored = parse_header(head, meta.id)
         self._head_bytes = len(stored.head)
         if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
@@ -130,7 +135,7 @@ class SelectiveLoad:
         positions = [i for i, entry in enumerate(stored.entries) if entry.id.refinement == 0]
         first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
         data = self._read(meta, first.offset, last.offset + last.size)
-        sections = [_cut(stored, position, first.offset, data or b"") for position in positions]
+        sections = [_cut(stored, position, first.offset, data) for position in positions]
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
         base = codec.decode_base(meta, sections, bits)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
@@ -147,10 +152,13 @@ class SelectiveLoad:
         if not positions:
             return
         first, last = part.stored.entries[positions[0]], part.stored.entries[positions[-1]]
-        data = self._read(part.meta, first.offset, last.offset + last.size) or b""
+        data = self._read(part.meta, first.offset, last.offset + last.size)
         for position in positions:
             layer = part.stored.entries[position].id.layer_start
-            self._put(part, position, first.offset, data, bits[layer])
+            try:
+                put_chunk(part.meta, part.base, _cut(part.stored, position, first.offset, data), bits[layer])
+            except CorruptPayload as error:
+                self._leave_rough(error)
 
     @property
     def blocks(self) -> int:
@@ -203,59 +211,49 @@ class SelectiveLoad:
         for block in np.unique(chunks // self.chunks_per_block):
             part = self._parts[block]
             numbers = chunks[chunks // self.chunks_per_block == block] % self.chunks_per_block
-            whole: BlockBits = np.empty(part.meta.layout.shape[1:], part.meta.layout.bits_dtype)
             for number in numbers.tolist():
-                here = part.base.chunk(layer, number).astype(np.int64)
-                if self._fetch_chunk(part, layer, number, whole):
-                    tokens.append(here + part.meta.start)
-                    found.append(whole[:, here])
+                if (had := self._fetch_chunk(part, layer, number)) is not None:
+                    tokens.append(had.tokens)
+                    found.append(had.bits)
         if not tokens:
             shape, dtype = self._parts[0].meta.layout.shape, self._parts[0].meta.layout.bits_dtype
             return ChunkBits(np.empty(0, dtype=np.int64), np.empty((2, 0, *shape[3:]), dtype=dtype))
         bits = np.concatenate(found, axis=1).view(self._parts[0].meta.layout.bits_dtype)
         return ChunkBits(np.concatenate(tokens), bits)
 
-    def _fetch_chunk(self, part: _Part, layer: int, number: int, layer_out: BlockBits) -> bool:
+    def _fetch_chunk(self, part: _Part, layer: int, number: int) -> ChunkBits | None:
         position = part.position_of.get(SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1))
         try:
             if position is None:
                 raise CorruptPayload(f"{part.meta.id}: no chunk {number} of layer {layer}")
             entry = part.stored.entries[position]
             data = self._read(part.meta, entry.offset, entry.offset + entry.size)
+            section = _cut(part.stored, position, entry.offset, data)
+            tokens, bits = chunk_bits(part.meta, part.base, section)
         except (CorruptPayload, TierUnavailable) as error:
             self._leave_rough(error)
-            return False
-        return self._put(part, position, entry.offset, data or b"", layer_out)
-
-    def _put(self, part: _Part, position: int, start: int, data: bytes, layer_out: BlockBits) -> bool:
-        """Write a chunk out of bytes that begin at `start`; False for a damaged one, whose tokens stay rough."""
-        try:
-            put_chunk(part.meta, part.base, _cut(part.stored, position, start, data), layer_out)
-        except CorruptPayload as error:
-            self._leave_rough(error)
-            return False
-        return True
+            return None
+        return ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
 
     def _leave_rough(self, error: Exception) -> None:
         with self._lock:
             self.damaged_chunks += 1
         _log.debug("a chunk stays rough: %s", error)
 
-    def _read(self, meta: BlockMeta, start: int, stop: int) -> bytes | None:
-        buffer = bytearray(stop - start)
-        size = self._tier.get_into(meta.id, memoryview(buffer), start)
-        if not size:
-            return None
+    def _read(self, meta: BlockMeta, start: int, stop: int) -> memoryview:
+        """Return what is there of a range of an object's bytes: nothing if the object is gone."""
+        buffer = np.empty(stop - start, dtype=np.uint8).data
+        size = self._tier.get_into(meta.id, buffer, start) or 0
         with self._lock:
             self.read_bytes += size
-        return bytes(buffer[:size])
+        return buffer[:size]
 
 
 def _nowhere(position: int, bits: BlockBits) -> None:
     """Forget rough values: chunks alone are wanted."""
 
 
-def _cut(stored: StoredObject, position: int, start: int, data: bytes) -> Section:
+def _cut(stored: StoredObject, position: int, start: int, data: memoryview) -> Section:
     """Return a section out of bytes that begin at `start` of its object, verified."""
     entry = stored.entries[position]
-    return entry.section(memoryview(data)[entry.offset - start :][: entry.size], stored.meta.id)
+    return entry.section(data[entry.offset - start :][: entry.size], stored.meta.id)
