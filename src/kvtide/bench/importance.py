@@ -41,7 +41,7 @@ class ImportanceSize(NamedTuple):
 
 
 FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1)
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3)
+QUICK = ImportanceSize(1, 512, (0.25,), 1, 2, 3)
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -299,9 +299,10 @@ class ImportanceJudge:
 
     def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
         """Ask with blocks that something else decoded; nothing is read."""
-        past = self.past(blocks)
-        first = self._first(past, prefix.questions[number])
-        return self._judged(prefix, number, past, first, None, (0, 0.0, {}), None)
+        # All in one pass: nobody asks how long the first token takes.
+        ids = [*prefix.questions[number].ids, *prefix.said[number].answer[:-1]]
+        said = self._pass(self.past(blocks), ids, None, len(prefix.said[number].answer))
+        return self._compared(prefix, number, said, (0, 0.0, {}), None)
 
     def _judged(
         self,
@@ -313,9 +314,19 @@ class ImportanceJudge:
         cost: tuple[int, float, Mapping[ObjectId, int]],
         selected: SelectedLayers | None,
     ) -> Judged:
+        rest = self._pass(past, prefix.said[number].answer[:-1], selection)
+        return self._compared(prefix, number, torch.cat([first, rest]), cost, selected)
+
+    def _compared(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        ours: torch.Tensor,
+        cost: tuple[int, float, Mapping[ObjectId, int]],
+        selected: SelectedLayers | None,
+    ) -> Judged:
         exact = prefix.said[number]
-        rest = self._pass(past, exact.answer[:-1], selection)
-        ours, whole = torch.cat([first, rest]), exact.log_probabilities
+        whole = exact.log_probabilities
         kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
         same = ours.argmax(-1) == torch.tensor(exact.answer)
         raw_bytes = len(prefix.metas) * self.layout.raw_bytes

@@ -135,7 +135,7 @@ class Selection:
         self._is_ahead = np.zeros(load.blocks * load.chunks_per_block, dtype=bool)
         self._is_ahead[self._ahead] = True
         self._ahead_tokens = sum(len(part) for part in _places(load, 0, self._ahead))
-        self._weights = _Room()
+        self._weights = WeightRoom()
 
     @contextmanager
     def active(self, model: Any) -> Iterator[None]:
@@ -317,7 +317,7 @@ def grouped_attention(
     return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
 
 
-class _Room:
+class WeightRoom:
     """Memory for the weights of one layer after the other: taking 3 MiB anew takes as long as filling them."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ class _Room:
 
 
 def weighed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: _Room
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
 ) -> tuple[torch.Tensor, Floats]:
     """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
 

@@ -136,23 +136,32 @@ class SelectiveLoad:
         first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
         data = self._read(meta, first.offset, last.offset + last.size)
         sections = [_cut(stored, position, first.offset, data) for position in positions]
-        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-        base = codec.decode_base(meta, sections, bits)
+        base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         ahead = tokens_ahead // base.chunk_tokens if base.repacks else 0
         part = _Part(meta, stored, base, position_of, min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens))))
-        self._put_ahead(part, bits)
+        # Read while the base decodes.
+        reading = self._read_ahead(part)
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        codec.decode_base(meta, sections, bits)
+        if reading is not None:
+            self._put_ahead(part, *reading, bits)
         sink(bits)
         return part
 
-    def _put_ahead(self, part: _Part, bits: BlockBits) -> None:
-        """Make the leading chunks of all layers exact, by one read: they lie one after the other."""
+    def _read_ahead(self, part: _Part) -> tuple[list[int], Future[memoryview]] | None:
+        """Begin to read the leading chunks of all layers, in one read: they lie one after the other."""
         wanted = range(1, 1 + part.ahead_chunks)
         positions = [place for place, entry in enumerate(part.stored.entries) if entry.id.refinement in wanted]
         if not positions:
-            return
+            return None
+        assert self._pool is not None
         first, last = part.stored.entries[positions[0]], part.stored.entries[positions[-1]]
-        data = self._read(part.meta, first.offset, last.offset + last.size)
+        return positions, self._pool.submit(self._read, part.meta, first.offset, last.offset + last.size)
+
+    def _put_ahead(self, part: _Part, positions: list[int], reading: Future[memoryview], bits: BlockBits) -> None:
+        """Make what was read ahead exact."""
+        first, data = part.stored.entries[positions[0]], reading.result()
         for position in positions:
             layer = part.stored.entries[position].id.layer_start
             try:
