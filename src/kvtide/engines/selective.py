@@ -75,7 +75,7 @@ class Importance(NamedTuple):
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5
-    lag: int = 2
+    lag: int = 4
 
     def tokens_ahead(self, block_tokens: int) -> int:
         """Return how many tokens of a block are loaded ahead."""
