@@ -26,7 +26,7 @@ def bench_importance(
         int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
     ] = None,
     plot: Annotated[Path, typer.Option("--plot", help="Where to draw quality against bytes.")] = Path("importance.png"),
-    quick: Annotated[bool, typer.Option("--quick", help="One short text, one question, one ratio.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One short text, two questions, one ratio.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quality, bytes and TTFT of every selector at every ratio, the guards, and what each part brings."""
