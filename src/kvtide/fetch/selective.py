@@ -24,18 +24,20 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance.reorder import chunks_of
 from kvtide.tier.base import Tier
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
+from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 
 __all__ = ["ChunkBits", "SelectiveLoad"]
 
 _log = logging.getLogger(__name__)
 
 
-# Two decode while others wait for the disk: with two in all, each waiting for its own reads, a disk of 200 MB/s and two
-# cores were busy half of the time.
-OPEN_THREADS = 4
-# Chunks of one layer come before those of the next, and engines compute meanwhile.
-FETCH_THREADS = 2
+# Reading and decoding a base take about as long on a disk of 200 MB/s and two cores: neither is to wait for the other.
+DECODE_THREADS = 2
+READ_THREADS = 2
+# Bases that are read before the first leading chunks, so that decoding never waits for one behind these longer reads.
+BASES_AHEAD = 4
+# Blocks that are read before the first of them is decoded.
+OPENING_MAX = 12
 
 
 class ChunkBits(NamedTuple):
@@ -53,6 +55,19 @@ class _Part(NamedTuple):
     base: PackedBase
     position_of: dict[SectionId, int]
     ahead_chunks: int
+
+    def ahead_positions(self) -> list[int]:
+        """Return where the leading chunks of all layers are in the object's table."""
+        wanted = range(1, 1 + self.ahead_chunks)
+        return [position for position, entry in enumerate(self.stored.entries) if entry.id.refinement in wanted]
+
+
+class _Base(NamedTuple):
+    """A block whose base has been read."""
+
+    part: _Part
+    codec: PackedCodec
+    sections: list[Section]
 
 
 class SelectiveLoad:
@@ -77,15 +92,25 @@ class SelectiveLoad:
         threads, may have got some behind that. Of each block that was packed anew
         the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
-        self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kvtide-select")
-        with ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="kvtide-open") as pool:
-            opening = [
-                pool.submit(self._try_block, meta, registry, partial(sink or _nowhere, position), tokens_ahead)
-                for position, meta in enumerate(metas)
-            ]
+        # They read chunks later on: those of one layer come before those of the next.
+        readers = self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvtide-select")
+        bases: list[Future[_Base | None]] = []
+        opening: list[Future[_Part | None]] = []
+        with ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
+            for count in range(1, 1 + len(metas) + BASES_AHEAD):
+                if count <= len(metas):
+                    bases.append(readers.submit(self._read_base, metas[count - 1], registry, tokens_ahead))
+                if (position := count - 1 - BASES_AHEAD) >= 0:
+                    ahead = readers.submit(self._read_ahead, bases[position])
+                    into = partial(sink or _nowhere, position)
+                    opening.append(pool.submit(self._try_block, bases[position], ahead, into))
+                if count >= OPENING_MAX and opening[count - OPENING_MAX].result() is None:
+                    break
             for future in opening:
                 found = future.result()
                 if found is None:
+                    for base in bases:
+                        base.cancel()
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
                 self._parts.append(found)
@@ -109,17 +134,16 @@ class SelectiveLoad:
         return np.concatenate(starts).astype(np.int64)
 
     def _try_block(
-        self, meta: BlockMeta, registry: CodecRegistry, sink: Callable[[BlockBits], None], tokens_ahead: int
+        self, base: Future[_Base | None], ahead: Future[memoryview], sink: Callable[[BlockBits], None]
     ) -> _Part | None:
         try:
-            return self._open_block(meta, registry, sink, tokens_ahead)
+            found = base.result()
+            return self._decode(found, ahead, sink) if found is not None else None
         except (CorruptPayload, TierUnavailable) as error:
-            _log.debug("block %s is not loaded in part: %s", meta.id, error)
+            _log.debug("a block is not loaded in part: %s", error)
             return None
 
-    def _open_block(
-        self, meta: BlockMeta, registry: CodecRegistry, sink: Callable[[BlockBits], None], tokens_ahead: int
-    ) -> _Part | None:
+    def _read_base(self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int) -> _Base | None:
         head = bytes(self._read(meta, 0, self._head_bytes))
         if not head:
             return None
@@ -134,40 +158,35 @@ class SelectiveLoad:
             return None
         positions = [i for i, entry in enumerate(stored.entries) if entry.id.refinement == 0]
         first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
-        data = self._read(meta, first.offset, last.offset + last.size)
+        data = self._read(meta, first.offset, _stop(last))
         sections = [_cut(stored, position, first.offset, data) for position in positions]
         base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         ahead = tokens_ahead // base.chunk_tokens if base.repacks else 0
         part = _Part(meta, stored, base, position_of, min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens))))
-        # Read while the base decodes.
-        reading = self._read_ahead(part)
-        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-        codec.decode_base(meta, sections, bits)
-        if reading is not None:
-            self._put_ahead(part, *reading, bits)
-        sink(bits)
-        return part
+        return _Base(part, codec, sections)
 
-    def _read_ahead(self, part: _Part) -> tuple[list[int], Future[memoryview]] | None:
-        """Begin to read the leading chunks of all layers, in one read: they lie one after the other."""
-        wanted = range(1, 1 + part.ahead_chunks)
-        positions = [place for place, entry in enumerate(part.stored.entries) if entry.id.refinement in wanted]
-        if not positions:
-            return None
-        assert self._pool is not None
-        first, last = part.stored.entries[positions[0]], part.stored.entries[positions[-1]]
-        return positions, self._pool.submit(self._read, part.meta, first.offset, last.offset + last.size)
+    def _read_ahead(self, base: Future[_Base | None]) -> memoryview:
+        """Return the leading chunks of all layers, by one read: they lie one after the other."""
+        found = base.result()
+        if found is None or not (positions := found.part.ahead_positions()):
+            return memoryview(b"")
+        entries = found.part.stored.entries
+        return self._read(found.part.meta, entries[positions[0]].offset, _stop(entries[positions[-1]]))
 
-    def _put_ahead(self, part: _Part, positions: list[int], reading: Future[memoryview], bits: BlockBits) -> None:
-        """Make what was read ahead exact."""
-        first, data = part.stored.entries[positions[0]], reading.result()
+    def _decode(self, base: _Base, ahead: Future[memoryview], sink: Callable[[BlockBits], None]) -> _Part:
+        part, codec, sections = base
+        bits: BlockBits = np.empty(part.meta.layout.shape, part.meta.layout.bits_dtype)
+        codec.decode_base(part.meta, sections, bits)
+        positions, data = part.ahead_positions(), ahead.result()
         for position in positions:
-            layer = part.stored.entries[position].id.layer_start
+            start, layer = part.stored.entries[positions[0]].offset, part.stored.entries[position].id.layer_start
             try:
-                put_chunk(part.meta, part.base, _cut(part.stored, position, first.offset, data), bits[layer])
+                put_chunk(part.meta, part.base, _cut(part.stored, position, start, data), bits[layer])
             except CorruptPayload as error:
                 self._leave_rough(error)
+        sink(bits)
+        return part
 
     @property
     def blocks(self) -> int:
@@ -236,7 +255,7 @@ class SelectiveLoad:
             if position is None:
                 raise CorruptPayload(f"{part.meta.id}: no chunk {number} of layer {layer}")
             entry = part.stored.entries[position]
-            data = self._read(part.meta, entry.offset, entry.offset + entry.size)
+            data = self._read(part.meta, entry.offset, _stop(entry))
             section = _cut(part.stored, position, entry.offset, data)
             tokens, bits = chunk_bits(part.meta, part.base, section)
         except (CorruptPayload, TierUnavailable) as error:
@@ -256,6 +275,10 @@ class SelectiveLoad:
         with self._lock:
             self.read_bytes += size
         return buffer[:size]
+
+
+def _stop(entry: SectionEntry) -> int:
+    return entry.offset + entry.size
 
 
 def _nowhere(position: int, bits: BlockBits) -> None:
