@@ -15,7 +15,18 @@ from kvtide.codec import CodecRegistry, PackedCodec
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.engines.pages import Pages
-from kvtide.engines.selective import Importance, Rest, Selection, attention_mass, kept_tokens
+from kvtide.engines.selective import (
+    PROBE_TOKENS,
+    WEIGHED_TOKENS,
+    Importance,
+    Rest,
+    Selection,
+    WeightRoom,
+    attention_mass,
+    grouped_attention,
+    kept_tokens,
+    weighed_attention,
+)
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import AllHeads, Ask, FirstHeads, GroupHeads, Known, Recency
 from kvtide.tier import MemoryTier
@@ -163,6 +174,33 @@ def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
     heads = selector.heads(6, 2)
     found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
     assert np.allclose(found, selector.importance(Ask(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [1, 5, 40])
+def test_weighed_attention_is_the_usual_one_and_its_mass(suffix: int) -> None:
+    rng = np.random.default_rng(suffix)
+    shapes = ((1, 6, suffix, 8), (1, 2, 40 + suffix, 8), (1, 2, 40 + suffix, 8))
+    query, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    mask = torch.ones(1, 1, suffix, 40 + suffix, dtype=torch.bool).tril(40)
+    usual, _ = grouped_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    room = WeightRoom()
+    for _ in range(2):
+        output, mass = weighed_attention(query, key, value, 40, 0.3, room)
+        assert torch.allclose(output, usual, atol=1e-5)
+        assert np.allclose(
+            mass, attention_mass(query[0][:, -PROBE_TOKENS:], key[0], list(range(6)), 40, 0.3), rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("suffix", [WEIGHED_TOKENS, WEIGHED_TOKENS + 1])
+def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefix: Prefix, suffix: int) -> None:
+    prefix.ids = [*prefix.ids[:PREFIX], *(number % 50 for number in range(suffix))]
+    selection = Selection(prefix.load(), Importance(0.5, guard=None))
+    prefix.said(prefix.blocks, selection)
+    layers = prefix.model.config.num_hidden_layers
+    assert sorted(selection.importance) == list(range(layers))
+    heads = {layer: found.sum() / PREFIX for layer, found in selection.importance.items()}
+    assert all(0 < share <= 1 for share in heads.values())
 
 
 def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:

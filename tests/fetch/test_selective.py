@@ -1,6 +1,7 @@
 """Prefixes loaded in part: exact where asked, rough elsewhere, never wrong."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
@@ -93,6 +94,28 @@ def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
     damaged[40 * 48] ^= 1
     tier.replace(METAS[0].id, damaged[:size])
     assert SelectiveLoad(tier).open(METAS, REGISTRY) == 0
+
+
+@pytest.mark.parametrize("absent", [None, 0, 7, 29])
+def test_many_blocks_open_with_few_of_them_read_before_they_are_decoded(absent: int | None) -> None:
+    metas = chain(30)
+    tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
+    tier.open()
+    for number, meta in enumerate(metas):
+        sections = CODEC.encode(meta, BITS[number % 3])
+        orders = packing_orders(np.random.default_rng(number).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+        tier.put_from(meta.id, pack_object(meta, CODEC.codec_id, CODEC.repack(meta, sections, orders), CODEC.profile))
+    if absent is not None:
+        tier.delete(metas[absent].id, "test")
+    load, got = SelectiveLoad(tier), dict[int, np.ndarray]()
+    assert load.open(metas, REGISTRY, got.__setitem__, tokens_ahead=5) == (30 if absent is None else absent)
+    assert set(range(load.blocks)) <= set(got)
+    if load.blocks:
+        loaded = load.start(0, np.arange(load.blocks * load.chunks_per_block)).result()
+        whole = np.concatenate([BITS[number % 3][0] for number in range(load.blocks)], axis=1)
+        assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+        assert len(loaded.tokens) == load.tokens
+    load.close()
 
 
 def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by_uses() -> None:

@@ -33,6 +33,7 @@ Progress = Callable[[str, int, int], None]
 class ImportanceSize(NamedTuple):
     """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
 
+    has_others: those selectors too that no step of the ablation needs.
     guards: on how many prompts guards are tried, and at which lengths besides the context's.
     """
 
@@ -42,11 +43,12 @@ class ImportanceSize(NamedTuple):
     questions: int
     tries: int
     stride: int
+    has_others: bool
     guards: GuardSize
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, GuardSize(3, 2, 2, (1024,)))
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 2, 3, GuardSize(1, 1, 1, ()))
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, True, GuardSize(3, 2, 2, (1024,)))
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 3, False, GuardSize(1, 1, 1, ()))
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -126,6 +128,8 @@ class _Case(NamedTuple):
     by_chunks: bool
     # Shown at all ratios, not at the headline's alone.
     is_swept: bool = False
+    # A step of the ablation.
+    is_step: bool = True
 
 
 def _cases() -> list[_Case]:
@@ -134,16 +138,16 @@ def _cases() -> list[_Case]:
     return [
         _Case(lambda _: AllHeads(), *paper, is_swept=True),
         _Case(lambda _: FirstHeads(), *paper, is_swept=True),
-        _Case(lambda _: GroupHeads(), *paper),
+        _Case(lambda _: GroupHeads(), *paper, is_step=False),
         _Case(lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
-        _Case(lambda _: Recency(), *blind),
-        _Case(lambda _: Random(np.random.default_rng(0)), *blind),
-        _Case(lambda prefix: Known(prefix.scores), Rest.DROP, True, False, False, True),
+        _Case(lambda _: Recency(), *blind, is_step=False),
+        _Case(lambda _: Random(np.random.default_rng(0)), *blind, is_step=False),
+        _Case(lambda prefix: Known(prefix.scores), Rest.DROP, True, False, False, True, is_step=False),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, False, True, False, False),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True, is_swept=True),
         _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True, is_swept=True),
         _Case(lambda prefix: Known(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
-        _Case(lambda _: Recency(), Rest.BASE, False, True, False, False),
+        _Case(lambda _: Recency(), Rest.BASE, False, True, False, False, is_step=False),
     ]
 
 
@@ -206,7 +210,8 @@ def _rows(
         _row(("whole", "whole", "original"), 1.0, kept["whole", "whole", "original"]),
         _row(("none", "base", "packed"), 0.0, [judge.rough(*each) for each in asked]),
     ]
-    cases = [(case, ratio) for case in _cases() for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
+    chosen = [case for case in _cases() if case.is_step or size.has_others]
+    cases = [(case, ratio) for case in chosen for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
     for done, (case, ratio) in enumerate(cases):
         progress("selections", done, len(cases))
         judged, name = [], ""

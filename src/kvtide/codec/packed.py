@@ -20,7 +20,7 @@ from kvtide.importance.reorder import CHUNK_TOKENS, Orders, chunks_of, is_order
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire.object import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
-__all__ = ["BASE_QUALITY", "PackedBase", "PackedCodec", "put_chunk"]
+__all__ = ["BASE_QUALITY", "PackedBase", "PackedCodec", "chunk_bits", "put_chunk"]
 
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
@@ -170,10 +170,17 @@ def _put_chunks(meta: BlockMeta, base: PackedBase, sections: Sequence[Section], 
 
 def put_chunk(meta: BlockMeta, base: PackedBase, section: Section, layer_out: BlockBits) -> int:
     """Write a chunk's tokens to its layer, (2, tokens, kv_heads, head_dim); return how many. CorruptPayload."""
+    tokens, found = chunk_bits(meta, base, section)
+    layer_out[:, tokens] = found
+    return len(tokens)
+
+
+def chunk_bits(meta: BlockMeta, base: PackedBase, section: Section) -> tuple[NDArray[np.uint16], BlockBits]:
+    """Return a chunk's tokens and their bits, (2, tokens, kv_heads, head_dim), a view of it. CorruptPayload."""
     tokens = base.chunk(section.id.layer_start, section.id.refinement - 1)
     layout = meta.layout
     found = np.frombuffer(section.data, dtype=np.uint8)
     if not len(tokens) or found.size != layout.layer_bytes // layout.tokens * len(tokens):
         raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {len(tokens)} tokens")
-    layer_out[:, tokens] = found.view(layout.bits_dtype).reshape(2, len(tokens), layout.kv_heads, layout.head_dim)
-    return len(tokens)
+    bits = found.view(layout.bits_dtype).reshape(2, len(tokens), layout.kv_heads, layout.head_dim)
+    return tokens, bits

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -174,7 +175,7 @@ class ImportanceJudge:
         load, pages = SelectiveLoad(tier), self._pages(len(metas))
         load.open(metas, self._registry, pages.write)
         selection = Selection(load, Importance(0.25, guard=None))
-        self._pass(self._filled(pages, load.blocks), use.ids, selection)
+        self._first(self._filled(pages, load.blocks), use, selection)
         load.close()
         return np.stack([selection.importance[layer] for layer in sorted(selection.importance)])
 
@@ -193,19 +194,23 @@ class ImportanceJudge:
         pages.fill(past, blocks, self._model.device)
         return past
 
-    def _pass(self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None) -> torch.Tensor:
-        with torch.inference_mode():
-            if selection is None:
-                output = self._model(torch.tensor([list(ids)]), past_key_values=past, use_cache=True)
-            else:
-                with selection.active(self._model):
-                    output = self._model(torch.tensor([list(ids)]), past_key_values=past, use_cache=True)
+    def _first(self, past: DynamicCache, question: Question, selection: Selection | None = None) -> torch.Tensor:
+        """Return what the answer's first token is chosen by, as engines do: of the last token's logits alone."""
+        return self._pass(past, question.ids, selection, 1)
+
+    def _pass(
+        self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None, logits: int = 0
+    ) -> torch.Tensor:
+        """logits: of how many of the last tokens, 0 for all."""
+        with torch.inference_mode(), nullcontext() if selection is None else selection.active(self._model):
+            tokens = torch.tensor([list(ids)])
+            output = self._model(tokens, past_key_values=past, use_cache=True, logits_to_keep=logits)
         found: torch.Tensor = output.logits[0].float().log_softmax(-1)
         return found
 
     def _say_whole(self, blocks: Sequence[BlockBits], question: Question) -> Said:
         past = self.past(blocks)
-        rows = [self._pass(past, question.ids)[-1:]]
+        rows = [self._first(past, question)]
         for _ in range(ANSWER_TOKENS - 1):
             rows.append(self._pass(past, [int(rows[-1].argmax())]))
         found = torch.cat(rows)
@@ -223,7 +228,7 @@ class ImportanceJudge:
         for each in done:
             each.result()
         past = self._filled(pages, len(prefix.metas))
-        first = self._pass(past, prefix.questions[number].ids)
+        first = self._first(past, prefix.questions[number])
         ttft_s = self._clock.monotonic_s() - started_s
         return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s, device.reads), None)
 
@@ -262,10 +267,10 @@ class ImportanceJudge:
             load.open(prefix.metas, self._registry, pages.write, ahead)
         selection = Selection(load, importance, keys)
         past = self._filled(pages, load.blocks)
-        first = self._pass(past, prefix.questions[number].ids, selection)
+        first = self._first(past, prefix.questions[number], selection)
         if selection.is_refused:
             selection.fall_back(past)
-            first = self._pass(past, prefix.questions[number].ids, selection)
+            first = self._first(past, prefix.questions[number], selection)
         ttft_s = self._clock.monotonic_s() - started_s
         read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
         cost = (read_bytes, ttft_s, device.reads)
@@ -280,7 +285,7 @@ class ImportanceJudge:
         started_s = self._clock.monotonic_s()
         load.open(prefix.metas, self._registry, pages.write)
         past = self._filled(pages, load.blocks)
-        first = self._pass(past, prefix.questions[number].ids)
+        first = self._first(past, prefix.questions[number])
         ttft_s = self._clock.monotonic_s() - started_s
         load.close()
         return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
@@ -294,9 +299,10 @@ class ImportanceJudge:
 
     def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
         """Ask with blocks that something else decoded; nothing is read."""
-        past = self.past(blocks)
-        first = self._pass(past, prefix.questions[number].ids)
-        return self._judged(prefix, number, past, first, None, (0, 0.0, {}), None)
+        # All in one pass: nobody asks how long the first token takes.
+        ids = [*prefix.questions[number].ids, *prefix.said[number].answer[:-1]]
+        said = self._pass(self.past(blocks), ids, None, len(prefix.said[number].answer))
+        return self._compared(prefix, number, said, (0, 0.0, {}), None)
 
     def _judged(
         self,
@@ -308,9 +314,19 @@ class ImportanceJudge:
         cost: tuple[int, float, Mapping[ObjectId, int]],
         selected: SelectedLayers | None,
     ) -> Judged:
+        rest = self._pass(past, prefix.said[number].answer[:-1], selection)
+        return self._compared(prefix, number, torch.cat([first, rest]), cost, selected)
+
+    def _compared(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        ours: torch.Tensor,
+        cost: tuple[int, float, Mapping[ObjectId, int]],
+        selected: SelectedLayers | None,
+    ) -> Judged:
         exact = prefix.said[number]
-        rest = self._pass(past, exact.answer[:-1], selection)
-        ours, whole = torch.cat([first[-1:], rest]), exact.log_probabilities
+        whole = exact.log_probabilities
         kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
         same = ours.argmax(-1) == torch.tensor(exact.answer)
         raw_bytes = len(prefix.metas) * self.layout.raw_bytes

@@ -6,6 +6,7 @@ rest stays rough or is left out. Keys carry their rotation, so that positions ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ FIRST_TOKENS = 4
 LAST_TOKENS = 32
 # Of a long suffix the last tokens are asked: the answer goes on from them, and all would cost as much as attending.
 PROBE_TOKENS = 32
+# Up to so many tokens of a suffix attention's own weights are looked at; those of more would not stay in caches.
+WEIGHED_TOKENS = 64
 
 # Better keys than the rough ones, (kv_heads, prefix, head_dim) of a layer: for probes that load keys of their own.
 KeySource = Callable[[int], Floats]
@@ -62,6 +65,7 @@ class Importance(NamedTuple):
     that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
     in blocks that were packed by them: they are loaded with the bases. lag: how many layers further down the chunks
     lie that a layer's probe chooses, so that they are read while those between are computed; only with `by_chunks`.
+    With one layer the engine waited for its reads for a tenth of the time.
     """
 
     ratio: float
@@ -70,7 +74,7 @@ class Importance(NamedTuple):
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5
-    lag: int = 1
+    lag: int = 4
 
     def tokens_ahead(self, block_tokens: int) -> int:
         """Return how many tokens of a block are loaded ahead."""
@@ -127,8 +131,11 @@ class Selection:
         self._tokens = load.tokens
         self._count = max(1, round(settings.ratio * self._tokens))
         self._kept = kept_tokens(self._tokens)
-        ahead = load.ahead_chunks()
-        self._ahead_tokens = sum(len(part) for part in _places(load, 0, ahead))
+        self._ahead = load.ahead_chunks()
+        self._is_ahead = np.zeros(load.blocks * load.chunks_per_block, dtype=bool)
+        self._is_ahead[self._ahead] = True
+        self._ahead_tokens = sum(len(part) for part in _places(load, 0, self._ahead))
+        self._weights = WeightRoom()
 
     @contextmanager
     def active(self, model: Any) -> Iterator[None]:
@@ -183,7 +190,14 @@ class Selection:
     ) -> Any:
         layer = int(module.layer_idx)
         if layer not in self._attended:
-            self._attended[layer] = self._choose(layer, query, key, value, float(arguments["scaling"]))
+            scaling = float(arguments["scaling"])
+            if layer in self._wanted and self._is_weighed(query):
+                self._attended[layer] = self._take(layer, key, value)
+                output, by_head = weighed_attention(query, key, value, self._tokens, scaling, self._weights)
+                self._choose(layer, by_head, scaling)
+                return output, None
+            self._choose(layer, self._by_head(layer, query[0], key[0], scaling), scaling)
+            self._attended[layer] = self._take(layer, key, value)
         if self._is_fallback or self._loaded_all:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         attended = self._attended[layer]
@@ -194,15 +208,22 @@ class Selection:
             attention_mask = None if attention_mask is None else attention_mask.index_select(-1, places)
         return grouped_attention(module, query, key, value, attention_mask, **arguments)
 
-    def _choose(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor | None:
-        """Load what matters into the engine's cache, in place; return the tokens to attend to, None for all.
+    def _is_weighed(self, query: torch.Tensor) -> bool:
+        """Tell whether attending itself says what matters: all heads ask for it, by the keys that they attend to."""
+        _, heads, suffix, _ = query.shape
+        asked = self._settings.selector.heads(heads, self._load.layout.kv_heads)
+        return (
+            self._settings.rest is Rest.BASE
+            and not self._loaded_all
+            and self._keys is None
+            and asked == list(range(heads))
+            and suffix <= WEIGHED_TOKENS
+            and query.dtype is torch.float32
+        )
 
-        What is to be read for layers further down begins to be read.
-        """
-        settings, tokens = self._settings, self._tokens
-        by_head = self._by_head(layer, query[0], key[0], scaling)
+    def _choose(self, layer: int, by_head: Floats, scaling: float) -> None:
+        """Note what matters, and begin to read it for layers further down, and for this one if nothing was yet."""
+        settings = self._settings
         importance = self.importance[layer] = by_head.mean(axis=0)
         if settings.guard is not None:
             self._guard_scores.append(settings.guard.score(Finding(by_head, self._count, self._kept)))
@@ -210,11 +231,14 @@ class Selection:
         for other in range(layer, last + 1):
             if other not in self._wanted:
                 self._wanted[other] = self._want(other, self._known_importance(other, importance, scaling))
+
+    def _take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        """Put what was read of a layer into the engine's cache; return the tokens to attend to, None for all."""
         wanted = self._wanted[layer]
         loaded = wanted.loading.result()
         self._loaded_tokens += len(loaded.tokens) + self._ahead_tokens
         _put(loaded, self._load.layout.dtype, key, value)
-        if settings.rest is Rest.BASE or len(wanted.selected) == tokens:
+        if self._settings.rest is Rest.BASE or len(wanted.selected) == self._tokens:
             return None
         return torch.from_numpy(np.union1d(wanted.selected, self._kept)).to(key.device)
 
@@ -228,8 +252,7 @@ class Selection:
 
     def _want(self, layer: int, importance: Floats) -> _Wanted:
         chunks, selected = self._selected(layer, importance)
-        ahead = self._load.ahead_chunks()
-        return _Wanted(chunks, selected, self._load.start(layer, np.setdiff1d(chunks, ahead)))
+        return _Wanted(chunks, selected, self._load.start(layer, chunks[~self._is_ahead[chunks]]))
 
     def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
@@ -251,7 +274,7 @@ class Selection:
             needed = np.union1d(selected, self._kept) if self._settings.rest is Rest.DROP else selected
             return load.chunks_with(layer, needed), selected
         wanted = importance.reshape(orders.shape).copy()
-        for block, number in zip(*np.divmod(load.ahead_chunks(), load.chunks_per_block), strict=True):
+        for block, number in zip(*np.divmod(self._ahead, load.chunks_per_block), strict=True):
             wanted[block, orders[block, number * load.chunk_tokens :][: load.chunk_tokens]] = np.inf
         chunks = select_chunks(wanted, orders, count, load.chunk_tokens)
         return chunks, np.sort(np.concatenate(_places(load, layer, chunks)))
@@ -290,6 +313,41 @@ def grouped_attention(
     scaling = arguments["scaling"]
     found = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
+
+
+class WeightRoom:
+    """Memory for the weights of one layer after the other: taking 3 MiB anew takes as long as filling them."""
+
+    def __init__(self) -> None:
+        self._room: torch.Tensor | None = None
+
+    def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return room for a tensor, with anything in it; what was returned before is no longer valid."""
+        size = math.prod(shape)
+        if self._room is None or self._room.numel() < size:
+            self._room = like.new_empty(size)
+        return self._room[:size].view(shape)
+
+
+def weighed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
+) -> tuple[torch.Tensor, Floats]:
+    """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
+
+    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it.
+    """
+    _, heads, suffix, head_dim = query.shape
+    kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
+    packed = query.reshape(kv_heads, rows, head_dim) * scaling
+    weights = room.of(query, (kv_heads, rows, key.shape[2]))
+    torch.bmm(packed, key[0].transpose(1, 2), out=weights)
+    by_head = weights.view(heads, suffix, -1)
+    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
+    by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
+    torch.softmax(weights, -1, out=weights)
+    output = torch.bmm(weights, value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
+    mass: Floats = (by_head[:, -PROBE_TOKENS:, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    return output, mass
 
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
