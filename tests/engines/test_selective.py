@@ -203,6 +203,25 @@ def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefi
     assert all(0 < share <= 1 for share in heads.values())
 
 
+@pytest.mark.parametrize(
+    ("lag", "choosers"), [(0, [0, 1, 2, 3, 4, 5]), (1, [0, 0, 1, 2, 3, 4]), (3, [0, 0, 1, 1, 2, 2])]
+)
+def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
+    prefix: Prefix, lag: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = prefix.load()
+    selection, start, chosen_by = Selection(load, Importance(0.25, guard=None, lag=lag)), load.start, dict[int, int]()
+
+    def noted(layer: int, chunks: Any) -> Any:
+        chosen_by[layer] = len(selection.importance) - 1
+        return start(layer, chunks)
+
+    monkeypatch.setattr(load, "start", noted)
+    prefix.said(prefix.rough, selection)
+    layers = prefix.model.config.num_hidden_layers
+    assert [chosen_by[layer] for layer in range(layers)] == choosers[:layers]
+
+
 def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
     rng = np.random.default_rng(1)
     query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))

@@ -74,7 +74,7 @@ class Importance(NamedTuple):
     rest: Rest = Rest.BASE
     by_chunks: bool = True
     ahead: float = 0.5
-    lag: int = 4
+    lag: int = 3
 
     def tokens_ahead(self, block_tokens: int) -> int:
         """Return how many tokens of a block are loaded ahead."""
@@ -227,10 +227,13 @@ class Selection:
         importance = self.importance[layer] = by_head.mean(axis=0)
         if settings.guard is not None:
             self._guard_scores.append(settings.guard.score(Finding(by_head, self._count, self._kept)))
-        last = min(layer + (settings.lag if settings.by_chunks else 0), self._load.layout.layers - 1)
-        for other in range(layer, last + 1):
+        for other in range(layer, min(self._reach(layer), self._load.layout.layers - 1) + 1):
             if other not in self._wanted:
                 self._wanted[other] = self._want(other, self._known_importance(other, importance, scaling))
+
+    def _reach(self, layer: int) -> int:
+        """Return the last layer that a layer's probe may choose for: less far for the first ones, which differ most."""
+        return min(2 * layer + 1, layer + self._settings.lag) if self._settings.by_chunks else layer
 
     def _take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Put what was read of a layer into the engine's cache; return the tokens to attend to, None for all."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records
-from kvtide.tier.background import Repeater
+from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.records import RecordsClient
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
@@ -35,7 +35,7 @@ class CentralRecords:
         self._after = 0
         # Wall time; None until the centre has answered once.
         self.as_of_s: float | None = None
-        self._has_failed = False
+        self._fault = LastingFault(_log, "the centre's records stay as they are")
 
     def open(self) -> None:
         """Begin to ask."""
@@ -48,13 +48,8 @@ class CentralRecords:
         self._client.close()
 
     def _ask(self) -> float:
-        try:
+        with self._fault.caught(TierUnavailable, RequestRefused, OSError):
             self.refresh()
-            self._has_failed = False
-        except (TierUnavailable, RequestRefused, OSError) as error:
-            level = logging.DEBUG if self._has_failed else logging.WARNING
-            _log.log(level, "the centre's records stay as they are: %s", error)
-            self._has_failed = True
         return POLL_S
 
     def refresh(self) -> None:

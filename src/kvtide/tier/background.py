@@ -5,11 +5,13 @@ Invariant: work that was taken and has not ended is known, so that it can be wai
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
-__all__ = ["Background", "Repeater"]
+__all__ = ["Background", "LastingFault", "Repeater"]
 
 CLOSE_S_MAX = 30.0
 
@@ -87,3 +89,24 @@ class Repeater:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._closing.wait(self._action())
+
+
+class LastingFault:
+    """Logs a fault that comes again and again as a warning once, then for debugging, until it has gone."""
+
+    def __init__(self, log: logging.Logger, consequence: str) -> None:
+        self._log = log
+        self._consequence = consequence
+        self._is_known = False
+
+    @contextmanager
+    def caught(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Go on behind the `with` after an exception of these kinds; one that ends well ends the fault."""
+        try:
+            yield
+        except kinds as error:
+            level = logging.DEBUG if self._is_known else logging.WARNING
+            self._log.log(level, "%s: %s", self._consequence, error)
+            self._is_known = True
+        else:
+            self._is_known = False

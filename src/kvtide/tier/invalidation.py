@@ -14,7 +14,7 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.background import Repeater
+from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.records import RecordsClient
 from kvtide.types import Namespace, ObjectId
@@ -51,7 +51,7 @@ class Invalidations:
         self._clients: list[tuple[RecordsClient, int]] = []
         self._asked = threading.Event()
         self._asking = Repeater(self._ask, "kvtide-invalidations")
-        self._has_failed = False
+        self._fault = LastingFault(_log, "can't learn what was invalidated, own tiers stay as they are")
         self.removed = 0
 
     def open(self, tiers: Sequence[Tier]) -> None:
@@ -70,13 +70,8 @@ class Invalidations:
         self._clients = []
 
     def _ask(self) -> float:
-        try:
+        with self._fault.caught(TierUnavailable, RequestRefused, OSError, ValueError):
             self.refresh()
-            self._has_failed = False
-        except (TierUnavailable, RequestRefused, OSError, ValueError) as error:
-            level = logging.DEBUG if self._has_failed else logging.WARNING
-            _log.log(level, "can't learn what was invalidated, own tiers stay as they are: %s", error)
-            self._has_failed = True
         self._asked.set()
         return POLL_S
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PlacementKind, PoolMap, PoolServer
+from kvtide.tier.background import LastingFault
 
 __all__ = ["DnsMembership", "FileMembership", "Membership", "StaticMembership", "Watcher", "server_at"]
 
@@ -119,7 +120,7 @@ class Watcher:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._epoch = -1
-        self._has_failed = False
+        self._fault = LastingFault(_log, "the pool's map stays as it is")
 
     def open(self) -> None:
         """Read the map once, then go on in a thread. A source that can't be read now is read later."""
@@ -139,16 +140,10 @@ class Watcher:
     def refresh(self) -> None:
         """Read the map now; a broken or unreachable source changes nothing and is logged once."""
         with self._lock:
-            try:
+            pool = None
+            with self._fault.caught(TierUnavailable, ValueError):
                 pool = self._source.read()
-            except (TierUnavailable, ValueError) as error:
-                _log.log(
-                    logging.DEBUG if self._has_failed else logging.WARNING, "the pool's map stays as it is: %s", error
-                )
-                self._has_failed = True
-                return
-            self._has_failed = False
-            if pool.epoch > self._epoch:
+            if pool is not None and pool.epoch > self._epoch:
                 self._epoch = pool.epoch
                 self._on_map(pool)
 
