@@ -84,6 +84,17 @@ def test_first_layers_of_all_blocks_come_before_the_next_ones(tmp_path: Path, mo
     assert layers.order == sorted(layers.order, key=lambda each: (each[1] // 2, each[0], each[1]))
 
 
+def test_blocks_of_different_layouts_all_come_whole(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
+    metas, layers = [*metas_of(layout, 1), *metas_of(BIG, 1)], Layers()
+    fill(open_cache(tmp_path, "raw"), metas)
+    assert load(open_cache(tmp_path, "raw"), metas, layers).blocks == 2
+    for position, meta in enumerate(metas):
+        assert np.array_equal(layers.block(position, meta.layout.layers), smooth_bits(meta.layout, position))
+
+
 def test_codec_that_joins_layers_delivers_whole_blocks(tmp_path: Path) -> None:
     profile, metas, layers, blocks = fitted(LAYOUT), metas_of(LAYOUT, 3), Layers(), Collector()
     with cache_for(str(tmp_path), TideCodec(profile, 1e-3, 3), [profile]) as cache:

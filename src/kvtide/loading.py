@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from mmap import PAGESIZE
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -274,12 +275,11 @@ class Loader:
         """Queue the first layers of all blocks, then the next ones: as few as fill a piece."""
         pending: list[list[Future[_Outcome]]] = [[] for _ in metas]
         blocks = [(_Layered(position, meta), self._pool(meta.id)) for position, meta in enumerate(metas)]
-        count = metas[0].layout.layers if metas else 0
-        step = max(1, PIECE_BYTES // metas[0].layout.layer_bytes) if metas else 1
-        for stop in [*range(step, count, step), count]:
-            for (block, pool), before in zip(blocks, pending, strict=True):
-                last = before[-1] if before else None
-                before.append(pool.submit(self._load_piece, block, stop, last, sinks, layers))
+        for stops in zip_longest(*[_piece_ends(meta.layout) for meta in metas]):
+            for (block, pool), stop, before in zip(blocks, stops, pending, strict=True):
+                if stop is not None:
+                    last = before[-1] if before else None
+                    before.append(pool.submit(self._load_piece, block, stop, last, sinks, layers))
         return pending
 
     def _load_piece(
@@ -348,6 +348,12 @@ class Loader:
         # One byte more than an object may have, so that one that is too long shows; aligned for direct reads.
         stored = aligned_buffer(object_bytes_max(layout) + 1)
         return _Scratch(layout, stored, np.empty(layout.shape, layout.bits_dtype))
+
+
+def _piece_ends(layout: BlockLayout) -> list[int]:
+    """Return the layer behind each piece of a block."""
+    step = max(1, PIECE_BYTES // layout.layer_bytes)
+    return [*range(step, layout.layers, step), layout.layers]
 
 
 def _check_place(stored: StoredObject, meta: BlockMeta) -> None:
