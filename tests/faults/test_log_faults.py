@@ -17,10 +17,12 @@ from tests.stores import disk_bytes, stored_records
 from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.cache import MissReason, cache_for
-from kvtide.clock import ManualClock
-from kvtide.codec import RawCodec
+from kvtide.cache import Cache, MissReason, cache_for
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.codec import CodecRegistry, RawCodec
+from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierFull, TierUnavailable
+from kvtide.index import RadixIndex, policy_named
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
@@ -345,9 +347,10 @@ def test_slow_disk_keeps_the_deadline(tmp_path: Path) -> None:
     metas = metas_of(LAYOUT, 20)
     with cache_for(str(tmp_path), RawCodec()) as writer:
         contents = fill(writer, metas)
-    cache = cache_for(str(tmp_path), RawCodec())
-    cache.tiers = TierStack([DiskTier(tmp_path, 1 << 30, ManualClock(0.0), lambda key: False, SlowFiles())])
-    with cache:
+    tiers = TierStack([DiskTier(tmp_path, 1 << 30, ManualClock(0.0), lambda key: False, SlowFiles())])
+    clock = SystemClock()
+    index = RadixIndex(clock, policy_named("lru"), 100)
+    with Cache(tiers, index, RawCodec(), CodecRegistry(), clock, Limits()) as cache:
         started_s, sink = time.monotonic(), Collector()
         report = cache.load(metas, sink, deadline_s=0.3)
         assert time.monotonic() - started_s < 0.6

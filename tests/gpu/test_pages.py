@@ -65,12 +65,11 @@ def held(layers: list[torch.Tensor], layout: BlockLayout, pages: list[int]) -> B
 @pytest.mark.parametrize("axes", [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (0, 4, 2, 1, 3), (4, 1, 0, 2, 3)])
 def test_blocks_come_and_go_in_every_stride_order(kernels: Kernels, layout: BlockLayout, axes: Sequence[int]) -> None:
     layers, bits = engine_layers(kernels, layout, axes), smooth_bits(layout, 3)
-    count, done = layout.tokens // PAGE_TOKENS, list[int]()
+    count = layout.tokens // PAGE_TOKENS
     first, second = [9, 1, 4, 7][:count], [3, 8, 2, 5][:count]
     with pages_of(kernels, layers, layout) as pool:
         pool.follow()
-        pool.scatter(bits, first, 0, done.append)
-        assert done == list(range(layout.layers))
+        pool.scatter(bits, first, 0)
         assert np.array_equal(held(layers, layout, first), bits)
         captured = pool.capture(first)
         captured.wait()
@@ -163,10 +162,12 @@ class Engine:
     def load(self, request: str, pages: list[int]) -> set[int]:
         """Return the pages that were not filled."""
         self.worker.start(StepOrders(2, (LoadOrder(request, self.blocks, tuple(pages), 0, 30.0),), (), is_idle=True))
-        self.worker.wait_loads([request])
-        outcome = self.worker.ended([], is_idle=True)
-        assert outcome.requests == {request}
-        return outcome.failed_pages
+        for _ in range(6000):
+            outcome = self.worker.ended([], is_idle=True)
+            if outcome.requests:
+                assert outcome.requests == {request}
+                return outcome.failed_pages
+        raise AssertionError("the load never ended")
 
 
 EXACT = [smooth_bits(SMALL, 40 + position) for position in range(2)]
