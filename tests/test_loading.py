@@ -52,6 +52,13 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return layers
 
 
+def filled(tmp_path: Path, open_cache: OpenCache, blocks: int) -> tuple[list[BlockMeta], Cache]:
+    """Return stored blocks, and a cache that has read nothing of them."""
+    metas = metas_of(BIG, blocks)
+    fill(open_cache(tmp_path, "raw"), metas)
+    return metas, open_cache(tmp_path, "raw")
+
+
 def load(cache: Cache, metas: list[BlockMeta], layers: Layers, blocks: Collector | None = None) -> LoadReport:
     return cache.load(metas, blocks or Collector(), layer_sink=layers)
 
@@ -138,9 +145,7 @@ def test_object_that_goes_between_two_pieces_is_a_miss(
     tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
-    metas = metas_of(BIG, 3)
-    fill(open_cache(tmp_path, "raw"), metas)
-    reader = open_cache(tmp_path, "raw")
+    metas, reader = filled(tmp_path, open_cache, 3)
     layers = Layers(lambda position, layer: (position, layer) == (1, 2) and reader.tiers.delete(metas[1].id, "test"))
     report = load(reader, metas, layers)
     assert (report.blocks, report.reason) == (1, MissReason.ABSENT)
@@ -152,9 +157,7 @@ def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(
     tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
-    metas = metas_of(BIG, 3)
-    fill(open_cache(tmp_path, "raw"), metas)
-    reader = open_cache(tmp_path, "raw")
+    metas, reader = filled(tmp_path, open_cache, 3)
 
     def fail(position: int, layer: int) -> None:
         if (position, layer) == (2, 3):
@@ -169,9 +172,8 @@ def test_load_is_given_up_between_pieces(
     tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
-    metas, release = metas_of(BIG, 4), threading.Event()
-    fill(open_cache(tmp_path, "raw"), metas)
-    reader = open_cache(tmp_path, "raw")
+    metas, reader = filled(tmp_path, open_cache, 4)
+    release = threading.Event()
     layers = Layers(lambda position, layer: (position, layer) == (1, 1) and release.wait(10))
     report = reader.load(metas, Collector(), deadline_s=0.3, layer_sink=layers)
     assert (report.blocks, report.reason) == (0, MissReason.DEADLINE)
@@ -192,9 +194,7 @@ def test_section_that_is_no_layer_is_refused(codec: str) -> None:
 
 
 def test_unknown_codec_is_a_miss(tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    metas = metas_of(BIG, 1)
-    fill(open_cache(tmp_path, "raw"), metas)
-    reader = open_cache(tmp_path, "raw")
+    metas, reader = filled(tmp_path, open_cache, 1)
     monkeypatch.setattr(CodecRegistry, "get", lambda *arguments: None)
     report = load(reader, metas, Layers())
     assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)

@@ -244,7 +244,7 @@ class Loader:
             self._index.remove(meta.id.key)
             return MissReason.ABSENT
         stored = parse_object(scratch.stored[:size], meta.id)
-        _check_place(stored, meta)
+        stored.check_place(meta)
         codec = self._registry.get(stored.codec_id, stored.profile)
         if codec is None:
             return MissReason.UNKNOWN_CODEC
@@ -313,7 +313,7 @@ class Loader:
             return self._load_whole(block.position, meta, sinks, scratch)
         assert block.codec is not None
         values = [
-            block.codec.decode_layer(meta.layout, entry.section(_cut(data, entry, start), meta.id))
+            block.codec.decode_layer(meta.layout, entry.cut(data, start, meta.id))
             for entry in block.entries[block.layers : stop]
         ]
         layers(block.position, block.layers, values)
@@ -323,7 +323,7 @@ class Loader:
     def _begin_block(self, block: _Layered, data: memoryview, stop: int) -> bool:
         """Take the head of a block's object; False if layers up to `stop` are no sections of their own in `data`."""
         stored = parse_header(data, block.meta.id)
-        _check_place(stored, block.meta)
+        stored.check_place(block.meta)
         codec = self._registry.get(stored.codec_id, stored.profile)
         last = stored.entries[min(stop, len(stored.entries)) - 1]
         if not isinstance(codec, LayeredCodec) or list(stored.section_ids) != layer_section_ids(block.meta.layout):
@@ -354,13 +354,3 @@ def _piece_ends(layout: BlockLayout) -> list[int]:
     """Return the layer behind each piece of a block."""
     step = max(1, PIECE_BYTES // layout.layer_bytes)
     return [*range(step, layout.layers, step), layout.layers]
-
-
-def _check_place(stored: StoredObject, meta: BlockMeta) -> None:
-    if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
-        raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
-
-
-def _cut(data: memoryview, entry: SectionEntry, start: int) -> memoryview:
-    """Return a section's bytes out of those that begin at `start` of its object."""
-    return data[entry.offset - start :][: entry.size]

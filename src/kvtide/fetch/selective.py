@@ -151,15 +151,14 @@ class SelectiveLoad:
             head += self._read(meta, len(head), wanted)
         stored = parse_header(head, meta.id)
         self._head_bytes = len(stored.head)
-        if (stored.meta.layout, stored.meta.start, stored.meta.parent) != (meta.layout, meta.start, meta.parent):
-            raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {stored.meta}")
+        stored.check_place(meta)
         codec = registry.get(stored.codec_id, stored.profile)
         if not isinstance(codec, PackedCodec) or codec.profile is None:
             return None
         positions = [i for i, entry in enumerate(stored.entries) if entry.id.refinement == 0]
         first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
         data = self._read(meta, first.offset, _stop(last))
-        sections = [_cut(stored, position, first.offset, data) for position in positions]
+        sections = [stored.entries[position].cut(data, first.offset, meta.id) for position in positions]
         base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         ahead = tokens_ahead // base.chunk_tokens if base.repacks else 0
@@ -180,9 +179,10 @@ class SelectiveLoad:
         codec.decode_base(part.meta, sections, bits)
         positions, data = part.ahead_positions(), ahead.result()
         for position in positions:
-            start, layer = part.stored.entries[positions[0]].offset, part.stored.entries[position].id.layer_start
+            start, entry = part.stored.entries[positions[0]].offset, part.stored.entries[position]
             try:
-                put_chunk(part.meta, part.base, _cut(part.stored, position, start, data), bits[layer])
+                section = entry.cut(data, start, part.meta.id)
+                put_chunk(part.meta, part.base, section, bits[entry.id.layer_start])
             except CorruptPayload as error:
                 self._leave_rough(error)
         sink(bits)
@@ -256,7 +256,7 @@ class SelectiveLoad:
                 raise CorruptPayload(f"{part.meta.id}: no chunk {number} of layer {layer}")
             entry = part.stored.entries[position]
             data = self._read(part.meta, entry.offset, _stop(entry))
-            section = _cut(part.stored, position, entry.offset, data)
+            section = entry.cut(data, entry.offset, part.meta.id)
             tokens, bits = chunk_bits(part.meta, part.base, section)
         except (CorruptPayload, TierUnavailable) as error:
             self._leave_rough(error)
@@ -283,9 +283,3 @@ def _stop(entry: SectionEntry) -> int:
 
 def _nowhere(position: int, bits: BlockBits) -> None:
     """Forget rough values: chunks alone are wanted."""
-
-
-def _cut(stored: StoredObject, position: int, start: int, data: memoryview) -> Section:
-    """Return a section out of bytes that begin at `start` of its object, verified."""
-    entry = stored.entries[position]
-    return entry.section(data[entry.offset - start :][: entry.size], stored.meta.id)

@@ -98,6 +98,10 @@ class SectionEntry(NamedTuple):
             raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
         return Section(self.id, data)
 
+    def cut(self, data: memoryview, start: int, object_id: ObjectId) -> Section:
+        """Return the section out of bytes that begin at `start` of its object. CorruptPayload as in `section`."""
+        return self.section(data[self.offset - start :][: self.size], object_id)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -115,6 +119,11 @@ class StoredObject:
     def head(self) -> bytes:
         """Return header and section table as they are stored."""
         return bytes(self._data[: self.entries[0].offset])
+
+    def check_place(self, meta: BlockMeta) -> None:
+        """CorruptPayload unless the object is of a block of this layout, at this place in its prompt."""
+        if (self.meta.layout, self.meta.start, self.meta.parent) != (meta.layout, meta.start, meta.parent):
+            raise CorruptPayload(f"{meta.id}: expected {meta.layout} at {meta.start}, got {self.meta}")
 
     @property
     def section_ids(self) -> tuple[SectionId, ...]:

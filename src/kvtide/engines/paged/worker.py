@@ -126,7 +126,8 @@ class _Load:
         with self._gate.changed:
             for layer in range(first, self._pool.layout.layers if stop is None else stop):
                 self._missing[layer] -= 1
-            self._gate.changed.notify_all()
+            if 0 in self._missing[first:stop]:
+                self._gate.changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the layer is whole or the load has ended."""
