@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
 
+from kvtide import loading
 from kvtide.cache import Cache
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.orders import StepOrders
@@ -306,6 +308,40 @@ def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> 
         assert np.array_equal(held(second, pages)[layer, :, :BLOCK], block_of(PROMPT, 0)[layer])
     second.worker.wait_loads()
     second.finish("b")
+
+
+def test_first_layer_does_not_wait_for_the_others(
+    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PIECE_BYTES", 1)
+    # Coded layers of so few values would be larger than plain ones.
+    first, second = (ToyEngine(partial(open_cache, codec="raw"), str(tmp_path / "store")) for _ in range(2))
+    first.compute("a", PROMPT)
+    hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT))
+    begin, release, scatter = threading.Event(), threading.Event(), second.pool.scatter_layers
+
+    def held_back(first: int, *arguments: Any) -> None:
+        assert (release if first else begin).wait(10)
+        scatter(first, *arguments)
+
+    second.pool.scatter_layers = held_back  # type: ignore[method-assign]
+    second.scheduler.allocated("b", pages, hit, is_in_step=True)
+    second.step(tokens=0)
+    waiting = threading.Thread(target=second.worker.wait_layer, args=(0,))
+    waiting.start()
+    # It waits already when the first layer comes.
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    begin.set()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    release.set()
+    second.worker.wait_loads()
+    assert np.array_equal(held(second, pages)[-1, :, :BLOCK], block_of(PROMPT, 0)[-1])
+    second.finish("b")
+    for engine in (first, second):
+        engine.scheduler.close()
+        engine.worker.close()
 
 
 def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Callable[..., ToyEngine]) -> None:

@@ -28,7 +28,8 @@ class WriteGate:
         finally:
             with self.changed:
                 self._writers -= is_in
-                self.changed.notify_all()
+                if self.is_closed:
+                    self.changed.notify_all()
 
     def close(self) -> None:
         """Let nobody in any more; return when nobody is inside. Idempotent."""
