@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -248,9 +249,7 @@ def test_section_of_another_object_is_refused() -> None:
 
 def test_entry_that_is_not_in_the_table_is_refused() -> None:
     stored, other = made_up(NESTED[:3]), made_up(NESTED)
-    forged = StoredObject(
-        other.meta, "made-up-1", None, other.object_bytes, stored.version_tag, other.entries, other._data
-    )
+    forged = replace(other, version_tag=stored.version_tag)
     receiver = Receiver([stored])
     # One whose id is in the table but whose place is not, and one of a step that the table does not have.
     for number in (0, 5):

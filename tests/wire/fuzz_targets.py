@@ -26,7 +26,7 @@ from kvtide.wire.protocol import (
 __all__ = ["TARGETS", "seeds"]
 
 _OBJECT_BYTES = 1000
-_GOLDEN = Path(__file__).parent.parent / "golden" / "object-1.kvt"
+_GOLDEN = Path(__file__).parent.parent / "golden" / "object-2.kvt"
 _ID = b"/v1/" + b"a1" * 32
 _REQUESTS = (
     b'GET %b/%b HTTP/1.1\r\nHost: x\r\nRange: bytes=5-9\r\nIf-None-Match: W/"a", *\r\nPriority: u=1, i\r\n\r\n'

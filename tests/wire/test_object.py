@@ -14,7 +14,7 @@ from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import object as wire
 from kvtide.wire import pack_object, parse_header, parse_object
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "object-1.kvt"
+GOLDEN = Path(__file__).parent.parent / "golden" / "object-2.kvt"
 LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)
 META = block_meta(LAYOUT, seed=3, position=1)
 
@@ -27,7 +27,7 @@ SECTIONS = [section(1, 0, b"finer"), section(0, 2, b"base, deep"), section(0, 0,
 
 
 def packed() -> bytearray:
-    return pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32)
+    return pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32, quality=0.005)
 
 
 def test_round_trip_keeps_everything() -> None:
@@ -35,6 +35,13 @@ def test_round_trip_keeps_everything() -> None:
     assert stored.meta == META
     assert (stored.codec_id, stored.profile) == ("made-up-1", b"p" * 32)
     assert [bytes(found.data) for found in stored.sections()] == [b"base", b"base, deep", b"finer"]
+
+
+@given(st.floats(0, 1e6))
+def test_quality_comes_back_no_better_than_it_was_stored(quality: float) -> None:
+    stored = parse_object(pack_object(META, "made-up-1", SECTIONS, quality=quality))
+    assert quality <= stored.quality <= max(quality, 2.0**-40) * 1.0007
+    assert (stored.quality == 0) == (quality == 0)
 
 
 def test_golden_bytes() -> None:
@@ -84,7 +91,7 @@ def forged(change: Any) -> bytearray:
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
-        (8, b"\x02", "version 2"),
+        (8, b"\x03", "version 3"),
         (12, b"\0\0\0\0", "sections"),
         (12, b"\xff\xff\xff\xff", "sections"),
         (160, b"\0\0\0\0", "layers"),

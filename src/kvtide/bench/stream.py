@@ -20,6 +20,7 @@ from kvtide.bench.stream_exact import ExactTimes, exact_times
 from kvtide.bench.stream_rig import SUFFIX_TOKENS, Rig, Speeds
 from kvtide.block import BlockLayout
 from kvtide.codec import CachegenCodec, Profile, TideCodec
+from kvtide.codec.cachegen import LEVEL_QUALITY
 from kvtide.fetch import Job, LinkState, Wish, layered_job, level_job
 from kvtide.server.shaped import LATE_S, ShapedProxy
 from kvtide.sim.links import Link
@@ -41,8 +42,8 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 64
-# docs/benchmarks.md: cachegen's levels 4 to 1.
-LEVEL_KL = (0.07399, 0.01315, 0.00335, 0.00087)
+# Levels 4 to 1.
+LEVEL_KL = tuple(LEVEL_QUALITY[level] for level in (4, 3, 2, 1))
 # A base of about half a bit, and three refinements to where the curve flattens.
 TIDE_QUALITY, TIDE_REFINEMENTS = 0.00038, 3
 # A prediction of misses or quality holds if it is so near.

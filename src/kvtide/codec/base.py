@@ -33,6 +33,10 @@ class Codec(Protocol):
         """Tell whether decoding gives back every bit."""
 
     @property
+    def quality(self) -> float:
+        """Return the KL divergence of the next token, in nats, that blocks are encoded for; 0 for lossless codecs."""
+
+    @property
     def profile(self) -> bytes | None:
         """Return the digest of the profile that decoding needs, None if it needs none."""
 
@@ -59,12 +63,8 @@ class Codec(Protocol):
 class EmbeddedCodec(Codec, Protocol):
     """A codec whose objects can be read without some of their sections, at a quality that it knows."""
 
-    @property
-    def quality(self) -> float:
-        """Return the quality that is encoded at: a KL divergence, in nats."""
-
     def quality_of(self, sections: Sequence[Section]) -> float:
-        """Return what a block has that is decoded from these sections: that of its worst layers.
+        """Return the quality of a block that is decoded from these sections: that of its worst layers.
 
         CorruptPayload if they can't be decoded.
         """

@@ -38,6 +38,7 @@ from kvtide.types import Section, SectionId, SectionKind
 __all__ = [
     "GROUP_TOKENS",
     "LEVELS",
+    "LEVEL_QUALITY",
     "CachegenCodec",
     "DeltaSplit",
     "delta_deviation",
@@ -51,6 +52,8 @@ GROUP_TOKENS = 10
 # third of the layers. Levels scale all three; level 4 has the paper's own.
 THIRD_BINS = (0.5, 1.0, 1.5)
 LEVELS = {1: 0.125, 2: 0.25, 3: 0.5, 4: 1.0}
+# KL divergence of the next token, in nats, by level: SmolLM2-135M, `kvtide bench codec-quality`, docs/benchmarks.md.
+LEVEL_QUALITY = {1: 0.00096, 2: 0.0038, 3: 0.0132, 4: 0.0741}
 STEP_MIN = 1e-30
 # Layers share the sections of their deltas until a section has this many numbers: what a section costs beside them (200
 # bytes) is then below half a percent. And a coder takes this many tables at most.
@@ -138,7 +141,7 @@ class CachegenCodec(ProfiledCodec):
     codec_id = "cachegen-2"
 
     def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
-        super().__init__(level, LEVELS, coder, profile)
+        super().__init__(level, LEVEL_QUALITY, coder, profile)
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound: what one layer takes, and the deltas of all layers that share sections, twice."""

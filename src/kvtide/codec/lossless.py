@@ -36,6 +36,7 @@ class LosslessCodec:
 
     codec_id = "lossless-2"
     is_lossless = True
+    quality = 0.0
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:

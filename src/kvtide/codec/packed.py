@@ -47,6 +47,7 @@ class PackedCodec:
 
     codec_id = "packed-1"
     is_lossless = True
+    quality = 0.0
 
     def __init__(
         self, profile: Profile | None = None, quality: float = BASE_QUALITY, chunk_tokens: int = CHUNK_TOKENS

@@ -19,6 +19,7 @@ class RawCodec:
 
     codec_id = "raw-1"
     is_lossless = True
+    quality = 0.0
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:

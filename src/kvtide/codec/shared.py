@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,11 +80,13 @@ class ProfiledCodec:
 
     is_lossless = False
 
-    def __init__(self, level: int, levels: Iterable[int], coder: int, profile: Profile | None) -> None:
-        if level not in set(levels):
+    def __init__(self, level: int, levels: Mapping[int, float], coder: int, profile: Profile | None) -> None:
+        """levels: the quality of each level, as measured on a model (docs/benchmarks.md), to rank them by."""
+        if level not in levels:
             raise ValueError(f"this codec has the levels {sorted(levels)}, got {level!r}")
         if coder not in range(len(CODERS)):
             raise ValueError(f"coders are numbered 0 to {len(CODERS) - 1}, got {coder!r}")
+        self.quality = levels[level]
         self._level = level
         self._coder = coder
         self._profile = profile

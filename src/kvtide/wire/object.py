@@ -1,10 +1,11 @@
-"""The object format, version 1 (docs/format.md): what a tier stores for a block.
+"""The object format, version 2 (docs/format.md): what a tier stores for a block.
 
 Invariant: nothing of an object is handed out before its checksum, its id and every length have been checked.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "object_bytes",
     "object_bytes_max",
     "object_label",
+    "object_quality",
     "pack_object",
     "parse_header",
     "parse_object",
@@ -48,17 +50,20 @@ OVERHEAD_BYTES_PER_SECTION = 4096
 OVERHEAD_PART = 8
 
 _MAGIC = b"\x89KVTIDE\n"
-_VERSION = 1
+_VERSION = 2
 _CODEC_BYTES = 16
 _NAMESPACE_OFFSET = 48
 _LABEL_BYTES = 48
 _CHECKSUM_OFFSET = 240
-_HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIB3sQ48s")
+_HEADER = struct.Struct("<8sHHI32s32s32s16s32sIIIIIBBHQ48s")
 _ENTRY = struct.Struct("<BBHHHQQQ16s")
 # An entry's first eight bytes name the section, the others say where it is.
 _ENTRY_NAME = struct.Struct("<BBHHH")
 _ENTRY_PLACE = struct.Struct("<8sQQQ16s")
 _NO_PROFILE = bytes(32)
+# Quality is stored as a power of two from 2^-40 on, in steps of a thousandth of an octave.
+_QUALITY_STEPS = 1024
+_QUALITY_OCTAVES = 40
 _KINDS = tuple(SectionKind)
 
 assert _HEADER.size == _CHECKSUM_OFFSET
@@ -105,11 +110,15 @@ class SectionEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A checked header and section table over the bytes that they were read from; `entries` in stored order."""
+    """A checked header and section table over the bytes that they were read from; `entries` in stored order.
+
+    quality: KL divergence of the next token, in nats, that the block was stored for; 0 for exact.
+    """
 
     meta: BlockMeta
     codec_id: str
     profile: bytes | None
+    quality: float
     object_bytes: int
     version_tag: bytes
     entries: Sequence[SectionEntry]
@@ -162,11 +171,13 @@ def object_bytes_max(layout: BlockLayout) -> int:
     return min(HEADER_BYTES + layout.raw_bytes + overhead, OBJECT_BYTES_MAX)
 
 
-def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None) -> bytearray:
+def pack_object(
+    meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None, quality: float = 0.0
+) -> bytearray:
     """Return the object's bytes.
 
-    Sections are put in stored order. ValueError for none or too many sections, two with one id, or a codec id that
-    is not 1 to 16 ASCII characters.
+    Sections are put in stored order. quality: as in `StoredObject`; rounded up by at most 0.07 %. ValueError for none
+    or too many sections, two with one id, or a codec id that is not 1 to 16 ASCII characters.
     """
     codec_bytes = codec_id.encode("ascii", errors="replace")
     if not 1 <= len(codec_bytes) <= _CODEC_BYTES or not codec_id.isascii():
@@ -188,35 +199,30 @@ def pack_object(meta: BlockMeta, codec_id: str, sections: Sequence[Section], pro
         packed[offset : offset + len(data)] = data
         offset += len(data)
     assert offset == object_bytes
-    _pack_header(packed, meta, codec_bytes, len(ordered), profile or _NO_PROFILE)
+    _pack_header(packed, meta, codec_bytes, len(ordered), profile or _NO_PROFILE, _quality_code(quality))
     return packed
 
 
-def _pack_header(packed: bytearray, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes) -> None:
+def _quality_code(quality: float) -> int:
+    assert quality >= 0
+    if quality == 0:
+        return 0
+    return min(max(math.ceil(_QUALITY_STEPS * (math.log2(quality) + _QUALITY_OCTAVES)), 1), 0xFFFF)
+
+
+def _quality_of(code: int) -> float:
+    return 2.0 ** (code / _QUALITY_STEPS - _QUALITY_OCTAVES) if code else 0.0
+
+
+def _pack_header(
+    packed: bytearray, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes, quality_code: int
+) -> None:
     layout = meta.layout
     label = meta.model.encode()[:_LABEL_BYTES].decode(errors="ignore").encode()
-    _HEADER.pack_into(
-        packed,
-        0,
-        _MAGIC,
-        _VERSION,
-        HEADER_BYTES,
-        section_count,
-        meta.id.key,
-        meta.id.namespace,
-        meta.parent,
-        codec,
-        profile,
-        layout.layers,
-        layout.tokens,
-        layout.kv_heads,
-        layout.head_dim,
-        meta.start,
-        layout.dtype.code,
-        b"",
-        len(packed),
-        label,
-    )
+    names = (meta.id.key, meta.id.namespace, meta.parent, codec, profile)
+    shape = (layout.layers, layout.tokens, layout.kv_heads, layout.head_dim, meta.start, layout.dtype.code)
+    prefix = (_MAGIC, _VERSION, HEADER_BYTES, section_count)
+    _HEADER.pack_into(packed, 0, *prefix, *names, *shape, 0, quality_code, len(packed), label)
     packed[_CHECKSUM_OFFSET:HEADER_BYTES] = _header_checksum(memoryview(packed), section_count)
 
 
@@ -243,6 +249,12 @@ def object_label(data: bytes | bytearray | memoryview) -> ObjectLabel:
         return NO_LABEL
     fields = _HEADER.unpack_from(data)
     return ObjectLabel(codec=fields[7], parent=fields[6], start=fields[13])
+
+
+def object_quality(head: bytes | bytearray | memoryview) -> float:
+    """Return the quality that an object's first bytes state, unchecked; inf if they are no object of this version."""
+    is_ours = len(head) >= HEADER_BYTES and _HEADER.unpack_from(head)[:3] == (_MAGIC, _VERSION, HEADER_BYTES)
+    return _quality_of(_HEADER.unpack_from(head)[-3]) if is_ours else math.inf
 
 
 def object_bytes(head: bytes | bytearray) -> int:
@@ -315,12 +327,12 @@ def _checked_object(
     view: memoryview, fields: tuple[Any, ...], section_count: int, version_tag: bytes, expected: ObjectId | None
 ) -> StoredObject:
     key, namespace, parent, codec, profile, layers, tokens, kv_heads, head_dim = fields[:9]
-    start, dtype_code, padding, object_bytes, label = fields[9:]
+    start, dtype_code, padding, quality_code, object_bytes, label = fields[9:]
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
     if expected is not None and object_id != expected:
         raise CorruptPayload(f"asked for {expected}, the bytes are those of {object_id}")
-    if padding != b"\0\0\0":
-        raise CorruptPayload(f"{object_id}: reserved bytes of the header are not zero")
+    if padding:
+        raise CorruptPayload(f"{object_id}: a reserved byte of the header is not zero")
     try:
         layout = _layout(layers, tokens, kv_heads, head_dim, dtype_code)
         meta = BlockMeta(object_id, BlockKey(parent), start, layout, label.rstrip(b"\0").decode())
@@ -331,6 +343,7 @@ def _checked_object(
         meta=meta,
         codec_id=codec_id,
         profile=None if profile == _NO_PROFILE else profile,
+        quality=_quality_of(quality_code),
         object_bytes=object_bytes,
         version_tag=version_tag,
         entries=_parse_entries(view, section_count, layers, object_bytes, object_id),
