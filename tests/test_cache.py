@@ -36,7 +36,7 @@ def metas_of(layout: BlockLayout, blocks: int, space: Namespace | None = None) -
 
 def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
     contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
-    pending = [PendingBlock(meta, lambda bits=bits: bits) for meta, bits in zip(metas, contents, strict=True)]
+    pending = [PendingBlock(meta, lambda bits=bits: lambda: bits) for meta, bits in zip(metas, contents, strict=True)]
     assert cache.store(pending) == len(metas)
     assert cache.flush(10)
     return contents
@@ -129,7 +129,7 @@ def test_index_hears_what_recomputing_costs(tmp_path: Path, layout: BlockLayout,
     cache, metas = open_cache(tmp_path), metas_of(layout, 2)
     bits = smooth_bits(layout, 1)
     costs = (1.0, 2.0)
-    cache.store([PendingBlock(meta, lambda: bits, cost) for meta, cost in zip(metas, costs, strict=True)])
+    cache.store([PendingBlock(meta, lambda: lambda: bits, cost) for meta, cost in zip(metas, costs, strict=True)])
     assert cache.flush(10)
     assert isinstance(cache.index, RadixIndex)
     run = cache.index._tree.run_of(metas[1].id.key)
@@ -275,7 +275,7 @@ def test_queue_bound_drops_the_tail(tmp_path: Path, layout: BlockLayout, open_ca
         release.wait(10)
         return smooth_bits(layout, 1)
 
-    assert cache.store([PendingBlock(meta, slow_bits) for meta in metas]) == 2
+    assert cache.store([PendingBlock(meta, lambda: slow_bits) for meta in metas]) == 2
     release.set()
     assert cache.flush(10)
     assert (cache.stats().blocks_stored, cache.stats().blocks_dropped) == (2, 2)
@@ -288,7 +288,7 @@ def test_flush_says_when_it_was_too_early(tmp_path: Path, layout: BlockLayout, o
         release.wait(10)
         return smooth_bits(layout, 1)
 
-    cache.store([PendingBlock(metas_of(layout, 1)[0], slow_bits)])
+    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: slow_bits)])
     assert not cache.flush(0.05)
     release.set()
     assert cache.flush(10)
@@ -302,7 +302,9 @@ def test_failing_source_is_counted_and_the_next_block_stored(
     def broken() -> BlockBits:
         raise RuntimeError("device lost")
 
-    cache.store([PendingBlock(metas[0], broken), PendingBlock(metas[1], lambda: smooth_bits(layout, 1))])
+    cache.store(
+        [PendingBlock(metas[0], lambda: broken), PendingBlock(metas[1], lambda: lambda: smooth_bits(layout, 1))]
+    )
     assert cache.flush(10)
     assert cache.stats().blocks_stored == 1
     assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
@@ -334,7 +336,7 @@ def test_close_stores_what_is_queued_and_may_be_called_twice(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
     cache, metas = open_cache(tmp_path), metas_of(layout, 3)
-    cache.store([PendingBlock(meta, lambda: smooth_bits(layout, 1)) for meta in metas])
+    cache.store([PendingBlock(meta, lambda: lambda: smooth_bits(layout, 1)) for meta in metas])
     cache.close()
     cache.close()
     assert len(stored_records(tmp_path)) == 3
@@ -373,7 +375,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     cache, (meta,), sink = open_cache(tmp_path, "cachegen"), metas_of(layout, 1), Collector()
     bits = smooth_bits(layout, 1)
     bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
-    cache.store([PendingBlock(meta, lambda: bits)])
+    cache.store([PendingBlock(meta, lambda: lambda: bits)])
     assert cache.flush(10)
     assert cache.load([meta], sink).blocks == 1
     assert np.array_equal(sink.blocks[0], bits)
@@ -388,7 +390,7 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
         fill(cache, metas_of(layout, 1))
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]
     cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
-    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: smooth_bits(layout, 1))])
+    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: lambda: smooth_bits(layout, 1))])
     assert cache.flush(10)
     assert stored_records(tmp_path / "none") == []
     assert cache.stats().blocks_dropped == 1

@@ -5,32 +5,41 @@ Invariant: what `load` hands to the sink has passed every check of the object fo
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
+import os
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from kvtide.block import BlockBits, BlockMeta
+from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, DecisionCounter, Why, decisions_text
 from kvtide.errors import TierUnavailable, UnencodableBlock
-from kvtide.index import Index, RadixIndex, RestoreReport, policy_named
-from kvtide.loading import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
-from kvtide.storing import BlockSource, PendingBlock, Storer
+from kvtide.index import TIERS_MAX, Index, RadixIndex, RestoreReport, policy_named
+from kvtide.loading import QUALITY_SLACK, BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
+from kvtide.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import DeviceMemory, TierStack, TierStats, stack_of
 from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId
-from kvtide.wire import pack_object
+from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 __all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+# The queue counts as a tier in the index, behind all real ones.
+_QUEUE = TIERS_MAX - 1
+# A block that was found too coarse is not looked up again for so long, unless this process stores it.
+COARSE_S = 60.0
+COARSE_MAX = 1 << 14
 
 
 class CacheStats(NamedTuple):
@@ -67,29 +76,45 @@ class _Placement:
 class Cache:
     """Blocks of many namespaces over one stack of tiers.
 
-    Owns a storing thread and loading threads between `open` and `close`; use it with `with`.
-    Faults of tiers and payloads never leave it.
+    Owns a storing thread and loading threads between `open` and `close`; use it with `with`. A process that ends
+    without `close` closes it. Faults of tiers and payloads never leave it; before `open`, after `close` and in a
+    forked child everything is a miss, at once. `quality` is the KL divergence that blocks are stored for; coarser ones
+    are misses. By default the codec's.
     """
 
     def __init__(
-        self, tiers: TierStack, index: Index, codec: Codec, registry: CodecRegistry, clock: Clock, limits: Limits
+        self,
+        tiers: TierStack,
+        index: Index,
+        codec: Codec,
+        registry: CodecRegistry,
+        clock: Clock,
+        limits: Limits,
+        quality: float | None = None,
     ) -> None:
         self.tiers = tiers
         self.index = index
         self._codec = codec
+        self._quality = codec.quality if quality is None else quality
         self._clock = clock
         self._limits = limits
-        self._loader = Loader(tiers, index, codec, registry, clock, limits.load_threads, self.guarded)
+        self._loader = Loader(
+            tiers, index, self._quality, registry, clock, limits.load_threads, self.guarded, self._queued
+        )
         self._storer: Storer | None = None
+        self._pid = 0
         self._lock = threading.Lock()
+        # Blocks that were found too coarse, and when.
+        self._coarse: OrderedDict[ObjectId, float] = OrderedDict()
         self._counts: Counter[str] = Counter()
         # What engines decide about stored blocks; told to the tiers in the background.
         self.decisions = DecisionCounter()
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
+        assert len(self.tiers.tier_names) <= _QUEUE
         self.tiers.observe(_Placement(self.index))
-        self.tiers.open()
+        self.guarded("open", self.tiers.open, None)
         started_s = self._clock.monotonic_s()
         report = self.guarded("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
@@ -97,20 +122,30 @@ class Cache:
         self._loader.open()
         self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
         self._storer.open()
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether blocks are loaded and stored now, by this process."""
+        return self._storer is not None and self._pid == os.getpid()
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
         return RestoreReport(sum(each.blocks for each in reports), sum(each.orphans for each in reports))
 
     def close(self) -> None:
-        """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent."""
-        if self._storer is None:
+        """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent; nothing in a forked child."""
+        if not self.is_open:
             return
-        self._storer.close(self._limits.close_s_max)
+        atexit.unregister(self.close)
+        assert self._storer is not None
+        for meta in self._storer.close(self._limits.close_s_max):
+            self.index.remove(meta.id.key, _QUEUE)
         self._tell_decisions()
         self._loader.close()
         self._storer = None
-        self.tiers.close()
+        self.guarded("close", self.tiers.close, None)
 
     def __enter__(self) -> Self:
         self.open()
@@ -124,15 +159,28 @@ class Cache:
     def match(self, ids: Sequence[ObjectId]) -> int:
         """Return the length of the longest leading run of blocks that some tier seems to have.
 
-        A hint: blocks may be gone when they are loaded. Blocks that another process stored are found too.
+        A hint: blocks may be gone when they are loaded. Blocks that wait to be stored are found, and those that another
+        process stored.
         """
+        return self.guarded("look up", partial(self._match, ids), 0) if self.is_open else 0
+
+    def _match(self, ids: Sequence[ObjectId]) -> int:
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
-        nothing: list[int] = []
-        for tier in self.guarded("look up", partial(self.tiers.run_places, ids[known:]), nothing):
+        for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
-        return known
+        oldest_s = self._clock.monotonic_s() - COARSE_S
+        coarse = (i for i, each in enumerate(ids[:known]) if self._coarse.get(each, -math.inf) > oldest_s)
+        return next(coarse, known) if self._coarse else known
+
+    def _queued(self, object_id: ObjectId) -> BlockSource | None:
+        storer = self._storer
+        return storer.find(object_id) if storer is not None else None
+
+    def is_queued(self, ids: Sequence[ObjectId]) -> bool:
+        """Tell whether any of these blocks still waits to be stored."""
+        return self.is_open and any(self._queued(object_id) is not None for object_id in ids)
 
     def load(
         self,
@@ -147,23 +195,58 @@ class Cache:
         Blocks behind the first missing one may reach the sinks too, even after the return: they don't count. With a
         `layer_sink` the first layers of all blocks come before the next ones of any, as far as codecs keep them apart.
         """
-        sinks = Sinks(sink, take, layer_sink)
-        report = self._loader.load(metas, sinks, self._limits.load_s_max if deadline_s is None else deadline_s)
+        if not self.is_open:
+            return LoadReport(0, 0, MissReason.CLOSED)
+        give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
+        load = partial(self._loader.load, metas, Sinks(sink, take, layer_sink), give_up_s)
+        report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
+        if report.reason is MissReason.COARSE:
+            self._note_coarse(metas[report.blocks].id)
         self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
         why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
         self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
         return report
 
-    def store(self, blocks: Sequence[PendingBlock]) -> int:
-        """Queue blocks to be encoded and stored in the background; return how many leading ones had room."""
-        count = self._storer.put(blocks) if self._storer is not None else 0
+    def _note_coarse(self, object_id: ObjectId) -> None:
         with self._lock:
-            self._counts["dropped"] += len(blocks) - count
-        return count
+            self._coarse[object_id] = self._clock.monotonic_s()
+            self._coarse.move_to_end(object_id)
+            if len(self._coarse) > COARSE_MAX:
+                self._coarse.popitem(last=False)
+
+    def store(self, blocks: Sequence[PendingBlock]) -> int:
+        """Queue blocks to be encoded and stored in the background; return how many leading ones wait now.
+
+        The first that does not fit ends it: blocks behind a gap could not be matched.
+        """
+        return self.guarded("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
+
+    def _queue(self, blocks: Sequence[PendingBlock]) -> int:
+        storer = self._storer
+        for count, block in enumerate(blocks):
+            if storer is None or not self._queue_one(storer, block):
+                with self._lock:
+                    self._counts["dropped"] += len(blocks) - count
+                return count
+        return len(blocks)
+
+    def _queue_one(self, storer: Storer, block: PendingBlock) -> bool:
+        meta = block.meta
+        admission = storer.reserve(meta)
+        if admission is not Admission.RESERVED:
+            return admission is Admission.QUEUED
+        try:
+            source = block.capture()
+            # Before the storing thread may be done with it.
+            self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, _QUEUE, cost=block.cost)
+        except BaseException:
+            storer.release(meta)
+            raise
+        return storer.append(QueuedBlock(meta, source, block.cost))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
-        return self._storer is None or self._storer.flush(timeout_s)
+        return not self.is_open or self._storer is None or self._storer.flush(timeout_s)
 
     def check(self) -> None:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
@@ -176,22 +259,49 @@ class Cache:
     def _tell_decisions(self) -> None:
         self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
 
-    def _store_block(self, block: PendingBlock) -> None:
+    def _store_block(self, block: QueuedBlock) -> None:
         pack = partial(self._packed, block)
         self.guarded("store", partial(self._place, block.meta, pack, block.cost), False)
+        self.index.remove(block.meta.id.key, _QUEUE)
 
-    def _packed(self, block: PendingBlock) -> bytearray | None:
-        return self._encoded(block.meta, block.source())
+    def _packed(self, block: QueuedBlock) -> bytearray | None:
+        """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
+        meta, bits = block.meta, block.source()
+        for codec in (self._codec, LosslessCodec()):
+            if codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max:
+                continue
+            try:
+                # A block computed on top of blocks of this quality is no better, however it is encoded.
+                return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile, self._quality)
+            except UnencodableBlock as error:
+                with self._lock:
+                    self._counts["unencodable"] += 1
+                _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
+        return None
 
     def keep(self, meta: BlockMeta, packed: bytes) -> bool:
         """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
-        return self.guarded("keep", partial(self._place, meta, lambda: packed), False)
+        return self.is_open and self.guarded("keep", partial(self._place, meta, lambda: packed), False)
+
+    def _stored_quality(self, object_id: ObjectId) -> float | None:
+        """Return the quality of the object that is here, inf for one that can't be read, None if none is."""
+        if not self.tiers.contains(object_id):
+            return None
+        if self._quality == 0:
+            # Namespaces of exact blocks have no others.
+            return 0.0
+        head = bytearray(HEADER_BYTES)
+        size = self.tiers.get_into(object_id, memoryview(head))
+        return object_quality(head[: size or 0])
 
     def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
-        if not self.tiers.contains(meta.id):
-            packed = pack()
-            is_stored = packed is not None and self.tiers.put_from(meta.id, packed)
+        """Store an object unless one as good is here; put it in the place of a coarser one."""
+        here = self._stored_quality(meta.id)
+        if here is None or here > self._quality * (1 + QUALITY_SLACK):
+            packed, put = pack(), self.tiers.put_from if here is None else self.tiers.replace
+            is_stored = packed is not None and put(meta.id, packed)
             with self._lock:
+                self._coarse.pop(meta.id, None)
                 self._counts["stored" if is_stored else "dropped"] += 1
                 self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
                 self._counts["bytes"] += len(packed) if is_stored and packed else 0
@@ -203,19 +313,6 @@ class Cache:
             else:
                 self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
         return True
-
-    def _encoded(self, meta: BlockMeta, bits: BlockBits) -> bytearray | None:
-        """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
-        for codec in (self._codec, LosslessCodec()):
-            if codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max:
-                continue
-            try:
-                return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
-            except UnencodableBlock as error:
-                with self._lock:
-                    self._counts["unencodable"] += 1
-                _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
-        return None
 
     def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         """Run an action; whatever goes wrong in it is counted, logged once for each verb, and becomes `fallback`."""
@@ -257,14 +354,15 @@ def cache_for(
     clock: Clock | None = None,
     ranking: Ranking | None = None,
     device: DeviceMemory | None = None,
+    quality: float | None = None,
 ) -> Cache:
     """Return a cache, not yet opened, of memory in front of the store that the URL names, and of `device` before both.
 
     Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` is
-    `stack_of`'s. ValueError for a bad URL.
+    `stack_of`'s, `quality` the cache's. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
     index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
     tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
-    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits)
+    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits, quality)

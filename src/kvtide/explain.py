@@ -9,6 +9,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.importance.score import RECORD_BYTES_MAX, UseRecord, record_id
 from kvtide.keys import TokenIds, block_keys, tokens_array
+from kvtide.loading import QUALITY_SLACK
 from kvtide.stream.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -28,13 +29,15 @@ class Verdict(Enum):
     REMOVED = "the first missing block was removed by hand (kvtide rm)"
     CORRUPT_NOW = "the first missing block's object is corrupt; the next load removes it"
     CODEC_ABSENT = "the first missing block is stored, but its codec or profile is not here"
+    COARSE = "the first missing block is stored, but coarser than asked for; it is replaced once it is computed"
     OTHER_NAMESPACE = "the same tokens are stored under another namespace (model, dtype, block size or tenant)"
 
 
 class Explanation(NamedTuple):
     """What a look-up of this prompt finds and why it ends there.
 
-    needs: names a codec or profile that is not here. base_bytes: what each hit block takes at its least quality.
+    needs: names a codec or profile that is not here, or the quality that the block has. base_bytes: what each hit block
+    takes at its least quality.
     """
 
     prompt_tokens: int
@@ -49,11 +52,17 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int, registry: CodecRegistry | None = None
+    tier: Tier,
+    namespace: Namespace,
+    tokens: TokenIds,
+    block_tokens: int,
+    registry: CodecRegistry | None = None,
+    quality: float | None = None,
 ) -> Explanation:
     """Match a prompt against a store and name the reason where the run of blocks ends. Reads, changes nothing.
 
-    Without a registry every codec and profile counts as being here.
+    quality: the KL divergence that the engine asks for, None for any. Without a registry every codec and profile counts
+    as being here.
     """
     prompt = tokens_array(tokens)
     keys = block_keys(namespace, prompt, block_tokens)
@@ -68,6 +77,9 @@ def explain(
             break
         if registry is not None and registry.get(found.codec_id, found.profile) is None:
             verdict, needs = Verdict.CODEC_ABSENT, _needs(found)
+            break
+        if quality is not None and found.quality > quality * (1 + QUALITY_SLACK):
+            verdict, needs = Verdict.COARSE, f"a quality of {quality:.2g}; {found.codec_id} has {found.quality:.2g}"
             break
         base_bytes.append(_base_bytes(found))
     hits = len(base_bytes)

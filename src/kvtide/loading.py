@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from enum import Enum
 from functools import partial
@@ -25,6 +25,7 @@ from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LayeredCodec
 from kvtide.codec.base import layer_section_ids
 from kvtide.errors import CorruptPayload
 from kvtide.index import Index
+from kvtide.storing import BlockSource
 from kvtide.tier import TierStack
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId, Section
@@ -44,8 +45,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-# Curves are float32.
-_QUALITY_SLACK = 1e-3
+# Curves are float32, and headers round up.
+QUALITY_SLACK = 2e-3
 # As much of a block is read at a time where layers come one after the other: a disk is as fast with this as with more.
 PIECE_BYTES = 1 << 20
 
@@ -72,8 +73,10 @@ class MissReason(Enum):
     ABSENT = "absent"
     CORRUPT = "corrupt"
     UNKNOWN_CODEC = "unknown codec or profile"
+    COARSE = "coarser than asked for"
     DEADLINE = "deadline"
     FAULT = "fault"
+    CLOSED = "the cache is not open, or this is a forked process"
 
 
 class LoadReport(NamedTuple):
@@ -125,27 +128,29 @@ class _Layered:
 class Loader:
     """Twice `threads` loading threads between `open` and `close`.
 
-    The second ones load what the fastest tier has, so that a slow tier never holds that up. `guarded` turns faults into
-    misses; objects that are corrupt are removed. `codec` says how good a damaged block must be to be used.
+    The second ones load what the fastest tier has or is `queued`, so that a slow tier never holds that up. `guarded`
+    turns faults into misses; objects that are corrupt are removed. What is coarser than `quality` is not used.
     """
 
     def __init__(
         self,
         tiers: TierStack,
         index: Index,
-        codec: Codec,
+        quality: float,
         registry: CodecRegistry,
         clock: Clock,
         threads: int,
         guarded: Guarded,
+        queued: Callable[[ObjectId], BlockSource | None],
     ) -> None:
         self._tiers = tiers
         self._index = index
-        self._codec = codec
+        self._quality_max = quality * (1 + QUALITY_SLACK)
         self._registry = registry
         self._clock = clock
         self._threads = threads
         self._guarded = guarded
+        self._queued = queued
         self._far: ThreadPoolExecutor | None = None
         self._near: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -191,9 +196,12 @@ class Loader:
         return report
 
     def _pool(self, object_id: ObjectId) -> ThreadPoolExecutor:
-        assert self._near is not None and self._far is not None, "load before open"
+        near, far = self._near, self._far
+        assert near is not None and far is not None, "load before open"
+        if self._queued(object_id) is not None:
+            return near
         is_near = self._guarded("look up", partial(self._tiers.is_near, object_id), False)
-        return self._near if is_near else self._far
+        return near if is_near else far
 
     def _leading(self, pending: Sequence[Sequence[Future[_Outcome]]], give_up_s: float) -> LoadReport:
         """Wait for one block after the other; each is done with the last of its pieces, or with one that fails."""
@@ -205,6 +213,8 @@ class Loader:
                     outcome = piece.result(max(0.0, give_up_s - self._clock.monotonic_s()))
                 except FutureTimeoutError:
                     outcome = MissReason.DEADLINE
+                except CancelledError:
+                    outcome = MissReason.CLOSED
                 if isinstance(outcome, MissReason):
                     # Backwards: a piece that runs must not find the one before it cancelled under its feet.
                     for rest in reversed([each for block in pending for each in block]):
@@ -239,6 +249,10 @@ class Loader:
         return self._guarded("load", run, fault)
 
     def _load_whole(self, position: int, meta: BlockMeta, sinks: Sinks, scratch: _Scratch) -> _Outcome:
+        source = self._queued(meta.id)
+        if source is not None:
+            sinks.bits(position, source())
+            return 0
         size = self._tiers.get_into(meta.id, scratch.stored)
         if size is None:
             self._index.remove(meta.id.key)
@@ -248,6 +262,9 @@ class Loader:
         codec = self._registry.get(stored.codec_id, stored.profile)
         if codec is None:
             return MissReason.UNKNOWN_CODEC
+        if stored.quality > self._quality_max:
+            self._index.remove(meta.id.key)
+            return MissReason.COARSE
         if not sinks.sections(position, codec, sections := self._sections(stored, codec)):
             codec.decode(meta, sections, scratch.bits)
             sinks.bits(position, scratch.bits)
@@ -258,10 +275,10 @@ class Loader:
         good = stored.good_sections()
         if len(good) == len(stored.entries):
             return good
-        if not (isinstance(codec, EmbeddedCodec) and isinstance(self._codec, EmbeddedCodec)):
+        if not isinstance(codec, EmbeddedCodec):
             raise CorruptPayload(f"{stored.meta.id}: {len(stored.entries) - len(good)} sections are not those stored")
         left = codec.quality_of(good)
-        if left > self._codec.quality * (1 + _QUALITY_SLACK):
+        if left > self._quality_max:
             raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
         with self._lock:
             self._counts["damaged"] += 1
@@ -295,6 +312,9 @@ class Loader:
 
     def _load_layers(self, block: _Layered, stop: int, sinks: Sinks, layers: LayerSink, scratch: _Scratch) -> _Outcome:
         meta, start = block.meta, 0
+        if not block.layers and self._queued(meta.id) is not None:
+            block.layers = meta.layout.layers
+            return self._load_whole(block.position, meta, sinks, scratch)
         if block.layers:
             # Direct reads begin at a page.
             start = block.entries[block.layers].offset // PAGESIZE * PAGESIZE
@@ -326,7 +346,11 @@ class Loader:
         stored.check_place(block.meta)
         codec = self._registry.get(stored.codec_id, stored.profile)
         last = stored.entries[min(stop, len(stored.entries)) - 1]
-        if not isinstance(codec, LayeredCodec) or list(stored.section_ids) != layer_section_ids(block.meta.layout):
+        if (
+            stored.quality > self._quality_max
+            or not isinstance(codec, LayeredCodec)
+            or list(stored.section_ids) != layer_section_ids(block.meta.layout)
+        ):
             return False
         block.codec, block.entries = codec, stored.entries
         return last.offset + last.size <= len(data)

@@ -1,81 +1,151 @@
-"""Blocks that wait to be stored, and the thread that stores them.
+"""The queue of blocks that wait to be stored, which loads are served from, and the thread that empties it.
 
-Invariant: what waits, or is being stored, never keeps more than `bytes_max` bytes of blocks alive.
+Invariant: a block's content is fixed when it is queued, and what waits or is being stored never keeps more than
+`bytes_max` bytes alive.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.config import step_back
+from kvtide.types import ObjectId
 
-__all__ = ["BlockSource", "PendingBlock", "Storer"]
+__all__ = ["Admission", "BlockSource", "PendingBlock", "QueuedBlock", "Storer"]
 
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
 STORE_NICE = 10
 # A storing thread without work calls `idle` so often.
 IDLE_S = 5.0
+# A thread that is still storing a block when `close` has waited its time gets so much longer.
+END_S_MAX = 1.0
 
-# Returns the block's bits; called later, from the storing thread.
+# Returns the block's bits: the same at every call, from any thread. It keeps at most the block's raw bytes alive.
 BlockSource = Callable[[], BlockBits]
 
 
 class PendingBlock(NamedTuple):
-    """A block to be stored in the background; `cost` as for `Index.insert`."""
+    """A block to be stored in the background; `cost` as for `Index.insert`.
+
+    capture: called once there is room for the block, in the thread that queues it. What it returns must not change
+    when the engine goes on: a copy.
+    """
+
+    meta: BlockMeta
+    capture: Callable[[], BlockSource]
+    cost: float | None = None
+
+
+class QueuedBlock(NamedTuple):
+    """A block whose content is fixed."""
 
     meta: BlockMeta
     source: BlockSource
-    cost: float | None = None
+    cost: float | None
+
+
+class Admission(Enum):
+    """What `Storer.reserve` says of a block."""
+
+    RESERVED = "there is room, which is now taken"
+    QUEUED = "it waits already"
+    REFUSED = "no room, no thread, or closing"
 
 
 class Storer:
     """Calls `store` for one block after another, in a thread of its own that gives way to others.
 
     Neither `store` nor `idle`, which is called now and then without work, may raise.
+
+        reserve(meta)       its bytes count from here on
+        append(block)       look-ups find it from here on
+        store(block)        until this returns
     """
 
-    def __init__(self, store: Callable[[PendingBlock], None], idle: Callable[[], None], bytes_max: int) -> None:
+    def __init__(self, store: Callable[[QueuedBlock], None], idle: Callable[[], None], bytes_max: int) -> None:
         self._store = store
         self._idle = idle
         self._bytes_max = bytes_max
         self._changed = threading.Condition()
-        self._queue: deque[PendingBlock] = deque()
+        self._queue: deque[QueuedBlock] = deque()
+        # All that count, by id; None before they are appended.
+        self._waiting: dict[ObjectId, QueuedBlock | None] = {}
         self._queued_bytes = 0
         self._is_closing = False
-        self.thread = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
+        self.thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Start the thread. A storer is opened once."""
-        self.thread.start()
+        """Start the thread; where none can be had, the next block tries again. A storer is opened once."""
+        with self._changed:
+            self._has_thread()
 
-    def close(self, timeout_s: float) -> None:
-        """Store what is queued, for at most `timeout_s`; drop the rest, and wait as long again for the thread."""
+    def _has_thread(self) -> bool:
+        if self.thread is None:
+            thread = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the process may have no more
+                return False
+            self.thread = thread
+        return True
+
+    def close(self, timeout_s: float) -> list[BlockMeta]:
+        """Store what is queued, for at most `timeout_s`; drop and return the rest. Waits END_S_MAX for the thread."""
         self.flush(timeout_s)
         with self._changed:
             self._is_closing = True
+            dropped = [block.meta for block in self._queue]
             self._queue.clear()
-            self._queued_bytes = 0
+            for meta in dropped:
+                self._release(meta)
             self._changed.notify_all()
-        self.thread.join(timeout_s)
+        if self.thread is not None:
+            self.thread.join(END_S_MAX)
+        return dropped
 
-    def put(self, blocks: Sequence[PendingBlock]) -> int:
-        """Queue blocks; return how many the bound let in.
-
-        The first that does not fit ends it: blocks behind a gap could not be matched.
-        """
+    def reserve(self, meta: BlockMeta) -> Admission:
+        """Take room for a block. After RESERVED comes `append` or `release`."""
         with self._changed:
-            for count, block in enumerate(blocks):
-                raw_bytes = block.meta.layout.raw_bytes
-                if self._is_closing or self._queued_bytes + raw_bytes > self._bytes_max:
-                    return count
-                self._queue.append(block)
-                self._queued_bytes += raw_bytes
-                self._changed.notify_all()
-        return len(blocks)
+            if meta.id in self._waiting:
+                return Admission.QUEUED
+            has_room = self._queued_bytes + meta.layout.raw_bytes <= self._bytes_max
+            if self._is_closing or not has_room or not self._has_thread():
+                return Admission.REFUSED
+            self._waiting[meta.id] = None
+            self._queued_bytes += meta.layout.raw_bytes
+            return Admission.RESERVED
+
+    def release(self, meta: BlockMeta) -> None:
+        """Give reserved room back."""
+        with self._changed:
+            self._release(meta)
+
+    def _release(self, meta: BlockMeta) -> None:
+        del self._waiting[meta.id]
+        self._queued_bytes -= meta.layout.raw_bytes
+        self._changed.notify_all()
+
+    def append(self, block: QueuedBlock) -> bool:
+        """Queue a block that room was reserved for. False if closing began meanwhile; the room is then given back."""
+        with self._changed:
+            if self._is_closing:
+                self._release(block.meta)
+                return False
+            self._waiting[block.meta.id] = block
+            self._queue.append(block)
+            self._changed.notify_all()
+            return True
+
+    def find(self, object_id: ObjectId) -> BlockSource | None:
+        """Return the content of a block that is queued or being stored."""
+        with self._changed:
+            block = self._waiting.get(object_id)
+        return block.source if block is not None else None
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
@@ -86,6 +156,7 @@ class Storer:
         """AssertionError if bytes are still accounted for. Call it while nothing is stored."""
         with self._changed:
             assert self._queued_bytes == 0, f"{self._queued_bytes} bytes are still taken for queued"
+            assert not self._waiting
 
     def _store_until_closed(self) -> None:
         step_back(STORE_NICE)
@@ -100,6 +171,4 @@ class Storer:
                 continue
             self._store(block)
             with self._changed:
-                # Close may have dropped the queue meanwhile.
-                self._queued_bytes = max(0, self._queued_bytes - block.meta.layout.raw_bytes)
-                self._changed.notify_all()
+                self._release(block.meta)

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtide.block import KVDtype
-from kvtide.engines.fingerprint import ModelShape, model_fingerprint, model_shape, weights_version
+from kvtide.engines.fingerprint import ModelShape, model_shape
+from kvtide.engines.watch import ModelWatch, model_fingerprint
 from kvtide.errors import UnsupportedModel
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -99,10 +100,12 @@ def test_config_that_changes_the_keys_changes_the_fingerprint(tiny_model: Any) -
     assert model_fingerprint(other) != model_fingerprint(tiny_model)
 
 
-def test_weights_version_follows_writes_in_place(tiny_model: Any) -> None:
+def test_watch_follows_writes_in_place(tiny_model: Any) -> None:
     model = copy.deepcopy(tiny_model)
-    before = weights_version(model)
-    assert weights_version(model) == before
+    watch = ModelWatch(model)
+    before = watch.fingerprint()
+    assert not watch.follow()
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-    assert weights_version(model) != before
+    assert watch.follow() and watch.fingerprint() != before
+    assert not watch.follow()

@@ -11,6 +11,7 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.ways import Ways
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -26,43 +27,59 @@ def attached(model: Any, store: Path, importance: float | None = 0.25) -> Cached
     )
 
 
+def fill(model: Any, store: Path, prompt: torch.Tensor, importance: float | None = 0.25) -> Path:
+    with attached(model, store, importance) as cached:
+        cached.generate(prompt, **GREEDY)
+        assert cached.last.selected is None and cached.flush(10)
+    return store
+
+
 @pytest.fixture
 def store(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> Path:
-    with attached(tiny_model, tmp_path) as cached:
-        cached.generate(prompt, **GREEDY)
-        assert cached.last.selected is None and cached.cache.flush(10)
-    return tmp_path
+    return fill(tiny_model, tmp_path, prompt)
 
 
 def test_a_part_of_the_prefix_is_loaded(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
     with attached(tiny_model, store) as cached:
         output = cached.generate(prompt, **GREEDY)
         report = cached.last
-    assert report.hit_tokens == 96 and report.blocks_queued == 0
+    assert report.hit_tokens == 96 and report.blocks_queued == 0  # 105 tokens are 6 blocks
     assert 0 < report.selected.tokens_share <= 1
     assert output.shape[1] == prompt.shape[1] + 6
 
 
-def test_with_all_tokens_the_answer_is_exact(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    with attached(tiny_model, store, 1.0) as cached:
+def test_with_all_tokens_the_answer_is_exact(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    fill(tiny_model, tmp_path, prompt, None)
+    with attached(tiny_model, tmp_path, 1.0) as cached:
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
         assert cached.last.selected.tokens_share == 1.0
 
 
-def test_off_it_is_the_exact_path(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    with attached(tiny_model, store, None) as cached:
+def test_off_it_is_the_exact_path(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    fill(tiny_model, tmp_path, prompt, 1.0)
+    with attached(tiny_model, tmp_path, None) as cached:
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
         assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 
 
-def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    with attached(tiny_model, store) as cached:
+def test_blocks_of_a_part_are_never_served_as_exact(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+    with attached(tiny_model, store, None) as cached:
+        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+        assert cached.last.hit_tokens == 0
+
+
+def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    fill(tiny_model, tmp_path, prompt, 1.0)
+    with attached(tiny_model, tmp_path, 1.0) as cached:
         for _ in range(4):
+            cached._ways = Ways()  # It knows no faster way yet.
             cached.generate(prompt, **GREEDY)
             learner = cached._importance[1]
             learner.flush(20)
         assert learner.replaced
-    with attached(tiny_model, store, None) as cached:
+    with attached(tiny_model, tmp_path, None) as cached:
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
         assert cached.last.hit_tokens == 96
 

@@ -10,11 +10,13 @@ from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
-from kvtide.fetch.repack import REPACKS_MAX, Repacker, UseStore
+from kvtide.fetch.repack import REPACKS_MAX, Repacked, Repacker, UseStore
+from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import record_id
 from kvtide.importance.probe import Floats
 from kvtide.index import RadixIndex, policy_named
 from kvtide.tier import DiskTier, MemoryTier
+from kvtide.types import ObjectId
 from kvtide.wire import parse_object
 
 META = METAS[0]
@@ -34,6 +36,13 @@ def uses_of(tier: MemoryTier | DiskTier, writer: bytes = b"writer-1", times: int
     return uses
 
 
+def repacked(tier: MemoryTier | DiskTier, uses: UseStore) -> Repacked:
+    load = SelectiveLoad(tier)
+    load.open(METAS, REGISTRY)
+    load.close()
+    return Repacker(tier, REGISTRY, uses).run(METAS, load.bases)
+
+
 def read(tier: MemoryTier | DiskTier, meta: BlockMeta) -> np.ndarray:
     buffer = bytearray(1 << 20)
     size = tier.get_into(meta.id, memoryview(buffer))
@@ -48,10 +57,10 @@ def read(tier: MemoryTier | DiskTier, meta: BlockMeta) -> np.ndarray:
 
 def test_packed_anew_a_block_is_the_same_and_its_important_tokens_lie_together() -> None:
     tier = a_tier()
-    report = Repacker(tier, REGISTRY, uses_of(tier)).run(METAS)
+    report = repacked(tier, uses_of(tier))
     assert (report.replaced, report.failed) == (1, 0) and report.written_bytes
     assert np.array_equal(read(tier, META), BITS[0])
-    assert not Repacker(tier, REGISTRY, uses_of(tier)).run(METAS).replaced  # It would gain nothing more.
+    assert not repacked(tier, uses_of(tier)).replaced  # It would gain nothing more.
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=12))
@@ -63,7 +72,7 @@ def test_a_block_is_written_anew_only_so_often_however_uses_change(offsets: list
     for offset in offsets:
         for _ in range(16):
             uses.note(META, every_eighth(offset))
-        replaced += Repacker(tier, REGISTRY, uses).run([META]).replaced
+        replaced += repacked(tier, uses).replaced
     assert replaced <= REPACKS_MAX
     assert np.array_equal(read(tier, META), BITS[0])
 
@@ -77,7 +86,7 @@ def test_matching_does_not_see_it(tmp_path: Path) -> None:
         disk.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
     before = sorted(disk.records())
     uses = uses_of(disk)
-    assert uses.save(META) and Repacker(disk, REGISTRY, uses).run(METAS).replaced == 1
+    assert uses.save(META) and repacked(disk, uses).replaced == 1
     disk.close()
     again = DiskTier(tmp_path, 1 << 26, ManualClock(), lambda key: False)
     again.open()
@@ -110,9 +119,21 @@ def test_a_block_with_more_important_tokens_ranks_higher() -> None:
 
 
 def test_a_damaged_object_is_left_alone() -> None:
-    tier = a_tier()
+    tier, load = a_tier(), SelectiveLoad(a_tier())
+    load.open(METAS, REGISTRY)
+    load.close()
     tier.replace(META.id, b"damaged")
-    assert Repacker(tier, REGISTRY, uses_of(tier)).run([META]).failed == 1
+    assert Repacker(tier, REGISTRY, uses_of(tier)).run([META], load.bases[:1]).failed == 1
+
+
+def test_nothing_is_read_of_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, load = a_tier(), SelectiveLoad(a_tier())
+    load.open(METAS, REGISTRY)
+    load.close()
+    uses, read_ids = uses_of(tier, times=1), list[ObjectId]()
+    monkeypatch.setattr(tier, "get_into", lambda object_id, *rest: read_ids.append(object_id))
+    assert Repacker(tier, REGISTRY, uses).run(METAS, load.bases) == (3, 0, 0, 0)
+    assert not {meta.id for meta in METAS} & set(read_ids)
 
 
 def test_importance_of_another_shape_is_refused() -> None:

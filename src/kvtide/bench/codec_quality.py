@@ -24,8 +24,8 @@ from kvtide.bench.texts import Text
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.codec import Profile, TideCodec
 from kvtide.codec.tide import THIRD, Steps
-from kvtide.engines.fingerprint import model_fingerprint
 from kvtide.engines.judge import CodedContext, Judge, Verdict, one_torch_thread
+from kvtide.engines.watch import model_fingerprint
 
 __all__ = ["CodecQuality", "QualityRow", "QualitySize", "Subject", "partial_of", "run", "subject_of"]
 

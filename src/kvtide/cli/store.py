@@ -237,6 +237,9 @@ def explain(
     namespace: Annotated[str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens.")] = None,
     block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
     profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that ship.")] = None,
+    quality: Annotated[
+        float | None, typer.Option("--quality", help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
+    ] = None,
     link: Annotated[
         float | None, typer.Option("--link-mbit-s", help="Rate of a link, with --prefill-tokens-s: load or recompute?")
     ] = None,
@@ -256,7 +259,7 @@ def explain(
         else:
             assert tokens is not None
             digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
-        found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known))
+        found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known), quality)
         decided = _decided_rows(tier)
     row = _explain_row(url, digest, found, _decision_row(found, link, prefill), decided)
     if as_json:

@@ -1,31 +1,25 @@
-"""Says what a Hugging Face model's KV cache looks like and whose it is, or why kvtide can't serve the model.
-
-Invariant: two models share a fingerprint only if config and every weight are the same.
-"""
+"""Says what a Hugging Face model's KV cache looks like and where its blocks belong, or why kvtide can't serve it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines.watch import ModelWatch, foreign_code
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.types import Namespace
 
 __all__ = [
+    "ModelIdentity",
     "ModelShape",
     "NamespaceSettings",
-    "model_fingerprint",
     "model_layout",
     "model_shape",
-    "weights_version",
 ]
 
 TORCH_DTYPES = {
@@ -35,8 +29,6 @@ TORCH_DTYPES = {
 }
 # Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Config entries that say where a model came from or how it is written down, not what it computes.
-_VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 
 
 class ModelShape(NamedTuple):
@@ -108,40 +100,24 @@ def _probe(model: Any, tokens: list[int]) -> Any:
     return cache
 
 
-def model_fingerprint(model: Any) -> bytes:
-    """Return a digest of the model's config and of every weight. Reads all weights once."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE_CONFIG}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            digest.update(f"{name} {tensor!r}".encode())
-            continue
-        data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_128_hexdigest(data)}\n".encode())
-    return digest.digest()
-
-
-def weights_version(model: Any) -> int:
-    """Return a number that changes when a weight is replaced or written in place; cheap, reads no weight."""
-    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
-
-
 class NamespaceSettings(NamedTuple):
-    """What besides the model decides which blocks it may use."""
+    """What besides the model decides which blocks it may use.
+
+    fingerprint: the user's, for the model as it was when it got its cache.
+    """
 
     block_tokens: int
     tenant_salt: bytes
     fingerprint: bytes | None
     is_exact: bool
 
-    def namespace(self, model: Any, layout: BlockLayout) -> Namespace:
-        """Return the namespace of the model's blocks; reads all weights unless a fingerprint was given.
+    def namespace(self, fingerprint: bytes, layout: BlockLayout) -> Namespace:
+        """Return the namespace of a model's blocks.
 
         Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
         """
         shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
         text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
-        fingerprint = self.fingerprint or model_fingerprint(model)
         return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
 
 
@@ -149,3 +125,46 @@ def model_layout(model: Any, block_tokens: int) -> BlockLayout:
     """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
     shape = model_shape(model)
     return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
+
+
+class ModelIdentity:
+    """Where a live model's blocks belong: their layout and namespace, kept up with changes of the model.
+
+    `refusal` says why its cache can't be named or restored now, None if it can. UnsupportedModel at the beginning, as
+    in `model_shape`.
+    """
+
+    def __init__(self, model: Any, settings: NamespaceSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._watch = ModelWatch(model)
+        # The user's, until the model changes.
+        self._fingerprint = settings.fingerprint
+        self.layout = model_layout(model, settings.block_tokens)
+        self.namespace = Namespace(b"")
+        self.refusal = self._identify()
+
+    def follow(self) -> str | None:
+        """Look whether the model has changed and return the `refusal`; see `ModelWatch` for what is seen."""
+        if self._watch.follow():
+            self._fingerprint = None
+            self.refusal = self._identify()
+        return self.refusal
+
+    def renew(self, fingerprint: bytes | None) -> None:
+        """Take the model as it is now, also what can't be seen of it; `fingerprint` is the user's new one."""
+        self._watch.renew()
+        self._fingerprint = fingerprint
+        self.refusal = self._identify()
+
+    def _identify(self) -> str | None:
+        code = foreign_code(self._model) if self._fingerprint is None else None
+        if code is not None:
+            return f"{code}, may change the cache and can't be named; give a fingerprint= that covers it"
+        try:
+            self.layout = model_layout(self._model, self._settings.block_tokens)
+            fingerprint = self._fingerprint or self._watch.fingerprint()
+        except UnsupportedModel as error:
+            return str(error)
+        self.namespace = self._settings.namespace(fingerprint, self.layout)
+        return None

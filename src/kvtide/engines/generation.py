@@ -24,6 +24,10 @@ _NEUTRAL_ARGUMENTS = {
 }
 
 
+# Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
+_OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
+
+
 class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
     """Notes when the first token is there; never stops anything."""
 
@@ -46,6 +50,8 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]
         return "the model is in training mode"
     settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
     given = {name: value for name, value in arguments.items() if value is not None}
+    if torch.is_autocast_enabled(input_ids.device.type):
+        return "autocast computes keys and values in another precision"
     foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
     if foreign:
         return f"the answer may depend on {', '.join(foreign)}"
@@ -56,7 +62,17 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
+    wanted = [name for name in _OF_ALL_TOKENS if getattr(settings, name)]
+    if wanted:
+        return f"{wanted[0]} wants every token of the prompt to run"
+    return "the attention mask hides tokens" if _hides_tokens(input_ids, arguments, settings) else None
+
+
+def _hides_tokens(input_ids: torch.Tensor, arguments: dict[str, Any], settings: GenerationConfig) -> bool:
     mask = arguments.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        return "the attention mask hides tokens"
-    return None
+    if mask is not None:
+        return not bool(mask.all())
+    # What transformers makes of a prompt without a mask.
+    pad, eos = settings.pad_token_id, settings.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
+    return pad is not None and pad not in ends and bool((input_ids == pad).any())

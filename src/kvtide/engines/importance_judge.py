@@ -160,7 +160,10 @@ class ImportanceJudge:
             importance = self._importance(metas, packed, use)
             for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
                 store.note(meta, part)
-        report = Repacker(packed, self._registry, store).run(metas)
+        opened = SelectiveLoad(packed)
+        assert opened.open(metas, self._registry) == len(metas)
+        opened.close()
+        report = Repacker(packed, self._registry, store).run(metas, opened.bases)
         assert not report.failed
         scores = np.concatenate([store.scores(meta) for meta in metas], axis=1)
         said = [self._say_whole(blocks, question) for question in questions]

@@ -15,8 +15,9 @@ import numpy as np
 from kvtide.block import BlockMeta
 from kvtide.cache import Cache
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry
+from kvtide.codec import CodecRegistry, PackedBase
 from kvtide.fetch.repack import Repacker, UseStore
+from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance.probe import Floats
 from kvtide.importance.score import WRITER_BYTES
 from kvtide.types import ObjectId
@@ -39,8 +40,8 @@ class Learner:
         """Return what `ScoreRanking` wants to know of a block."""
         return self._uses.important_tokens(object_id) if self._uses else 1.0
 
-    def note(self, cache: Cache, metas: Sequence[BlockMeta], importance: Mapping[int, Floats]) -> bool:
-        """Learn from one selection over these blocks. False if that was left out, the last one being worked on.
+    def note(self, cache: Cache, load: SelectiveLoad, importance: Mapping[int, Floats]) -> bool:
+        """Learn from one selection over the blocks of a load. False if left out: the last one is being worked on.
 
         importance: (tokens of all blocks) of each layer.
         """
@@ -48,15 +49,16 @@ class Learner:
             return False
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="kvtide-learn")
         by_layer = np.stack([importance[layer] for layer in sorted(importance)])
-        self._task = self._pool.submit(cache.guarded, "learn", partial(self._learn, cache, list(metas), by_layer), None)
+        learn = partial(self._learn, cache, load.metas, load.bases, by_layer)
+        self._task = self._pool.submit(cache.guarded, "learn", learn, None)
         return True
 
-    def _learn(self, cache: Cache, metas: Sequence[BlockMeta], importance: Floats) -> None:
+    def _learn(self, cache: Cache, metas: Sequence[BlockMeta], bases: Sequence[PackedBase], importance: Floats) -> None:
         uses = self._uses = self._uses or UseStore(cache.tiers, secrets.token_bytes(WRITER_BYTES), self._clock)
         for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
             uses.note(meta, part)
             uses.save(meta)
-        self.replaced += Repacker(cache.tiers, self._registry, uses).run(metas).replaced
+        self.replaced += Repacker(cache.tiers, self._registry, uses).run(metas, bases).replaced
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what was noted is done, at most so long. TimeoutError."""

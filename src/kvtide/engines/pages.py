@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.engines.fingerprint import TORCH_DTYPES
+from kvtide.tier.buffers import aligned_buffer
 
 __all__ = ["Pages", "block_bits"]
 
@@ -78,13 +79,20 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
 
 
 def block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:
-    """Return one block of a cache: the inverse of Pages. `past` holds at least `meta.start` + a block of tokens."""
+    """Return a copy of one block of a cache: the inverse of Pages.
+
+    `past` holds at least `meta.start` + a block of tokens. ValueError if its layers are of another dtype or shape.
+    """
     layout = meta.layout
     torch_bits, numpy_bits = _BITS_DTYPES[layout.dtype.item_bytes]
-    bits: BlockBits = np.empty(layout.shape, dtype=layout.bits_dtype)
+    # Mapped, and not from the heap, in which blocks would leave holes.
+    bits: BlockBits = np.ndarray(layout.shape, layout.bits_dtype, aligned_buffer(layout.raw_bytes))
     stop = meta.start + layout.tokens
     for layer, pages in enumerate(past.layers):
         for which, tensor in enumerate((pages.keys, pages.values)):
-            part = tensor[0, :, meta.start : stop].transpose(0, 1).contiguous().cpu()
-            bits[layer, which] = part.view(torch_bits).numpy().view(numpy_bits)
+            if tensor.dtype is not TORCH_DTYPES[layout.dtype]:
+                raise ValueError(f"layer {layer} is of {tensor.dtype}, expected {layout.dtype.value}")
+            part = tensor.detach()[0, :, meta.start : stop].cpu().view(torch_bits)
+            # By numpy: beside busy neighbours torch's threads take twenty times as long for so little.
+            bits[layer, which] = part.numpy().view(numpy_bits).transpose(1, 0, 2)
     return bits

@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
-from kvtide.block import BlockMeta
-from kvtide.cache import Cache, PendingBlock, cache_for
+from kvtide.block import BlockLayout, BlockMeta
+from kvtide.cache import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.decisions import Choice, Why
-from kvtide.engines.fingerprint import NamespaceSettings, model_layout, weights_version
+from kvtide.engines.fingerprint import ModelIdentity, NamespaceSettings, model_layout
 from kvtide.engines.generation import FirstToken, bypass_reason
 from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
-from kvtide.engines.selective import Importance, SelectedLayers, Selection, check_ratio
+from kvtide.engines.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
 from kvtide.engines.streaming import StreamedPrefill
-from kvtide.errors import UnsupportedModel
+from kvtide.engines.ways import Way, Ways
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.keys import block_keys
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier.ranking import ScoreRanking
 from kvtide.tier.source import Source
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
 
@@ -91,13 +91,11 @@ class CachedModel:
         self.cache = cache
         self.last: GenerateReport | None = None
         self._clock = clock
-        self._settings = settings
-        self._weights_version = weights_version(model)
-        self.layout = model_layout(model, settings.block_tokens)
-        self.namespace = settings.namespace(model, self.layout)
+        self._identity = ModelIdentity(model, settings)
         self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
         self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
+        self._ways = Ways()
         # Completes loaded blocks, where blocks are streamed and kept.
         self.keeper: Keeper | None = None
         self._bypass_logged: set[str] = set()
@@ -117,6 +115,16 @@ class CachedModel:
         """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
         self._importance = (importance, learner, registry)
 
+    @property
+    def layout(self) -> BlockLayout:
+        """Return the layout of the model's blocks."""
+        return self._identity.layout
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return where the model's blocks belong."""
+        return self._identity.namespace
+
     def __enter__(self) -> Self:
         self.cache.open()
         return self
@@ -128,6 +136,17 @@ class CachedModel:
             self._importance[1].close()
         self._close_keeper()
         self.cache.close()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was queued is stored, for other processes to find. False if that took longer."""
+        return self.cache.flush(timeout_s)
+
+    def weights_changed(self, fingerprint: bytes | None = None) -> None:
+        """Tell that the model was changed where kvtide can't see it: what was stored before is not used any more.
+
+        fingerprint: the new one, for who gave one at the beginning; by default all weights are read.
+        """
+        self._identity.renew(fingerprint)
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
@@ -142,25 +161,39 @@ class CachedModel:
         """
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
-        bypass = bypass_reason(self.model, input_ids, arguments) or self._follow_weights()
+        bypass = bypass_reason(self.model, input_ids, arguments) or self._identity.follow()
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
         prompt = self._prompt(input_ids)
+        began_s = self._clock.monotonic_s()
         selected = self._select(prompt)
-        if selected is not None:
-            return self._generate_selected(input_ids, prompt, *selected, arguments)
-        past, report = self._restore(prompt)
+        past, report = self._restore(prompt) if selected is None else self._opened(prompt, *selected)
         first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
+        # Ours is the one cache of this call.
+        arguments.pop("past_key_values", None)
+        if arguments.get("attention_mask") is None:
+            arguments["attention_mask"] = torch.ones_like(input_ids)
+        arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
         started_s = self._clock.monotonic_s()
-        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
-        output = self.model.generate(input_ids, past_key_values=past, stopping_criteria=criteria, **arguments)
-        self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
+        if selected is None:
+            output = self.model.generate(input_ids, **arguments)
+            self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
+        else:
+            output, report = self._generate_selected(input_ids, prompt, selected[0], report, arguments)
+        if self._importance is not None:
+            way, seconds = Way.WHOLE if selected is None else Way.PART, first_token.seen_s - began_s
+            self._ways.note(way, self._is_near(prompt), report.hit_tokens, seconds, self._clock.monotonic_s())
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
+
+    def _is_near(self, prompt: np.ndarray[Any, Any]) -> bool:
+        """Tell whether the prompt begins in the fastest tier."""
+        first = self._metas(prompt[: self.layout.tokens])
+        return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
 
     def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, Pages, float] | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be loaded."""
@@ -169,6 +202,11 @@ class CachedModel:
         started_s = self._clock.monotonic_s()
         hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
         metas = self._metas(prompt[:-1])[:hits]
+        # What waits to be stored lies in memory whole.
+        if not metas or self.cache.is_queued([meta.id for meta in metas]):
+            return None
+        if self._ways.choose(self._is_near(prompt), started_s) is Way.WHOLE:
+            return None
         pages = Pages(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
         importance, _, registry = self._importance
         ahead = importance.tokens_ahead(self.layout.tokens)
@@ -177,33 +215,33 @@ class CachedModel:
             load.close()
         return (load, pages, started_s) if found else None
 
+    def _opened(
+        self, prompt: np.ndarray[Any, Any], load: SelectiveLoad, pages: Pages, started_s: float
+    ) -> tuple[DynamicCache, GenerateReport]:
+        """Return a cache with the rough blocks of an open load."""
+        past = DynamicCache(config=self.model.config)
+        pages.fill(past, load.blocks, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        return past, GenerateReport(len(prompt), load.blocks * self.layout.tokens, load_s, 0, 0, None)
+
     def _generate_selected(
         self,
         input_ids: torch.Tensor,
         prompt: np.ndarray[Any, Any],
         load: SelectiveLoad,
-        pages: Pages,
-        started_s: float,
+        report: GenerateReport,
         arguments: dict[str, Any],
-    ) -> Any:
-        """Answer on rough blocks of which each layer loads what matters. New blocks are not stored: none is exact."""
+    ) -> tuple[Any, GenerateReport]:
+        """Answer on rough blocks of which each layer loads what matters."""
         assert self._importance is not None
         importance, learner, _ = self._importance
-        past = DynamicCache(config=self.model.config)
-        pages.fill(past, load.blocks, self.model.device)
-        load_s = self._clock.monotonic_s() - started_s
         selection = Selection(load, importance)
-        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
         with closing(load):
-            self._probe(input_ids[:, load.blocks * self.layout.tokens : -1], past, selection)
+            self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
             with selection.active(self.model):
-                output = self.model.generate(input_ids, past_key_values=past, **arguments)
-        metas = self._metas(prompt[:-1])[: load.blocks]
-        self.cache.guarded("learn", partial(learner.note, self.cache, metas, selection.importance), False)
-        tokens = load.blocks * self.layout.tokens
-        report = GenerateReport(len(prompt), tokens, load_s, load.read_bytes, 0, None)
-        self.last = report._replace(selected=selection.report())
-        return output
+                output = self.model.generate(input_ids, **arguments)
+        self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
+        return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
     def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
         """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
@@ -223,18 +261,6 @@ class CachedModel:
         if reason not in self._bypass_logged:
             self._bypass_logged.add(reason)
             _log.warning("running without the cache: %s", reason)
-
-    def _follow_weights(self) -> str | None:
-        """Rename the namespace if weights have changed; return the reason if they are now such that we can't serve."""
-        version = weights_version(self.model)
-        if version != self._weights_version:
-            try:
-                self.layout = model_layout(self.model, self._settings.block_tokens)
-            except UnsupportedModel as error:
-                return str(error)
-            self.namespace = self._settings.namespace(self.model, self.layout)
-            self._weights_version = version
-        return None
 
     def _metas(self, tokens: np.ndarray[Any, Any]) -> list[BlockMeta]:
         keys = block_keys(self.namespace, tokens, self.layout.tokens)
@@ -315,9 +341,13 @@ class CachedModel:
             if left is not None and self.keeper is not None:
                 self.keeper.offer(left)
         fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
-        return self.cache.store(
-            [PendingBlock(meta, partial(block_bits, past, meta), self._cost(meta)) for meta in fresh]
-        )
+        return self.cache.store([PendingBlock(meta, partial(_capture, past, meta), self._cost(meta)) for meta in fresh])
+
+
+def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
+    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
+    bits = block_bits(past, meta)
+    return lambda: bits
 
 
 def attach(
@@ -354,10 +384,11 @@ def attach(
     made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
     learner = Learner(registry, clock)
     ranking = None if settings is None else ScoreRanking(learner.important_tokens)
-    cache = cache_for(store, made, profiles, limits, clock, ranking)
-    cached = CachedModel(
-        model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless)
-    )
+    is_part = settings is not None and settings.ratio < 1
+    quality = max(made.quality, SELECTED_QUALITY) if is_part else None
+    cache = cache_for(store, made, profiles, limits, clock, ranking, quality=quality)
+    is_exact = made.is_lossless and not is_part
+    cached = CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, is_exact))
     if settings is not None:
         check_ratio(settings.ratio)
         cached.select(settings, learner, registry)

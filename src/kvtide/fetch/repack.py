@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.codec import CodecRegistry, PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import UseRecord, expected_gain, packing_orders, record_id
 from kvtide.importance.probe import Floats
@@ -115,12 +115,12 @@ class Repacker:
         self._registry = registry
         self._uses = uses
 
-    def run(self, metas: Sequence[BlockMeta]) -> Repacked:
-        """Look at blocks and replace those that gain."""
+    def run(self, metas: Sequence[BlockMeta], bases: Sequence[PackedBase]) -> Repacked:
+        """Replace the blocks that gain. bases: how each is packed now; others than these are not read."""
         replaced = written = failed = 0
-        for meta in metas:
+        for meta, base in zip(metas, bases, strict=True):
             try:
-                size = self._repack(meta)
+                size = self._repack(meta) if self._gains(meta, base) else 0
             except (CorruptPayload, TierUnavailable) as error:
                 _log.debug("%s stays as it is: %s", meta.id, error)
                 failed += 1
@@ -128,11 +128,17 @@ class Repacker:
             replaced, written = replaced + bool(size), written + size
         return Repacked(len(metas), replaced, written, failed)
 
+    def _gains(self, meta: BlockMeta, base: PackedBase) -> bool:
+        record, scores = self._uses.known(meta), self._uses.scores(meta)
+        if scores is None or base.repacks >= REPACKS_MAX or record.uses() < USES_MIN << base.repacks:
+            return False
+        gain = expected_gain(scores, base.orders, IMPORTANT_RATIO, base.chunk_tokens)
+        return gain.now - gain.packed >= GAIN_MIN * gain.now
+
     def _repack(self, meta: BlockMeta) -> int:
-        """Return the bytes written: 0 for a block that stays."""
-        record = self._uses.known(meta)
+        """Return the bytes written: 0 for a block that has changed or can't be replaced."""
         scores = self._uses.scores(meta)
-        if scores is None or record.uses() < USES_MIN or not isinstance(self._tier, Replacing):
+        if scores is None or not isinstance(self._tier, Replacing):
             return 0
         buffer = aligned_buffer(object_bytes_max(meta.layout) + 1)
         size = self._tier.get_into(meta.id, buffer)
@@ -141,14 +147,12 @@ class Repacker:
         if stored is None or not isinstance(codec, PackedCodec) or codec.profile is None or stored.meta != meta:
             return 0
         sections = stored.sections()
-        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-        base = codec.layout_of(meta, sections)
-        gain = expected_gain(scores, base.orders, IMPORTANT_RATIO, base.chunk_tokens)
-        needed = USES_MIN << base.repacks
-        if base.repacks >= REPACKS_MAX or record.uses() < needed or gain.now - gain.packed < GAIN_MIN * gain.now:
+        if not self._gains(meta, codec.layout_of(meta, sections)):
             return 0
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
         codec.decode(meta, sections, bits)
-        packed = pack_object(meta, codec.codec_id, codec.repack(meta, sections, packing_orders(scores)), stored.profile)
+        repacked = codec.repack(meta, sections, packing_orders(scores))
+        packed = pack_object(meta, codec.codec_id, repacked, stored.profile, stored.quality)
         again: BlockBits = np.empty_like(bits)
         codec.decode(meta, parse_object(packed, meta.id).sections(), again)
         if not np.array_equal(bits, again):

@@ -189,6 +189,16 @@ class SelectiveLoad:
         return part
 
     @property
+    def metas(self) -> list[BlockMeta]:
+        """Return the blocks that are open, in order."""
+        return [part.meta for part in self._parts]
+
+    @property
+    def bases(self) -> list[PackedBase]:
+        """Return how each open block is packed."""
+        return [part.base for part in self._parts]
+
+    @property
     def blocks(self) -> int:
         """Return the blocks that are open."""
         return len(self._parts)

@@ -24,9 +24,10 @@ from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
+from kvtide.tier.base import Replacing
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.types import ObjectId
-from kvtide.wire import HEADER_BYTES, object_bytes, parse_object, version_tag
+from kvtide.wire import HEADER_BYTES, object_bytes, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -289,16 +290,23 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers) -> LentObject | No
     return LentObject(size, bytes(head), (buffer[:size],), None, partial(buffers.give_back, buffer))
 
 
+def _stored_quality(tier: Tier, stored: ObjectId) -> float:
+    head = bytearray(HEADER_BYTES)
+    return object_quality(head[: tier.get_into(stored, memoryview(head)) or 0])
+
+
 def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, release: Callable[[], None]) -> bool:
-    """Verify a body and store it. False if it was here already.
+    """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
 
     RequestRefused if it is not the object that it claims to be, or there is no room.
     """
     try:
-        if tier.contains(stored):
+        is_here = tier.contains(stored)
+        if is_here and object_quality(body) >= _stored_quality(tier, stored):
             return False
         parse_object(body, claimed).sections()
-        is_stored = tier.put_from(stored, body)
+        put = tier.replace if is_here and isinstance(tier, Replacing) else tier.put_from
+        is_stored = put(stored, body)
     except CorruptPayload as error:
         raise RequestRefused(422, str(error)) from error
     except TierFull as error:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
@@ -135,20 +135,26 @@ class S3Tier:
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here; the store refuses the second of two writers. In parts if it is long."""
-        path, is_long = _path(object_id), len(buffer) > PART_BYTES
         # Stores make only whole writes conditional. The second of two long ones replaces equal bytes.
-        if is_long and self._size(object_id) is not None:
-            return True
-        mode = "overwrite" if is_long else "create"
+        is_long = len(buffer) > PART_BYTES
+        if not (is_long and self._size(object_id) is not None):
+            self._put(object_id, buffer, "overwrite" if is_long else "create")
+        return True
 
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        self._put(object_id, buffer, "overwrite")
+        return True
+
+    def _put(self, object_id: ObjectId, buffer: Buffer, mode: Literal["create", "overwrite"]) -> None:
         def put() -> bool:
             try:
                 obstore.put(
                     self._store,
-                    path,
+                    _path(object_id),
                     memoryview(buffer),
                     mode=mode,
-                    use_multipart=is_long,
+                    use_multipart=len(buffer) > PART_BYTES,
                     chunk_size=PART_BYTES,
                     max_concurrency=PARTS_AT_ONCE,
                 )
@@ -161,7 +167,6 @@ class S3Tier:
                 if self._counted is not None:
                     objects, used_bytes, at_s = self._counted
                     self._counted = _Counted(objects + 1, used_bytes + len(buffer), at_s)
-        return True
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove an object."""

@@ -120,13 +120,20 @@ class ValkeyTier:
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""
+        return self._put(object_id, buffer, b"NX")
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self._put(object_id, buffer, b"XX")
+
+    def _put(self, object_id: ObjectId, buffer: Buffer, condition: bytes) -> bool:
         if len(buffer) > self._options.value_bytes_max:
             limit = self._options.value_bytes_max
             raise TierFull(f"{object_id} has {len(buffer)} bytes, a value of the valkey tier may have {limit}")
         if not len(buffer):
             return False
         expiry = [b"EX", b"%d" % self._options.ttl_s] if self._options.ttl_s else []
-        self._ask(object_id, [b"SET", buffer, b"NX", *expiry])
+        self._ask(object_id, [b"SET", buffer, condition, *expiry])
         return True
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:

@@ -15,13 +15,13 @@ from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_p
 from kvtide import loading
 from kvtide.cache import Cache
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.orders import StepOrders
+from kvtide.engines.paged.orders import StepOrders, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
 from kvtide.engines.paged.worker import WorkerHalf
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import NamespaceSpec, block_keys
 
 BLOCK = LAYOUT.tokens
 ORDER = CellOrder.TRANSPOSED_KEYS
@@ -42,7 +42,7 @@ class ToyEngine:
         self.clock = SystemClock()
         self.pace = Pace(5.0)
         self.scheduler = SchedulerHalf(
-            open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5, "memory" in store
+            open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5
         )
         self.pool, self.layers = host_pages(ORDER, pages=64)
         self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max)
@@ -394,7 +394,10 @@ def test_store_of_another_number_of_shards_is_a_miss(engines: Callable[..., ToyE
 def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngine]) -> None:
     engine = engines(shards=2)
     engine.compute("a", PROMPT)
-    # Only shard 0 had a worker.
+    assert engine.ask("b", PROMPT) == 24
+    # Shard 1 had no room for the first block.
+    lost = block_keys(_namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
+    engine.scheduler.heard(WorkerReport(1, (), (lost,), ()))
     assert engine.ask("b", PROMPT) == 0
     engine.finish("b")
 

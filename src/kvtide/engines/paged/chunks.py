@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock, cache_for
+from kvtide.cache import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.paged.gate import WriteGate
@@ -65,8 +64,12 @@ class ChunkStore:
         """Copy a chunk and queue it to be stored. False if the queue is full. ValueError for another size."""
         if chunk.nbytes != self.layout.raw_bytes:
             raise ValueError(f"a chunk has {self.layout.raw_bytes} bytes, got {chunk.nbytes}")
-        bits = np.frombuffer(chunk, dtype=self.layout.bits_dtype).reshape(self.layout.shape).copy()
-        return self.cache.store([PendingBlock(self._meta(name), partial(np.asarray, bits))]) == 1
+
+        def capture() -> BlockSource:
+            bits: BlockBits = np.ndarray(self.layout.shape, self.layout.bits_dtype, chunk).copy()
+            return lambda: bits
+
+        return self.cache.store([PendingBlock(self._meta(name), capture)]) == 1
 
     def load(self, names: Sequence[bytes], write: Callable[[int, memoryview], None]) -> int:
         """Load chunks and hand each, with its position, to `write`; return how many leading ones came whole.
@@ -80,8 +83,6 @@ class ChunkStore:
                 if is_in:
                     write(position, bits.data.cast("B"))
 
-        metas = [self._meta(name) for name in names]
-        failed = LoadReport(0, 0, MissReason.FAULT)
-        report = self.cache.guarded("load", partial(self.cache.load, metas, sink, self._load_s_max), failed)
+        report = self.cache.load([self._meta(name) for name in names], sink, self._load_s_max)
         gate.close()
         return report.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "Speed"]
 
 # Shorter steps and loads say more about overheads than about speed.
 SAMPLE_TOKENS_MIN = 64
@@ -14,12 +14,15 @@ MEMORY_S = 60.0
 DEADLINE_S_MIN = 0.1
 
 
-class _Speed:
+class Speed:
+    """Tokens a second, as the newest samples say."""
+
     def __init__(self) -> None:
         self._tokens_per_s = 0.0
         self._seen_s = float("-inf")
 
     def note(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Take a sample; short ones are ignored."""
         if tokens < SAMPLE_TOKENS_MIN or seconds <= 0:
             return
         known = self.known(now_s)
@@ -28,6 +31,7 @@ class _Speed:
         self._seen_s = now_s
 
     def known(self, now_s: float, memory_s: float = float("inf")) -> float | None:
+        """Return the estimate, None if there is none as young as `memory_s`."""
         return self._tokens_per_s if self._tokens_per_s and now_s - self._seen_s <= memory_s else None
 
 
@@ -36,8 +40,8 @@ class Pace:
 
     def __init__(self, load_s_max: float) -> None:
         self._load_s_max = load_s_max
-        self._prefill = _Speed()
-        self._load = _Speed()
+        self._prefill = Speed()
+        self._load = Speed()
 
     def note_prefill(self, tokens: int, seconds: float, now_s: float) -> None:
         """Take the duration of a step that computed `tokens`; short steps are ignored."""

@@ -51,7 +51,7 @@ class _Step(NamedTuple):
 class SchedulerHalf:
     """Decides for all requests of one engine. Not thread-safe: the engine's scheduler calls it.
 
-    `is_private`: only the workers see the store, so that what was ordered to be stored counts as stored; a load tells.
+    What was ordered to be stored counts as stored: the workers load it from their queues. They tell what they dropped.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class SchedulerHalf:
         pace: Pace,
         clock: Clock,
         match_s_max: float,
-        is_private: bool,
     ) -> None:
         assert block_tokens % page_tokens == 0
         self.cache = cache
@@ -73,7 +72,6 @@ class SchedulerHalf:
         self._pace = pace
         self._clock = clock
         self._match_s_max = match_s_max
-        self._is_private = is_private
         self._epoch = b""
         self._sequences: dict[str, TrackedSequence] = {}
         self._lookups: dict[str, _Lookup] = {}
@@ -190,8 +188,7 @@ class SchedulerHalf:
             for object_id in block.ids:
                 self._lost.pop(object_id.key, None)
             yield StoreOrder(scheduled.request, block, filled)
-            if self._is_private:
-                self._note_stored(block)
+            self._note_stored(block)
         sequence.settled = full
 
     def _note_stored(self, block: BlockRef) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.cache import Cache, LoadReport, MissReason, PendingBlock
+from kvtide.cache import BlockSource, Cache, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.gate import WriteGate
@@ -230,10 +230,8 @@ class WorkerHalf:
         def take_layers(position: int, first: int, layers: Sequence[BlockBits]) -> None:
             load.take_layers(kept + position, first, layers)
 
-        failed = LoadReport(0, 0, MissReason.FAULT)
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
-        run = partial(self.cache.load, metas, sink, max(0.0, left_s), take, by_layer)
-        report = self.cache.guarded("load", run, failed)
+        report = self.cache.load(metas, sink, max(0.0, left_s), take, by_layer)
         return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: _Load, report: LoadReport) -> None:
@@ -276,22 +274,25 @@ class WorkerHalf:
 
     def store(self, orders: StepOrders) -> None:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
+        gaps: set[str] = set()
         for order in orders.stores:
-            # What was computed on top of pages that were never filled is no cache of anything.
-            if order.request in self._failed_requests:
-                continue
-            meta, captured = (
-                self._meta(order.block),
-                self.cache.guarded("capture", partial(self._captured, order), None),
-            )
-            if captured is None:
-                continue
-            if not self.cache.store([PendingBlock(meta, captured.block)]):
-                return
-            self._kept.put(meta.id, captured)
+            # What was computed on top of pages that were never filled is no cache of anything, and nothing behind a gap
+            # could be matched.
+            is_wanted = order.request not in self._failed_requests and order.request not in gaps
+            pending = PendingBlock(self._meta(order.block), partial(self._capture, order))
+            if not is_wanted or not self.cache.store([pending]):
+                gaps.add(order.request)
+                self._note_lost(order)
 
-    def _captured(self, order: StoreOrder) -> Captured | None:
-        return self._pool.capture(order.pages)
+    def _capture(self, order: StoreOrder) -> BlockSource:
+        captured = self._pool.capture(order.pages)
+        self._kept.put(order.block.ids[self._shard], captured)
+        return captured.block
+
+    def _note_lost(self, order: StoreOrder) -> None:
+        """Have the scheduler half forget a block that it takes for stored."""
+        with self._changed:
+            self._lost.append(order.block.ids[self._shard].key)
 
     def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
         """Return what has ended since the last call; loads of `finished` requests are given up.

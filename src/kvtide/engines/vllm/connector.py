@@ -113,7 +113,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Pace(self._settings.load_s_max),
             self._clock,
             self._settings.match_s_max,
-            is_private=self._settings.store.startswith("memory://"),
         )
 
     @property

@@ -1,0 +1,160 @@
+"""What one request has computed the next one finds, whether it is stored by then or not."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted
+from tests.engines.paged.test_halves import PROMPT, ToyEngine
+
+from kvtide.cache import Cache
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.ways import Way, Ways
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+
+
+def attached(model: Any, store: Path | str, **settings: Any) -> CachedModel:
+    return attach(model, str(store), block_tokens=16, **settings)
+
+
+@pytest.fixture
+def held_back() -> Iterator[Callable[[Cache], threading.Event]]:
+    """Let a cache store nothing until the test ends or the event is set."""
+    gates: list[threading.Event] = []
+
+    def hold(cache: Cache) -> threading.Event:
+        gate, put = threading.Event(), cache.tiers.put_from
+        cache.tiers.put_from = lambda *rest: gate.wait(30) and put(*rest)  # type: ignore[method-assign]
+        gates.append(gate)
+        return gate
+
+    yield hold
+    for gate in gates:
+        gate.set()
+
+
+def blocks_of(tokens: int) -> int:
+    return tokens // 16 * 16
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_every_turn_finds_the_turns_before_it(
+    codec: str, tiny_model: Any, tmp_path: Path, held_back: Callable[[Cache], threading.Event]
+) -> None:
+    talk = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(3))
+    with attached(tiny_model, tmp_path, codec=codec) as cached:
+        held_back(cached.cache)
+        for turn in range(5):
+            said = cached.generate(talk, **GREEDY)
+            assert torch.equal(said, tiny_model.generate(talk, **GREEDY))
+            # The last token of an answer has not been run.
+            assert cached.last is not None and cached.last.hit_tokens == (blocks_of(talk.shape[1] - 11) if turn else 0)
+            talk = torch.cat([said, talk[:, :10]], dim=1)
+
+
+def test_a_queued_block_is_queued_once(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: Callable[[Cache], threading.Event]
+) -> None:
+    with attached(tiny_model, tmp_path) as cached:
+        gate = held_back(cached.cache)
+        cached.generate(prompt, max_new_tokens=2)
+        assert cached.last is not None and cached.last.blocks_queued == 6
+        cached.generate(prompt, max_new_tokens=2)
+        assert cached.last.blocks_queued == 0
+        gate.set()
+        assert cached.flush(10) and cached.cache.stats().blocks_stored == 6
+        cached.cache.check()
+
+
+def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    with attached(tiny_model, tmp_path) as cached:
+        cached.cache.tiers.put_from = lambda *rest: False  # type: ignore[method-assign]
+        cached.generate(prompt, max_new_tokens=2)
+        assert cached.flush(10) and cached.hit_tokens(prompt) == 0
+
+
+def test_connectors_find_what_their_workers_have_queued(
+    open_cache: Callable[..., Cache], tmp_path: Path, held_back: Callable[[Cache], threading.Event]
+) -> None:
+    engine = ToyEngine(open_cache, str(tmp_path))
+    held_back(engine.worker.cache)
+    engine.worker.cache.flush = lambda timeout_s: True  # type: ignore[method-assign]
+    engine.compute("a", PROMPT)
+    assert engine.load("b", PROMPT)[0::2] == (24, set())
+    engine.finish("a")
+    engine.finish("b")
+
+
+PART = {"codec": "packed:0.01:4", "importance": 0.25}
+
+
+def in_part(model: Any, store: Path, **settings: Any) -> CachedModel:
+    return attached(model, store, profiles=[fitted(model_layout(model, 16))], **{**PART, **settings})
+
+
+def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    hits = []
+    with in_part(tiny_model, tmp_path) as cached:
+        for tokens in (40, 70, 100, 100):
+            cached.generate(prompt[:, :tokens], max_new_tokens=2)
+            assert cached.flush(10) and cached.last is not None
+            hits.append(cached.last.hit_tokens)
+    assert hits == [0, 32, 64, 96]
+
+
+def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    def selects(known: tuple[float, float]) -> bool:
+        with in_part(tiny_model, tmp_path) as cached:
+            for way, seconds in zip(Way, known, strict=True):
+                for is_near in (False, True):
+                    cached._ways.note(way, is_near, 1000, seconds, cached._clock.monotonic_s())
+            cached.generate(prompt, max_new_tokens=2)
+            assert cached.flush(10) and cached.last is not None
+            return cached.last.selected is not None
+
+    assert not selects((1.0, 2.0))  # Nothing is stored yet.
+    assert selects((1.0, 2.0))
+    assert not selects((2.0, 1.0))
+
+
+def test_ways_try_both_and_keep_to_the_faster() -> None:
+    ways, chosen = Ways(), []
+    for now_s in range(4):
+        way = ways.choose(is_near=False, now_s=now_s)
+        ways.note(way, False, 1000, {Way.PART: 2.0, Way.WHOLE: 1.0}[way], now_s)
+        chosen.append(way)
+    assert chosen == [Way.PART, Way.WHOLE, Way.WHOLE, Way.WHOLE]
+
+
+def test_two_models_with_importance_do_not_touch_each_other(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    other = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
+    models = [tiny_model, other]
+    plain = [model.generate(prompt, **GREEDY) for model in models]
+
+    def answers(number: int) -> list[torch.Tensor]:
+        with in_part(models[number], tmp_path / str(number), importance=1.0) as cached:
+            cached.generate(prompt, **GREEDY)
+            assert cached.flush(10)
+            found = []
+            for _ in range(8):
+                cached._ways = Ways()
+                found.append(cached.generate(prompt, **GREEDY))
+                assert cached.last is not None and cached.last.selected is not None
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, found in enumerate(pool.map(answers, range(2))):
+            assert all(torch.equal(answer, plain[number]) for answer in found)
