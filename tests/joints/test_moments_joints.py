@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.test_cache import metas_of
+from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
 from kvtide.cache import Cache, MissReason, PendingBlock
@@ -166,6 +167,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.testing.strategies import smooth_bits
 from tests.test_cache import metas_of
+from transformers import GenerationConfig
 
 layout = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 40)
@@ -243,3 +245,14 @@ def test_outputs_of_every_token_have_a_part_for_every_token(
             assert cached.last is not None and name in str(cached.last.bypass)
     finally:
         tiny_model.set_attn_implementation(usual)
+
+
+def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+    plain, config = tiny_model.generate(prompt, **GREEDY), GenerationConfig(**GREEDY, pad_token_id=0)
+    with attached(tiny_model, store) as cached:
+        assert torch.equal(cached.generate(prompt, config), plain)
+        assert torch.equal(cached.generate(inputs=prompt, **GREEDY), plain)
+        assert torch.equal(cached.generate(input_ids=prompt, generation_config=config), plain)
+        assert cached.last is not None and cached.last.hit_tokens == 96
+        embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}
+        assert torch.equal(cached.generate(**embedded), tiny_model.generate(**embedded))

@@ -152,13 +152,19 @@ class CachedModel:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
         return self._match(self._prompt(input_ids)) * self.layout.tokens
 
-    def generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        """Generate as `model.generate(input_ids, **arguments)` does, restoring the longest stored prefix first.
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
 
-        input_ids: (1, tokens). New full blocks of prompt and answer are stored after the answer, in the background.
-        ValueError for an empty prompt. What the cache can't help with (several sequences, other model inputs, beams,
-        a cache of the caller's own) runs without it, and `last.bypass` names the reason.
+        inputs, or the keyword input_ids: (1, tokens). New full blocks of prompt and answer are stored afterwards, in
+        the background. ValueError for an empty prompt. What the cache can't help with (several sequences, other model
+        inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
         """
+        if generation_config is not None:
+            arguments["generation_config"] = generation_config
+        input_ids = arguments.pop("input_ids", None) if inputs is None else inputs
+        if input_ids is None:
+            self._note_bypass("a call without token ids", 0)
+            return self.model.generate(**arguments)
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
         bypass = bypass_reason(self.model, input_ids, arguments) or self._identity.follow()
@@ -170,12 +176,10 @@ class CachedModel:
         selected = self._select(prompt)
         past, report = self._restore(prompt) if selected is None else self._opened(prompt, *selected)
         first_token = FirstToken(self._clock)
-        criteria = StoppingCriteriaList([first_token, *(arguments.pop("stopping_criteria", None) or [])])
-        # Ours is the one cache of this call.
-        arguments.pop("past_key_values", None)
+        criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
+        arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
         if arguments.get("attention_mask") is None:
             arguments["attention_mask"] = torch.ones_like(input_ids)
-        arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
         started_s = self._clock.monotonic_s()
         if selected is None:
             output = self.model.generate(input_ids, **arguments)
