@@ -1,8 +1,12 @@
 // Python's side of tide.hpp: every size is checked against every other, and every index, before the core is called.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <tuple>
 
 #include "binding.hpp"
 #include "tide.hpp"
@@ -121,7 +125,8 @@ TideTurns turns_of(const Turns& turns, const TideShape& shape) {
   return {flat(cos), flat(sin), span_of(kinds), dim_start, pairs, neighbours};
 }
 
-bool project(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Turns& turns,
+// None if a value is not finite; else what TideSeen has.
+std::optional<std::tuple<double, double, double>> project(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Turns& turns,
              const Floats& mean, const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape,
              const ConstBytes& is_coded, const Bytes& apart, const Values& out) {
   const TidePath& path = path_named(path_name);
@@ -131,9 +136,11 @@ bool project(const std::string& path_name, const ConstBytes& bits, BlockShape bl
        "tide: want a matrix, or to know of each value whether it is coded");
   const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, out.shape(1), false, Order(), found.values())
                                                  : TideMatrix{{}, 0, 0, 0, 0};
+  TideSeen seen;
   const TideProject job{found, span_of(bits), turns_of(turns, found), span_of(mean), span_of(scale), matrix, span_of(is_coded),
-                        span_of(apart), flat(out)};
-  return unlocked([&] { return path.project(job); });
+                        span_of(apart), flat(out), seen};
+  if (!unlocked([&] { return path.project(job); })) return std::nullopt;
+  return std::tuple{seen.error, seen.spread, seen.tokens};
 }
 
 void arrange(const std::string& path_name, const ConstValues& steps, const Order& places, const Order& rows, const Values& out) {

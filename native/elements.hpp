@@ -22,24 +22,30 @@ inline float from_half(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits & 0x8000u) << 16 | scaled | exponent);
 }
 
-// Rounds to nearest even, as all conversions here; what float16 can't hold becomes its infinity.
+// The largest value of each type.
+inline constexpr float float_max = 0x1.fffffep127f, half_max = 65504.0f, bfloat_max = 0x1.fep127f;
+
+// The nearest value from -largest to largest; NaN becomes `largest`. Decoders store nothing else, whatever their payload says. Each
+// line is one instruction of vector code.
+inline float clamped(float value, float largest) {
+  value = value < largest ? value : largest;
+  return value > -largest ? value : -largest;
+}
+
+// Both round to nearest even, as all conversions here, and take what `clamped` returned.
 inline std::uint16_t to_half(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   // Denormal: adding 0.5 leaves the mantissa in steps of 2^-24, rounded to even by the addition itself.
   const std::uint32_t denormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   const std::uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
-  std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;
-  half = magnitude >= 0x477ff000u ? 0x7c00u : half;
-  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  const std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;
   return static_cast<std::uint16_t>((bits >> 16 & 0x8000u) | half);
 }
 
 inline std::uint16_t to_bfloat(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  // Only NaN differs from itself.
-  return static_cast<std::uint16_t>(value != value ? (bits >> 16 | 0x40u) : rounded);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 // One load and store for each element type, chosen outside the loops.
@@ -59,9 +65,11 @@ float load(const std::uint8_t* source) {
 template <ElementType type>
 void store(float value, std::uint8_t* target) {
   if constexpr (type == ElementType::float32) {
+    value = clamped(value, float_max);
     std::memcpy(target, &value, sizeof value);
   } else {
-    const std::uint16_t bits = type == ElementType::float16 ? to_half(value) : to_bfloat(value);
+    const bool is_half = type == ElementType::float16;
+    const std::uint16_t bits = is_half ? to_half(clamped(value, half_max)) : to_bfloat(clamped(value, bfloat_max));
     std::memcpy(target, &bits, sizeof bits);
   }
 }

@@ -78,6 +78,12 @@ struct TideTurns {
   bool neighbours;
 };
 
+// What a projection says of how well the profile fits, in squares of a step, over all tokens that do not stand apart: what coding
+// loses; how far whole coefficients lie from their means; and how many tokens there are.
+struct TideSeen {
+  double error = 0, spread = 0, tokens = 0;
+};
+
 // Stored values to whole coefficients, (tokens, columns): turned, (value - mean) * scale in 16ths of a step, times the matrix,
 // rounded to steps. Without panels there is a column for each value, and those with `is_coded` must fit. Tokens in `apart`
 // are left out, and those that are too loud for 16 bits are added to it: all their coefficients are 0.
@@ -90,6 +96,7 @@ struct TideProject {
   std::span<const std::uint8_t> is_coded;
   std::span<std::uint8_t> apart;  // of each token
   std::span<std::int16_t> out;
+  TideSeen& seen;
 };
 
 // Tokens' columns to rows of coded order: out[row][token] = steps[places[token]][column], where `rows` names each column's row.

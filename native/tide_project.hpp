@@ -80,8 +80,11 @@ class TokenReader {
     return largest < 0x7f800000;
   }
 
+  // The sum of squares of the token that `halvings` looked at, in steps.
+  double square() const { return static_cast<double>(square_) / (1 << 2 * tide_step_bits); }
+
   // Returns how often the token must be halved to fit 16 bits, or -1 if it is too loud.
-  int halvings() const {
+  int halvings() {
     // Sixteen sums side by side: the compiler may not reorder one.
     Lanes squares, peaks;
     by_lanes(scaled_, [&](std::size_t i, Floats value, std::size_t) {
@@ -94,6 +97,7 @@ class TokenReader {
       loudest = std::max(loudest, peaks[i]);
       norm += squares[i];
     }
+    square_ = norm;
     norm = std::sqrt(norm);
     int halvings = 0;
     for (; norm > norm_max || loudest > value_max; norm *= 0.5f, loudest *= 0.5f) {
@@ -144,6 +148,7 @@ class TokenReader {
   const RopeShape shape_;
   std::vector<float> row_, turned_, scaled_;  // there is room for whole lanes, with zeros behind the values
   std::vector<std::int16_t> whole_;
+  float square_ = 0;
 };
 
 // Rounds a token's sums to steps; false if one does not fit. Of a token that was not halved no sum reaches 2^31 less half a
@@ -176,6 +181,47 @@ inline bool round_values(std::span<const std::int16_t> whole, std::span<const st
   return largest <= coefficient_max;
 }
 
+// Adds up, token by token, what the profile is judged by. Sums are of whole numbers, so that every path gives the same.
+//
+// Rows of the transform are orthonormal: of a token z with coefficients y = U z, coded as v, the error |z - U' v|^2 is
+// |z|^2 - |v|^2 - 2 v (y - v).
+class Seen {
+ public:
+  explicit Seen(std::size_t columns) : sums_(columns) {}
+
+  // exact: coefficients in units of 2^-bits; steps: what they were rounded to; square: |z|^2.
+  void add(std::span<const std::int32_t> exact, const std::int16_t* steps, int bits, double square) {
+    std::int64_t squares = 0, crossed = 0;
+    for (std::size_t k = 0; k < exact.size(); ++k) {
+      const std::int32_t step = steps[k];
+      sums_[k] += step;
+      // Wraps where a matrix is not what it should be, as sums do.
+      const auto rest = static_cast<std::int32_t>(static_cast<std::uint32_t>(exact[k]) - (static_cast<std::uint32_t>(step) << bits));
+      squares += step * step;
+      crossed += std::int64_t{step} * rest;
+    }
+    const auto coded = static_cast<double>(squares);
+    error_ += square - coded - std::ldexp(static_cast<double>(crossed), 1 - bits);
+    energy_ += coded;
+    tokens_ += 1;
+  }
+
+  // values: how many a token has. A token that was halved was rounded to coarser values than sixteenths of a step.
+  void add_halved(std::size_t values, int halvings) {
+    error_ += std::ldexp(static_cast<double>(values), 2 * (halvings - tide_step_bits)) / 12;
+  }
+
+  TideSeen found() const {
+    double means = 0;
+    for (const std::int32_t sum : sums_) means += static_cast<double>(sum) * static_cast<double>(sum);
+    return {error_, tokens_ > 0 ? energy_ - means / tokens_ : 0, tokens_};
+  }
+
+ private:
+  std::vector<std::int32_t> sums_;  // of 65,536 tokens' steps at most
+  double error_ = 0, energy_ = 0, tokens_ = 0;
+};
+
 template <class Isa, ElementType type>
 bool project_as(const TideProject& job) {
   const TideShape& shape = job.shape;
@@ -184,28 +230,55 @@ bool project_as(const TideProject& job) {
   Product<Isa> product(job.matrix);
   TokenReader<type> reader(job);
   std::vector<std::int16_t> panels(is_product ? block_tokens * padded(shape.values(), 2) : 0);
+  // Without a matrix: values in sixteenths and their steps, of those that are coded.
+  std::vector<std::int32_t> exact(is_product ? 0 : columns);
+  std::vector<std::int16_t> coded(exact.size());
+  Seen seen(columns);
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
     int halvings[block_tokens];
+    double squares[block_tokens];
     for (std::size_t t = 0; t < count; ++t) {
       if (!reader.read(start + t)) return false;
       halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
+      squares[t] = reader.square();
       const std::span<const std::int16_t> whole = reader.whole(halvings[t]);
       if (is_product) {
         put_token(whole, panels.data() + t / tide_panel_tokens * tide_panel_tokens * whole.size(), t % tide_panel_tokens);
-      } else if (halvings[t] >= 0 && !round_values(whole, job.is_coded, halvings[t], job.out.data() + (start + t) * columns)) {
-        halvings[t] = -1;
+      } else if (halvings[t] >= 0) {
+        std::int16_t* steps = job.out.data() + (start + t) * columns;
+        if (!round_values(whole, job.is_coded, halvings[t], steps)) {
+          halvings[t] = -1;
+          continue;
+        }
+        for (std::size_t v = 0; v < columns; ++v) {
+          const bool is_coded = job.is_coded[v] != 0;
+          exact[v] = is_coded ? whole[v] * (1 << halvings[t]) : 0;
+          coded[v] = static_cast<std::int16_t>(is_coded ? steps[v] : 0);
+        }
+        seen.add(exact, coded.data(), tide_step_bits, squares[t]);
       }
     }
     if (is_product) product.run(panels.data(), padded(count, tide_panel_tokens));
     for (std::size_t t = 0; t < count; ++t) {
       std::int16_t* steps = job.out.data() + (start + t) * columns;
-      if (is_product && halvings[t] >= 0 && !round_steps({product.of(t), columns}, halvings[t], steps)) halvings[t] = -1;
-      if (halvings[t] >= 0) continue;
+      const std::span<const std::int32_t> sums = is_product ? std::span(product.of(t), columns) : std::span<const std::int32_t>();
+      if (is_product && halvings[t] >= 0) {
+        if (round_steps(sums, halvings[t], steps)) {
+          seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings[t], squares[t]);
+        } else {
+          halvings[t] = -1;
+        }
+      }
+      if (halvings[t] >= 0) {
+        seen.add_halved(shape.values(), halvings[t]);
+        continue;
+      }
       job.apart[start + t] = 1;
       std::fill(steps, steps + columns, std::int16_t{0});
     }
   }
+  job.seen = seen.found();
   return true;
 }
 

@@ -118,7 +118,7 @@ def tide_project(
     is_coded: NDArray[np.uint8],
     apart: NDArray[np.uint8],
     out: NDArray[np.int16],
-) -> bool: ...
+) -> tuple[float, float, float] | None: ...
 def tide_arrange(
     path: str,
     steps: NDArray[np.int16],

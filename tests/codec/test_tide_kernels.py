@@ -96,8 +96,10 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     steps, apart = np.empty((tokens, used), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
     transposed, turns = packed(np.ascontiguousarray(matrix.T)), no_turns(tokens)
     block = (*block_of(values), turns)
-    assert _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_CODED, apart, steps)
+    seen = _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_CODED, apart, steps)
     assert not apart.any()
+    expected, energy = twin.seen(values, mean, scale, matrix[:used])
+    assert seen == pytest.approx(expected, rel=1e-4, abs=1e-5 * energy)
     out = np.ascontiguousarray(steps.T)
     assert np.array_equal(out, twin.project(values, mean, scale, matrix[:used]))
 
@@ -126,7 +128,16 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     steps, apart = np.empty((50, 40), dtype=np.int16), np.zeros(50, dtype=np.uint8)
     is_coded = np.isin(np.arange(40), order).astype(np.uint8)
     block = (*block_of(values), no_turns(50))
-    assert _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), is_coded, apart, steps)
+    seen = _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), is_coded, apart, steps)
+    in_steps = 10 * values.transpose(1, 0, 2).reshape(50, 40)
+    assert seen == pytest.approx(
+        (
+            ((in_steps - steps * is_coded) ** 2).sum(),
+            (steps * is_coded).var(axis=0).sum() * 50,
+            50,
+        ),
+        rel=1e-2,
+    )
     places, row_of = np.arange(50, dtype=np.uint16), np.full(40, 65535, dtype=np.uint16)
     row_of[order] = np.arange(33)
     out = np.empty((33, 50), dtype=np.int16)

@@ -27,7 +27,7 @@ def rotary_of(layout: BlockLayout) -> Rotary | None:
 
 
 @cache
-def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 3) -> Profile:
+def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
     rotary, moments = rotary_of(layout), Moments(layout, COSTS[cost])
     for seed in range(blocks):

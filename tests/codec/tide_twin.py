@@ -50,6 +50,20 @@ def project(
     return ((sums + (1 << 16)) >> 17).T.astype(np.int16)
 
 
+def seen(
+    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], matrix: NDArray[np.int16]
+) -> tuple[tuple[float, float, float], float]:
+    """Return squared error, variance of coefficients and tokens as `project` finds them, and the energy in all."""
+    streams, tokens, channels = values.shape
+    by_token = (values.transpose(1, 0, 2).reshape(tokens, streams * channels) - mean) * scale
+    exact = np.rint(by_token) @ matrix.astype(np.float64).T / (1 << 17)
+    steps = project(values, mean, scale, matrix).T.astype(np.float64)
+    energy = float(((by_token / 16) ** 2).sum())
+    halves = values.shape[0] * channels * tokens / 256 / 12
+    error = energy + halves - float((2 * exact * steps - steps**2).sum())
+    return (error, float(steps.var(axis=0).sum() * tokens), float(tokens)), energy
+
+
 def restore(
     coefficients: NDArray[np.int16],
     classes: NDArray[np.uint16],

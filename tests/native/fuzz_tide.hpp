@@ -118,15 +118,17 @@ inline void blocks(Rng& rng) {
     std::vector<std::int16_t> steps(shape.tokens * columns), sorted(used * shape.tokens), thirds(steps.size());
     std::vector<std::uint8_t> apart(shape.tokens), symbols(steps.size());
     std::vector<float> loud(shape.tokens);
+    kvtide::TideSeen seen;
     const bool is_finite =
-        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, is_coded, apart, steps});
+        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, is_coded, apart, steps, seen});
     if (is_finite) {
       path.arrange({steps, columns, places, rows, sorted, used});
       path.third(steps, thirds);
       path.symbols(steps, steps.size() / 2, symbols);
       path.loudness(steps, weights, loud);
     }
-    return std::tuple(is_finite, is_finite ? steps : sorted, sorted, thirds, symbols, loud, is_finite ? apart : symbols);
+    const std::tuple judged(seen.error, seen.spread, seen.tokens);
+    return std::tuple(is_finite, judged, is_finite ? steps : sorted, sorted, thirds, symbols, loud, is_finite ? apart : symbols);
   });
 }
 

@@ -105,6 +105,7 @@ def encode_chunked(
             levels.rows,
             _loudness_of(levels.loudness, columns),
             [np.ascontiguousarray(items[:, columns]) for items in levels.values],
+            levels.fit,
         )
         lists = [list_section(part, steps, refinement, path) for refinement in range(1, steps.refinements + 1)]
         refined[number] = [join_refinement(SectionBytes(steps, each.encode(model.tables))) for each in lists]

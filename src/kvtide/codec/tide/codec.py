@@ -15,9 +15,10 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide.curve import check_quality, quality_of_units, units_of_quality
 from kvtide.codec.tide.decoder import decode_range
-from kvtide.codec.tide.encoder import encode_range
+from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.promise import check_promise
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
 from kvtide.codec.tide.values import Stored
 from kvtide.errors import CorruptPayload, UnencodableBlock
@@ -97,21 +98,24 @@ class TideCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return a base and its refinements for each range of layers.
 
-        UnencodableBlock without a profile of this shape, for values that are not finite, and for blocks that do not
-        get smaller.
+        UnencodableBlock without a profile of this shape, for values that are not finite, for blocks that the profile
+        does not fit (`check_promise`), and for blocks that do not get smaller.
         """
         check_bits(bits, meta.layout)
         if self._model is None or not self._model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
-        sections = []
+        sections: list[Section] = []
+        fit: Fit = []
         turns = self._model.turns(meta, is_back=True)
         for start, stop in self._ranges(self._model):
             stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
             coded = encode_range(self._model, self._path, self._steps, meta, stored)
             sections += [
                 Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
-                for refinement, data in enumerate(coded)
+                for refinement, data in enumerate(coded.sections)
             ]
+            fit += coded.fit
+        check_promise(fit, coded_tokens(meta))
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
             raise UnencodableBlock("the block does not get smaller")
         return sections

@@ -13,6 +13,7 @@ from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, Which, part_bounds, step_of
 from kvtide.codec.tide.lists import Items, Lists
 from kvtide.codec.tide.model import SIXTEENTHS, TideModel
+from kvtide.codec.tide.promise import Promise, Seen, promise_of
 from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows
 from kvtide.codec.tide.section import (
     GAIN_UNITS_MAX,
@@ -26,7 +27,18 @@ from kvtide.codec.tide.section import (
 from kvtide.codec.tide.values import Stored, keep_apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["APART_TOKENS", "Levels", "encode_range", "first_apart", "levels_of", "list_section", "loudness_weights"]
+__all__ = [
+    "APART_TOKENS",
+    "EncodedRange",
+    "Fit",
+    "Levels",
+    "coded_tokens",
+    "encode_range",
+    "first_apart",
+    "levels_of",
+    "list_section",
+    "loudness_weights",
+]
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
@@ -40,16 +52,28 @@ _USUAL_MAGNITUDE = 0.75
 Floats = NDArray[np.float32]
 
 
+# What is promised of each group of a range or a block, and what was found; see `check_promise`.
+Fit = list[tuple[Promise, Seen]]
+
+
 class Levels(NamedTuple):
     """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
 
     rows: RangeRows
     loudness: Loudness
     values: list[Items]
+    fit: Fit
 
 
-def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: Stored) -> list[bytes]:
-    """Return base and refinements of some layers. UnencodableBlock if a value is not finite."""
+class EncodedRange(NamedTuple):
+    """The base and the refinements of some layers, and how well the profile fits them."""
+
+    sections: list[bytes]
+    fit: Fit
+
+
+def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: Stored) -> EncodedRange:
+    """Encode some layers, whether the profile fits or not. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
     sections = [
@@ -57,7 +81,8 @@ def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, sto
         for refinement in range(steps.refinements + 1)
     ]
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16))
-    return [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
+    joined = [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
+    return EncodedRange(joined, levels.fit)
 
 
 def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
@@ -68,6 +93,11 @@ def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
     return apart
 
 
+def coded_tokens(meta: BlockMeta) -> int:
+    """Return how many tokens of a block are coded unless they are too loud."""
+    return meta.layout.tokens - int(first_apart(meta).sum())
+
+
 def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.uint8], path: str) -> Levels:
     """Return the levels of some layers. `apart` is added to where a token is too loud.
 
@@ -75,7 +105,11 @@ def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.
     """
     rows = place_groups(model, stored.layer_start, steps.final_units)
     coded = _coded(model, stored.layer_start, steps.final_units)
-    projected = [_projected(each, stored, apart, path) for each in coded]
+    projected, fit = [], []
+    for each in coded:
+        found, seen = _projected(each, stored, apart, path)
+        projected.append(found)
+        fit.append((each.promise, seen))
     loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
     for found, each in zip(projected, coded, strict=True):
         # A token that only a later group was too loud for.
@@ -85,7 +119,7 @@ def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.
     items, places = np.empty((len(rows.scales), len(loud)), dtype=np.int16), loudness.places
     for found, each in zip(projected, coded, strict=True):
         _native.tide_arrange(path, found, places, each.row_of, items[each.rows])
-    return Levels(rows, loudness, _thirds(items, steps.refinements, path))
+    return Levels(rows, loudness, _thirds(items, steps.refinements, path), fit)
 
 
 class _Coded(NamedTuple):
@@ -102,6 +136,7 @@ class _Coded(NamedTuple):
     # By column: its say in how loud a token is, and its row.
     weights: Floats
     row_of: NDArray[np.uint16]
+    promise: Promise
 
 
 def _coded(model: TideModel, layer_start: int, final_units: int) -> list[_Coded]:
@@ -128,17 +163,22 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
         is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
         weights=place.by_column(weights, columns),
         row_of=place.by_column(numbers, columns, np.iinfo(np.uint16).max),
+        promise=promise_of(place, final_units),
     )
 
 
-def _projected(coded: _Coded, stored: Stored, apart: NDArray[np.uint8], path: str) -> Items:
-    """Return a group's coefficients in final steps: (tokens, columns). UnencodableBlock if a value is not finite."""
+def _projected(coded: _Coded, stored: Stored, apart: NDArray[np.uint8], path: str) -> tuple[Items, Seen]:
+    """Return a group's coefficients in final steps, (tokens, columns), and what was found of them.
+
+    UnencodableBlock if a value is not finite.
+    """
     here = stored.of(coded.layers)
     out = np.empty((len(apart), coded.columns), dtype=np.int16)
     block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
-    if not _native.tide_project(path, *block, coded.mean, coded.scale, *coded.matrix, coded.is_coded, apart, out):
+    seen = _native.tide_project(path, *block, coded.mean, coded.scale, *coded.matrix, coded.is_coded, apart, out)
+    if seen is None:
         raise UnencodableBlock("a value is not finite")
-    return out
+    return out, Seen._make(seen)
 
 
 def loudness_weights(scales: Units, final_units: int) -> Floats:
@@ -184,7 +224,7 @@ def _third_of(items: Items, which: Which, path: str) -> Items:
 
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> Lists:
     """Return the lists of a section, filled."""
-    rows, (_, gains), values = levels
+    rows, (_, gains), values, _ = levels
     found = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
     after = [values[refinement]]
     for plane in found[:0:-1]:

@@ -21,6 +21,8 @@ __all__ = ["Floats", "Stored", "Turns", "keep_apart", "kept_tokens", "load_value
 Floats = NDArray[np.float32]
 
 _BYTE_MAX = 127
+# 2^120: 127 of it, turned by RoPE, are a finite float32.
+_SCALE_BITS_MAX = 0x7B80
 
 
 # As native kernels take them: cosines and sines of (kinds, tokens, pairs), the kind of each layer, first dim, pairing.
@@ -123,7 +125,7 @@ def kept_tokens(tokens: Floats, positions: NDArray[np.uint16]) -> Apart:
     """Return tokens, keys before RoPE, as they are kept. UnencodableBlock if a value is too large for bfloat16."""
     peaks = np.abs(tokens).max(axis=-1, initial=0.0) / np.float32(_BYTE_MAX)
     scales = (peaks.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
-    if scales.size and int(scales.max()) >= 0x7F80:
+    if scales.size and int(scales.max()) >= _SCALE_BITS_MAX:
         raise UnencodableBlock("a value is too large")
     steps = np.maximum((scales << np.uint32(16)).view(np.float32), np.float32(1e-38))[..., None]
     return Apart(positions, scales.astype(np.uint16), np.rint(tokens / steps).astype(np.int8))
