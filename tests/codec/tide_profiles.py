@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from kvtide.block import BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.testing.strategies import block_meta, smooth_bits
 
 # Three ranges of five layers.
@@ -29,12 +32,29 @@ def rotary_of(layout: BlockLayout) -> Rotary | None:
 @cache
 def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
-    rotary, moments = rotary_of(layout), Moments(layout, COSTS[cost])
-    for seed in range(blocks):
-        moments.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), rotary)
+    meta = block_meta(layout, 0, 1)
+    return _fitted(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
+
+
+def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
+    """A profile of what a tiny model makes of a prompt's tokens in many orders."""
+    rng, ids = np.random.default_rng(1), prompt[0].numpy()
+    pairs: list[tuple[BlockMeta, BlockBits]] = []
+    for _ in range(24):
+        mixed = rng.permutation(ids).tolist()
+        pairs += zip(block_metas(mixed, layout), capture_blocks(model, mixed, layout), strict=True)
+    return _fitted(layout, "layer", Rotary.from_config(model.config.to_dict()), pairs)
+
+
+def _fitted(
+    layout: BlockLayout, cost: str, rotary: Rotary | None, pairs: Sequence[tuple[BlockMeta, BlockBits]]
+) -> Profile:
+    moments = Moments(layout, COSTS[cost])
+    for meta, bits in pairs:
+        moments.add(meta, bits, rotary)
     moments.add_sensitivity(np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
     draft = draft_profile("made up", layout, cost, rotary, moments.state)
     counts = TideCounts(draft)
-    for seed in range(blocks):
-        counts.add(block_meta(layout, 0, 1), smooth_bits(layout, seed), seed)
+    for seed, (meta, bits) in enumerate(pairs):
+        counts.add(meta, bits, seed)
     return finished_profile(draft, layout, counts.state, CURVE)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted
+from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.ways import Ways
 
+# As the fixture's.
+PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -21,7 +23,7 @@ def attached(model: Any, store: Path, importance: float | None = 0.25) -> Cached
         model,
         str(store),
         codec="packed:0.01:4",
-        profiles=[fitted(model_layout(model, 16))],
+        profiles=[fitted_on(model, model_layout(model, 16), PROMPT)],
         block_tokens=16,
         importance=importance,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted
+from tests.codec.tide_profiles import fitted_on
 from transformers import DynamicCache
 
 from kvtide.clock import ManualClock
@@ -41,7 +41,7 @@ class Prefix:
     def __init__(self, model: Any, prompt: torch.Tensor) -> None:
         self.model, self.ids = model, prompt[0].tolist()
         layout = model_layout(model, 16)
-        profile = fitted(layout)
+        profile = fitted_on(model, layout, prompt)
         self.registry, codec = CodecRegistry([profile]), PackedCodec(profile, 1e-2, 4)
         self.metas = block_metas(self.ids[:PREFIX], layout)
         self.blocks = capture_blocks(model, self.ids[:PREFIX], layout)
