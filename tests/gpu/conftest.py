@@ -20,3 +20,11 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return
     with CudaKernels(torch.device("cuda"), Budget(264)) as found:
         yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def any_block_fits() -> Iterator[None]:
+    """Let profiles of one made-up block take any other: kernels are compared, not how well profiles fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtide.codec.tide.codec.check_promise", lambda fit, tokens: None)
+        yield

@@ -26,7 +26,7 @@ LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype
 CODECS: dict[str, Codec] = {
     "cachegen": CachegenCodec(),
     "lossless": LosslessCodec(),
-    "tide": TideCodec(fitted(LAYOUT), 1e-2, 2),
+    "tide": TideCodec(fitted(LAYOUT, "light"), 1e-2, 2),
 }
 BLOCKS = 2
 
