@@ -28,7 +28,7 @@ WIDE_MARGIN, NARROW_MARGIN, NARROW_MARGIN_JOINT = 1.02, 1.5, 1.7
 # One group of layers may differ more than the block: those texts reach 1.9.
 GROUP_MARGIN = 2.5
 # How many times the coded values' variance may be what the profile has, or the other way round, in a block and in a
-# group: those texts have 0.69 to 1.03 and 0.33 to 1.3; blocks whose values are all alike have none.
+# group: those texts have 0.69 to 1.03, and a factor of 3 at most; blocks whose values are all alike have none.
 SPREAD_RATIO_MAX, GROUP_SPREAD_RATIO_MAX = 3.0, 6.0
 # Tokens that are too loud to be coded, of those that could be: those texts have none.
 LOUD_SHARE_MAX = 1 / 16
