@@ -276,7 +276,9 @@ class Cache:
             except UnencodableBlock as error:
                 with self._lock:
                     self._counts["unencodable"] += 1
-                _log.debug("%s can't keep block %s: %s", codec.codec_id, meta.id, error)
+                    is_first = self._counts["unencodable"] == 1
+                level = logging.WARNING if is_first else logging.DEBUG
+                _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
         return None
 
     def keep(self, meta: BlockMeta, packed: bytes) -> bool:
