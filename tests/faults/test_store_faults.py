@@ -60,8 +60,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def generate(model: Any, store: Path | str, prompt: torch.Tensor) -> tuple[Any, Any]:
-    with attach(model, str(store), block_tokens=16) as cached:
+def generate(
+    model: Any, store: Path | str, prompt: torch.Tensor, damage: Callable[[], object] = lambda: None
+) -> tuple[Any, Any]:
+    """Generate on a store that is damaged after `attach`, which refuses one that is of no use from the start."""
+    attached = attach(model, str(store), block_tokens=16)
+    damage()
+    with attached as cached:
         output = cached.generate(prompt, **GREEDY)
         assert cached.cache.flush(10)
         return output, cached
@@ -74,8 +79,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_store_that_is_a_file_still_answers(
     tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    output, _ = generate(tiny_model, tmp_path / "file", prompt)
+    path = tmp_path / "file"
+    output, _ = generate(tiny_model, path, prompt, lambda: path.write_text("not a directory"))
     assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
     assert len(messages(caplog)) == 1
     assert "can't be used" in messages(caplog)[0]
@@ -96,8 +101,8 @@ def test_read_only_store_is_read_and_never_written(
 def test_missing_store_on_a_read_only_disk_still_answers(
     tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    output, _ = generate(tiny_model, small_disk / "store", prompt)
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    output, _ = generate(tiny_model, small_disk / "store", prompt, lambda: subprocess.run(remount, check=True))
     assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
     assert len(messages(caplog)) == 1
 

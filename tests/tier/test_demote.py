@@ -31,7 +31,7 @@ def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, 
     )
     remote = MemoryTier(10 << 20, clock, nothing_pinned)
     remote.name = "remote"
-    stack = TierStack([local, remote], demote_to=["remote"])
+    stack = TierStack([local, remote], demote_to=[remote])
     stack.open()
     for number in range(20):
         assert stack.put_from(object_id(number), object_bytes(number, 50_000))

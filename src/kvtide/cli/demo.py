@@ -20,6 +20,7 @@ from rich.table import Table
 from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
+from kvtide.tier import disk_path
 
 __all__ = ["demo"]
 
@@ -109,9 +110,10 @@ def demo(
 
 
 def _disk_store(url: str) -> Path:
-    if "://" in url and not url.startswith("disk:///"):
+    path = disk_path(url)
+    if path is None:
         raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
-    return Path(url.removeprefix("disk://")).absolute()
+    return path.absolute()
 
 
 def _phase(phase: str, job: DemoJob, console: Console) -> DemoRun:

@@ -10,11 +10,12 @@ import shutil
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 import kvtide
 from kvtide.cli.report import CONSOLE, cpu_name, emit_json, format_bytes
-from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
+from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption, store_folder
 from kvtide.config import cache_home
 
 __all__ = ["doctor"]
@@ -48,7 +49,7 @@ def doctor(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> Non
         table = Table("what", "status", "detail", title=f"kvtide {kvtide.__version__}")
         colours = {"ok": "green", "off": "yellow", "bad": "red"}
         for finding in findings:
-            table.add_row(finding.subject, f"[{colours[finding.status]}]{finding.status}[/]", finding.detail)
+            table.add_row(finding.subject, f"[{colours[finding.status]}]{finding.status}[/]", escape(finding.detail))
         CONSOLE.print(table)
     if not is_good:
         raise SystemExit(1)
@@ -92,7 +93,7 @@ def _model() -> Finding:
 
 
 def _disk(url: str) -> list[Finding]:
-    path = Path(url.removeprefix("disk://"))
+    path = store_folder(url)
     existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
     if not existing.is_dir():
         return [Finding("store", "bad", f"{existing} is not a directory")]
@@ -106,6 +107,10 @@ def _disk(url: str) -> list[Finding]:
         findings.append(Finding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
     elif not path.exists():
         findings.append(Finding("store", "off", f"{path} does not exist yet"))
+    elif not (path / "segments").is_dir():
+        if any(path.iterdir()):
+            raise ValueError(f"no store at {path}: it has other files and no folder named segments")
+        findings.append(Finding("store", "off", f"{path} is empty, nothing was stored yet"))
     else:
         findings.append(Finding("store", "ok", str(path)))
     return findings

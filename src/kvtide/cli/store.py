@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
@@ -23,10 +24,10 @@ from kvtide.explain import Explanation, Verdict, read_header, read_object, read_
 from kvtide.explain import explain as explain_prompt
 from kvtide.importance import UseRecord
 from kvtide.stream.plan import PrefillSpeed
-from kvtide.tier import DiskTier, ObjectInfo, Tier, open_tier
+from kvtide.tier import DiskTier, ObjectInfo, Tier, disk_path
 from kvtide.types import Namespace
 
-__all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "open_store", "rm", "stats"]
+__all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "rm", "stats", "store_folder"]
 
 DEFAULT_STORE = str(cache_home() / "demo-store")
 # What `ls` calls a record of past uses, which lies beside its block and is none.
@@ -35,22 +36,40 @@ StoreOption = Annotated[str, typer.Option("--store", help="disk:///path or a pat
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
-@contextmanager
-def open_store(url: str) -> Iterator[Tier]:
-    """Open an existing store for a command. ValueError if it is not there."""
-    if url.startswith("memory:"):
-        raise ValueError("a memory store lives in its process alone; give disk:///path")
-    path = Path(url.removeprefix("disk://"))
+def store_folder(url: str) -> Path:
+    """Return the folder of a store that a command is to look into. ValueError for a store of another kind."""
+    path = disk_path(url)
+    if path is None:
+        kind = url.partition("://")[0]
+        raise ValueError(f"this command looks into a folder: give disk:///path or a path, not a {kind}:// store")
+    return path
+
+
+def _tier_at(url: str) -> DiskTier:
+    """Return the tier of an existing store, not yet opened. ValueError if there is none; nothing is made."""
+    path = store_folder(url)
     if not path.is_dir():
         raise ValueError(f"no store at {path}: it is not a directory")
-    tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+    if not (path / "segments").is_dir():
+        raise ValueError(f"no store at {path}: it has no folder named segments, nothing was ever stored there")
+    return DiskTier(path, Limits().disk_bytes_max, SystemClock(), lambda key: False)
+
+
+@contextmanager
+def _opened(tier: DiskTier, action: Callable[[], None]) -> Iterator[DiskTier]:
     try:
-        tier.open()
+        action()
         yield tier
     except TierUnavailable as error:
         raise ValueError(str(error)) from error
     finally:
         tier.close()
+
+
+def _looking_at(url: str) -> AbstractContextManager[DiskTier]:
+    """Open an existing store to look at it: nothing in it changes. ValueError if it is not there."""
+    tier = _tier_at(url)
+    return _opened(tier, tier.open_read_only)
 
 
 class ObjectRow(msgspec.Struct, frozen=True):
@@ -120,7 +139,7 @@ class NamespaceRow(msgspec.Struct, frozen=True):
 
 def stats(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Show how much a store holds, by namespace and codec."""
-    with open_store(url) as tier:
+    with _looking_at(url) as tier:
         rows = list(_rows(tier, is_verified=False))
     groups: dict[tuple[str, str, str], list[ObjectRow]] = {}
     for row in rows:
@@ -133,10 +152,12 @@ def stats(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None
         total = sum(row.stored_bytes for row in rows)
         emit_json({"store": url, "objects": len(rows), "stored_bytes": total, "problems": problems, "rows": summary})
         return
-    table = Table("namespace", "model", "codec", "blocks", "tokens", "raw", "stored", "ratio", title=url)
+    table = Table("namespace", "model", "codec", "blocks", "tokens", "raw", "stored", "ratio", title=escape(url))
     for item in summary:
         sizes = (format_bytes(item.raw_bytes), format_bytes(item.stored_bytes), f"{item.ratio:.2f}")
-        table.add_row(item.namespace[:12], item.model, item.codec, str(item.objects), str(item.tokens), *sizes)
+        table.add_row(
+            item.namespace[:12], escape(item.model), escape(item.codec), str(item.objects), str(item.tokens), *sizes
+        )
     CONSOLE.print(table)
     if problems:
         CONSOLE.print(f"{problems} objects can't be read; `kvtide ls` names them")
@@ -154,16 +175,19 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the objects of a store, newest use first within a namespace."""
-    with open_store(url) as tier:
+    with _looking_at(url) as tier:
         rows = list(_rows(tier, verify))
     if as_json:
         emit_json({"store": url, "rows": rows})
         return
-    table = Table("namespace", "key", "model", "codec", "tokens", "raw", "stored", "last use", "problem", title=url)
+    table = Table(
+        "namespace", "key", "model", "codec", "tokens", "raw", "stored", "last use", "problem", title=escape(url)
+    )
     for row in rows:
         span = "" if row.problem else f"[{row.start}, {row.start + row.tokens})"
         sizes = (format_bytes(row.raw_bytes), format_bytes(row.stored_bytes), f"{row.age_s:.0f} s ago", row.problem)
-        table.add_row(row.namespace[:12], row.key[:16], row.model, row.codec, span.replace("[", "\\["), *sizes)
+        cells = (row.namespace[:12], row.key[:16], row.model, row.codec, span, *sizes)
+        table.add_row(*map(escape, cells))
     CONSOLE.print(table)
 
 
@@ -181,7 +205,8 @@ def rm(
         if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
             raise ValueError(f"expected at least 4 hex digits, got {prefix!r}")
     removed_bytes = removed = 0
-    with open_store(url) as tier:
+    tier = _tier_at(url)
+    with _opened(tier, tier.open):
         for info in list(tier.objects()):
             names = (info.id.key.hex(), info.id.namespace.hex())
             matches = everything or any(name.startswith(prefix) for name in names for prefix in chosen)
@@ -253,7 +278,7 @@ def explain(
     known = [*shipped_profiles(), *(read_profile(path) for path in profile or ())]
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
-    with open_store(url) as tier:
+    with _looking_at(url) as tier:
         if text is not None:
             digest, ids = _from_text(_read(text), model, block_tokens)
         else:
@@ -280,9 +305,7 @@ def explain(
         CONSOLE.print(f"decided before: {past.decision} {past.blocks} blocks, {past.meaning}")
 
 
-def _decided_rows(tier: Tier) -> list[DecidedRow]:
-    if not isinstance(tier, DiskTier):
-        return []
+def _decided_rows(tier: DiskTier) -> list[DecidedRow]:
     counts = sorted(tier.decisions().items())
     return [DecidedRow(kind.choice, kind.why, kind.why.meaning, blocks) for kind, blocks in counts]
 

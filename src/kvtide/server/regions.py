@@ -269,7 +269,7 @@ def region_of(
     waiting = Manifest(manifest)
     naming = _naming(names, waiting)
     behind = CentralTier(http_tier(central, clock, naming=naming), waiting, names)
-    store = TierStack([local, behind], write_back=[behind.name])
+    store = TierStack([local, behind], write_back=[behind])
     latest = Latest([http_tier(central, clock, extra=_LATEST, naming=naming)], local, settings)
     synchroniser = Synchroniser(local, behind, waiting, settings, clock)
     return Region(store, local, latest, CentralRecords(asking[0], records, clock), synchroniser, waiting)

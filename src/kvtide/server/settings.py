@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
 from kvtide.server.scheduler import SchedulerSettings
+from kvtide.tier import disk_path
 
 __all__ = [
     "Address",
@@ -146,8 +146,7 @@ def records_path(settings: ServerSettings) -> Path | None:
         return settings.records
     if settings.manifest is not None:
         return settings.manifest.with_name(settings.manifest.name + ".records")
-    disks = (urlsplit(url) for url in settings.tiers if url.startswith("disk://") or "://" not in url)
-    return next((Path(unquote(parts.path)) / "records" for parts in disks), None)
+    return next((path / "records" for url in settings.tiers if (path := disk_path(url)) is not None), None)
 
 
 def are_records_kept(settings: ServerSettings) -> bool:

@@ -144,7 +144,7 @@ def _region(centre: Counting, path: Path, sync_bytes_s: float, clock: ManualCloc
     local, manifest = _memory(_BLOCKS * 2, clock), Manifest(path)
     central = CentralTier(centre, manifest, Names(lambda tenant, namespace: 0))
     inner = TierStack([local])
-    store = TierStack([inner, central], write_back=[central.name])
+    store = TierStack([inner, central], write_back=[central])
     store.open()
     manifest.open()
     settings = RegionSettings(sync_bytes_s_max=sync_bytes_s)

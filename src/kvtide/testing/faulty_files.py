@@ -91,6 +91,18 @@ class FaultyFiles(Files):
         self._check("is_unlinked")
         return super().is_unlinked(descriptor)
 
+    def is_here(self, descriptor: int, path: Path | str, length: int = 0) -> bool:
+        self._check("is_here")
+        return super().is_here(descriptor, path, length)
+
+    def length(self, path: Path | str) -> int:
+        self._check("length")
+        return super().length(path)
+
+    def free_bytes(self, path: Path) -> int:
+        self._check("free_bytes")
+        return super().free_bytes(path)
+
     def listing(self, folder: Path) -> list[FileInfo]:
         self._check("listing")
         return super().listing(folder)

@@ -6,7 +6,7 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.memory import MemoryTier
 from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
 from kvtide.tier.stack import TierStack
-from kvtide.tier.url import open_tier, stack_of, tiers_of
+from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
 from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "TierStack",
     "TierStats",
     "WrappedTier",
+    "disk_path",
     "open_tier",
     "stack_of",
     "tiers_of",

@@ -74,10 +74,11 @@ class Repeater:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Begin at once."""
+        """Begin at once. RuntimeError if there is no thread to be had."""
         self._closing.clear()
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """Stop after what is under way, for which it waits CLOSE_S_MAX. Idempotent."""

@@ -5,13 +5,14 @@ Invariant: segments are made, shortened and removed under the directory's lock o
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtide.errors import TierUnavailable
@@ -19,7 +20,17 @@ from kvtide.tier.catalog import Catalog, Entry
 from kvtide.tier.checkpoint import SegmentSummary, pack_checkpoint, parse_checkpoint
 from kvtide.tier.files import FileInfo, Files
 from kvtide.tier.opened import OpenSegments
-from kvtide.tier.record import PAGE_BYTES, RecordState, SegmentHeader, parse_segment_header
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    RecordState,
+    SegmentHeader,
+    pack_record_header,
+    pack_segment_header,
+    parse_record_header,
+    parse_segment_header,
+    record_bytes,
+)
 from kvtide.tier.segment import Scan, scan_segment, segment_name, segment_number
 
 __all__ = ["SegmentDirectory", "SegmentState", "side_file_bytes_max"]
@@ -29,6 +40,8 @@ _log = logging.getLogger(__name__)
 # The directory is locked while segments are made and removed: milliseconds, unless a process was stopped meanwhile.
 LOCK_TRIES_MAX = 500
 LOCK_RETRY_S = 0.01
+# Faults of this process, not of the file that it wanted to open.
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def side_file_bytes_max(bytes_max: int) -> int:
@@ -64,13 +77,16 @@ class SegmentDirectory:
         self._descriptor = -1
         self._number_max = 0
 
-    def open(self, workers: ThreadPoolExecutor) -> None:
-        """Make the directory if need be and learn what it holds. OSError if it can't be used at all."""
+    def make(self) -> None:
+        """Make the directory if need be. OSError if there is none and it can't be made."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             if not self.folder.is_dir():
                 raise
+
+    def open(self, workers: ThreadPoolExecutor) -> None:
+        """Learn what the directory holds, without writing. OSError if it can't be used at all."""
         self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._load_checkpoint()
         self._catalog.is_changed = False
@@ -89,6 +105,10 @@ class SegmentDirectory:
         """Return a segment's path."""
         return f"{self._folder_name}/{segment_name(number)}"
 
+    def is_long_enough(self, header: RecordHeader) -> bool:
+        """Tell whether a segment's file still reaches to the end of a record."""
+        return self._files.length(self.path(header.segment)) >= header.offset + record_bytes(header.size)
+
     def next_number(self) -> int:
         """Return a number that no segment has had as far as we know."""
         self._number_max = max([self._number_max, *self.segments]) + 1
@@ -100,9 +120,9 @@ class SegmentDirectory:
 
         Threads of one process are not kept apart by it.
         """
-        if self._files.is_unlinked(self._descriptor):
-            # Somebody removed the whole directory: what is made now is a new one.
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.make()
+        if not self._files.is_here(self._descriptor, self._root):
+            # Somebody removed or moved the whole directory: what stands there now is a new one.
             self._files.close(self._descriptor)
             self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         pause = threading.Event()
@@ -136,26 +156,20 @@ class SegmentDirectory:
             elif segment is not None:
                 self._forget(number)
 
-    def note_header(self, header: SegmentHeader) -> None:
-        """Note what a segment's first page says now."""
-        with self._lock:
-            if header.number in self.segments:
-                self.segments[header.number].header = header
-
     def refresh(self, workers: ThreadPoolExecutor | None = None) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""
         with self._lock:
             numbered = [(segment_number(info.name), info) for info in self._listing()]
-            infos = {number: info for number, info in numbered if number is not None}
+            infos = {number: info for number, info in numbered if number is not None and info.is_regular}
+            # Names that something else has can't be had either.
+            self._number_max = max(self._number_max, *(number or 0 for number, _ in numbered), 0)
             for number in self.segments.keys() - infos.keys():
                 self._forget(number)
-            grown = [
-                (number, info) for number, info in infos.items() if number is not None and self._grew(number, info)
-            ]
+            grown = [(number, info) for number, info in infos.items() if self._has_changed(number, info)]
             if workers and len(grown) > 1:
-                scans = list(workers.map(lambda item: self._scan(item[0]), grown))
+                scans = list(workers.map(lambda item: self._scan(*item), grown))
             else:
-                scans = [self._scan(number) for number, _ in grown]
+                scans = [self._scan(*item) for item in grown]
             for (number, info), scan in zip(grown, scans, strict=True):
                 if scan is not None:
                     self._note_scan(number, info, scan)
@@ -166,22 +180,33 @@ class SegmentDirectory:
         except FileNotFoundError:
             return []
 
-    def _grew(self, number: int, info: FileInfo) -> bool:
+    def _has_changed(self, number: int, info: FileInfo) -> bool:
+        """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""
         known = self.segments.get(number)
+        if known is not None and not known.is_mine and info.length < known.tail:
+            self._forget(number)
+            known = None
         if known is None:
             return True
         known.length, known.size = info.length, info.size
         return not known.is_mine and known.length > known.tail
 
-    def _scan(self, number: int) -> Scan | None:
+    def _scan(self, number: int, info: FileInfo) -> Scan | None:
         known = self.segments.get(number)
+        start = max(PAGE_BYTES, known.tail) if known else PAGE_BYTES
         try:
-            return scan_segment(self._files, self.path(number), number, known.tail if known else PAGE_BYTES)
+            return scan_segment(self._files, self.path(number), number, start)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in _OWN_FAULTS:
+                raise
+            _log.warning("segment %s can't be read, what it holds is missed: %s", self.path(number), error)
+            # Without a header no checkpoint names it; up to its end it is not tried again.
+            return Scan(None, [], info.length)
 
     def _note_scan(self, number: int, info: FileInfo, scan: Scan) -> None:
-        self.segments[number] = SegmentState(scan.header, scan.tail, info.length, info.size)
+        self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
         for header in scan.records:
             if header.state is RecordState.LIVE:
                 self._catalog.add(Entry(header, header.stored_ms))
@@ -206,8 +231,15 @@ class SegmentDirectory:
 
     @contextmanager
     def unused_segment(self, number: int) -> Iterator[int | None]:
-        """Open a segment for writing that no living process appends to; None if one does. OSError as opening has."""
-        descriptor = self._files.open(self.path(number), os.O_RDWR)
+        """Open a segment for writing that no living process appends to; None if one does, or it is another user's.
+
+        OSError as opening has.
+        """
+        try:
+            descriptor = self._files.open(self.path(number), os.O_RDWR)
+        except PermissionError:
+            yield None
+            return
         try:
             yield descriptor if self._files.try_lock(descriptor) else None
         finally:
@@ -222,6 +254,34 @@ class SegmentDirectory:
         self.segments.pop(number, None)
         self.opened.drop(number)
 
+    def mark_removed(self, expected: RecordHeader) -> None:
+        """Rewrite a record's header, if it stands there, as that of a removed one. Call it under the lock."""
+        number, offset = expected.segment, expected.offset
+        try:
+            descriptor = self._files.open(self.path(number), os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            page = memoryview(bytearray(PAGE_BYTES))
+            # First: a checkpoint with another count is older than this removal, whatever becomes of it.
+            self._count_removal(descriptor, page)
+            self._files.read_full(descriptor, [page], offset)
+            if parse_record_header(page, number, offset) == expected:
+                removed = replace(expected, state=RecordState.REMOVED)
+                self._files.write_full(descriptor, [pack_record_header(removed)], offset)
+        finally:
+            self._files.close(descriptor)
+
+    def _count_removal(self, descriptor: int, page: memoryview) -> None:
+        self._files.read_full(descriptor, [page], 0)
+        header = parse_segment_header(page)
+        if header is not None:
+            header = replace(header, removals=header.removals + 1)
+            self._files.write_full(descriptor, [pack_segment_header(header)], 0)
+            with self._lock:
+                if header.number in self.segments:
+                    self.segments[header.number].header = header
+
     def save_checkpoint(self) -> None:
         """Write the catalog beside the segments unless it is too large. Call it under the lock. OSError if it fails."""
         with self._lock:
@@ -231,22 +291,17 @@ class SegmentDirectory:
                 if segment.header is not None
             ]
         data = pack_checkpoint(summaries)
-        if len(data) > self._checkpoint_bytes_max:
-            return
-        aside = self._checkpoint.with_suffix(".part")
-        descriptor = self._files.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._files.write_full(descriptor, [data], 0)
-            self._files.rename(aside, self._checkpoint)
-        except OSError:
-            self._files.unlink(aside)
-            raise
-        finally:
-            self._files.close(descriptor)
-        self._catalog.is_changed = False
+        if len(data) <= self._checkpoint_bytes_max:
+            self._files.save(self._checkpoint, data)
+            self._catalog.is_changed = False
 
     def _load_checkpoint(self) -> None:
-        for summary in parse_checkpoint(self._read_checkpoint()):
+        try:
+            data = self._files.content(self._checkpoint, self._checkpoint_bytes_max)
+        except OSError as error:
+            _log.debug("the checkpoint is not used: %s", error)
+            return
+        for summary in parse_checkpoint(data):
             number = summary.header.number
             try:
                 descriptor = self._files.open(self.path(number), os.O_RDONLY)
@@ -263,18 +318,3 @@ class SegmentDirectory:
             if parse_segment_header(page) == summary.header:
                 self.segments[number] = SegmentState(summary.header, summary.tail, summary.tail, summary.tail)
                 self._catalog.add_all(summary.entries)
-
-    def _read_checkpoint(self) -> bytes:
-        try:
-            descriptor = self._files.open(self._checkpoint, os.O_RDONLY)
-        except OSError:
-            return b""
-        data = bytearray(self._checkpoint_bytes_max + 1)
-        try:
-            size = self._files.read_full(descriptor, [memoryview(data)], 0)
-        except OSError as error:
-            _log.debug("the checkpoint is not used: %s", error)
-            return b""
-        finally:
-            self._files.close(descriptor)
-        return bytes(data[:size])

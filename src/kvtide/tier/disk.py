@@ -24,7 +24,7 @@ from kvtide.tier.files import Files
 from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.lend import LentObject
 from kvtide.tier.log import SegmentLog
-from kvtide.tier.record import RecordState
+from kvtide.tier.record import RecordState, stamp_ms
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import NO_LABEL
 
@@ -69,8 +69,15 @@ class DiskTier:
 
         TierUnavailable if it is no directory or can't be made; one that can only be read opens.
         """
+        self._start(self._log.open)
+
+    def open_read_only(self) -> None:
+        """Learn what the directory holds, to look at it: nothing is made or written. TierUnavailable if it can't be."""
+        self._start(self._log.open_read_only)
+
+    def _start(self, action: Callable[[], None]) -> None:
         try:
-            self._log.open()
+            action()
         except OSError as error:
             raise TierUnavailable(f"store directory {self.root} can't be used: {error}") from error
 
@@ -84,7 +91,7 @@ class DiskTier:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is in the log, as far as can be told without reading it."""
-        return self._guarded("look up", lambda: self._log.find(object_id) is not None)
+        return self._guarded("look up", lambda: self._log.contains(object_id))
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the object's record, directly into a page-aligned buffer if `offset` is a multiple of a page."""
@@ -114,7 +121,7 @@ class DiskTier:
         return lent
 
     def _note_hit(self, entry: Entry) -> None:
-        self._log.catalog.note_use(entry, int(self._clock.wall_s() * 1000))
+        self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
         self._count(hits=1)
 
     def _found(
@@ -142,7 +149,7 @@ class DiskTier:
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
-        if object_id in self._log.catalog:
+        if self._guarded("look up", lambda: self._log.knows(object_id)):
             return True
         self._guarded("write", lambda: self._log.append(object_id, buffer))
         return True

@@ -1,6 +1,7 @@
 """The system calls of the segment log in one place, so that tests can make each one fail.
 
-Invariant: a transfer is whole or says how far it came; short reads and writes are continued here and nowhere else.
+Invariants: a transfer is whole or says how far it came; short reads and writes are continued here and nowhere else.
+Only regular files are read or written: a FIFO would block, a device has no end, a link leads elsewhere.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,19 +23,26 @@ _MODE = 0o644
 
 
 class FileInfo(NamedTuple):
-    """A file as a directory listing shows it; `size` is what it takes on the disk, `length` what it says."""
+    """An entry as a directory listing shows it; `size` is what it takes on the disk, `length` what it says."""
 
     name: str
     length: int
     size: int
+    is_regular: bool
 
 
 class Files:
     """The operating system's files. Everything raises OSError as the system does."""
 
     def open(self, path: Path | str, flags: int) -> int:
-        """Open a file and return its descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, _MODE)
+        """Open a regular file, or with O_DIRECTORY a folder or a link to one, and return its descriptor."""
+        if flags & os.O_DIRECTORY:
+            return os.open(path, flags | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.ENXIO, "not a regular file", str(path))
+        return descriptor
 
     def open_direct(self, path: Path | str, flags: int) -> int:
         """Open a file around the page cache, through it where the file system refuses that."""
@@ -84,6 +93,49 @@ class Files:
         """Give a file the name of another, in one step."""
         path.rename(target)
 
+    def content(self, path: Path, bytes_max: int) -> bytes:
+        """Return a file's bytes, the last `bytes_max` if it has more."""
+        descriptor = self.open(path, os.O_RDONLY)
+        try:
+            length = os.fstat(descriptor).st_size
+            data = bytearray(min(length, bytes_max))
+            return bytes(data[: self.read_full(descriptor, [memoryview(data)], length - len(data))])
+        finally:
+            self.close(descriptor)
+
+    def save(self, path: Path, data: bytes) -> None:
+        """Give a file this content in one step, whatever it had before."""
+        aside = path.with_suffix(".part")
+        descriptor = self.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self.write_full(descriptor, [data], 0)
+            self.rename(aside, path)
+        except OSError:
+            self.unlink(aside)
+            raise
+        finally:
+            self.close(descriptor)
+
+    def length(self, path: Path | str) -> int:
+        """Return a file's length; 0 if there is none."""
+        try:
+            return os.stat(path).st_size  # noqa: PTH116 - asked for each look-up: a Path costs more than the call
+        except FileNotFoundError:
+            return 0
+
+    def free_bytes(self, path: Path) -> int:
+        """Return the bytes that this process may still take of the disk that `path` is on."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def is_here(self, descriptor: int, path: Path | str, length: int = 0) -> bool:
+        """Tell whether an open file or folder is what stands at a path, and is at least so long."""
+        try:
+            found = os.stat(path)  # noqa: PTH116 - asked for each write
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(descriptor)) and found.st_size >= length
+
     def is_unlinked(self, descriptor: int) -> bool:
         """Tell whether an open file has lost its name."""
         return os.fstat(descriptor).st_nlink == 0
@@ -110,15 +162,16 @@ class Files:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def listing(self, folder: Path) -> list[FileInfo]:
-        """Return the plain files of a directory; one that goes away meanwhile is left out."""
+        """Return the entries of a directory; one that goes away meanwhile is left out."""
         infos = []
         with os.scandir(folder) as found:
             for item in found:
                 try:
-                    stat = item.stat(follow_symlinks=False)
+                    status = item.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                infos.append(FileInfo(item.name, stat.st_size, max(stat.st_size, stat.st_blocks * 512)))
+                size = max(status.st_size, status.st_blocks * 512)
+                infos.append(FileInfo(item.name, status.st_size, size, stat.S_ISREG(status.st_mode)))
         return infos
 
     def read_full(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:

@@ -339,7 +339,10 @@ def servers_of(url: str) -> Servers:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     unknown = options.keys() - _OPTIONS
-    if unknown or parts.fragment or "@" in parts.netloc:
+    if "@" in parts.netloc:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
+    if unknown or parts.fragment:
         raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
     tls = _tls_context(options) if parts.scheme == "https" else None
     headers = []
@@ -362,8 +365,10 @@ def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
     found = []
     for name in parts.netloc.split(","):
         host, colon, port = name.rpartition(":")
-        if not host or not colon or not port.isdecimal() or not 0 < int(port[:6]) <= 0xFFFF:
+        if not host or not colon:
             raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
+        if not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) <= 0xFFFF:
+            raise ValueError(f"a remote store's port is a number from 1 to 65535, got {port!r} in {url!r}")
         found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
     return found
 

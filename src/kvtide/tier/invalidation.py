@@ -16,6 +16,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
+from kvtide.tier.files import Files
 from kvtide.tier.records import RecordsClient
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire.records import RecordKind
@@ -28,6 +29,8 @@ POLL_S = 5.0
 # An engine that starts waits this long for what happened while it was away.
 FIRST_S_MAX = 1.0
 REASON = "invalidated"
+# What was dealt with, in a file: some 70 bytes a namespace.
+_FILE_BYTES_MAX = 16 << 20
 
 _Generations = dict[str, int]
 
@@ -118,9 +121,7 @@ class Invalidations:
             self.removed += removed
         self._known |= raised
         if self._path is not None:
-            aside = self._path.with_name(self._path.name + ".new")
-            aside.write_bytes(msgspec.json.encode(self._known))
-            aside.replace(self._path)
+            Files().save(self._path, msgspec.json.encode(self._known))
 
 
 def _remembered(path: Path | None) -> _Generations:
@@ -128,7 +129,7 @@ def _remembered(path: Path | None) -> _Generations:
     if path is None:
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Generations)
+        return msgspec.json.decode(Files().content(path, _FILE_BYTES_MAX), type=_Generations)
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:

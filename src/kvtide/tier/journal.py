@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvtide.decisions import Decided, decisions_text, parse_decisions
+from kvtide.tier.files import Files
 from kvtide.types import ObjectId
 
 __all__ = ["RemovalJournal"]
@@ -25,6 +26,7 @@ class RemovalJournal:
     def __init__(self, path: Path, bytes_max: int = JOURNAL_BYTES_MAX) -> None:
         self._path = path
         self._bytes_max = bytes_max
+        self._files = Files()
 
     def append(self, object_ids: Iterable[ObjectId], reason: str, wall_s: float) -> None:
         """Note removals, the last ones if all don't fit. OSError if the file can't be written."""
@@ -50,25 +52,14 @@ class RemovalJournal:
     def _append(self, lines: Sequence[bytes]) -> None:
         # Half of the bound at once, so that the file with them stays under it after it has been halved.
         data = b"".join(lines[-max(1, self._bytes_max // 2 // len(lines[0])) :])
-        if self._size() + len(data) > self._bytes_max:
-            self._halve()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if self._files.length(self._path) + len(data) > self._bytes_max:
+            lines_now = self._files.content(self._path, self._bytes_max).splitlines(keepends=True)
+            self._files.save(self._path, b"".join(lines_now[len(lines_now) // 2 :]))
+        descriptor = self._files.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(descriptor, data)
         finally:
-            os.close(descriptor)
-
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def _halve(self) -> None:
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        aside = self._path.with_suffix(".part")
-        aside.write_bytes(b"".join(lines[len(lines) // 2 :]))
-        aside.rename(self._path)
+            self._files.close(descriptor)
 
     def reason(self, object_id: ObjectId) -> str | None:
         """Return the last noted reason for this object, or None."""
@@ -81,6 +72,6 @@ class RemovalJournal:
 
     def _lines(self) -> list[str]:
         try:
-            return self._path.read_text(encoding="ascii", errors="replace").splitlines()
+            return self._files.content(self._path, self._bytes_max).decode("ascii", errors="replace").splitlines()
         except OSError:
             return []

@@ -1,18 +1,18 @@
 """The segment log: records appended to one's own segment, found and read in everybody's, evicted a segment at a time.
 
 Invariants: a process appends only to its own segment, which the kernel locks for it; segments and the files beside
-them never take more than `bytes_max` on the disk, because space is reserved before anything is written to it.
+them never take more than `bytes_max` on the disk, because space is reserved before anything is written to it; storing
+a block never evicts the blocks before it in its prompt.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,20 +25,18 @@ from kvtide.tier.demote import Offer
 from kvtide.tier.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.files import Files
 from kvtide.tier.lend import LentObject
+from kvtide.tier.lineage import Lineage
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,
     RecordState,
     SegmentHeader,
     align_up,
-    pack_record_header,
-    pack_segment_header,
-    parse_record_header,
-    parse_segment_header,
     record_bytes,
+    stamp_ms,
 )
 from kvtide.tier.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
-from kvtide.types import ObjectId
+from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import ObjectLabel, object_label
 
 __all__ = ["SegmentLog"]
@@ -52,6 +50,10 @@ SEGMENT_BYTES_MAX = 1 << 30
 # One segment is this part of the cap, so that evicting one costs little of the cache.
 SEGMENTS_MIN = 64
 _SIDE_FILES = 4
+# What says that the disk has no more room: bytes or files, of all or of ours.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Where evicting made no room, others fill the disk. They get no more than a segment of the cache in so long.
+FULL_PAUSE_S = 60.0
 
 
 class SegmentLog:
@@ -76,6 +78,9 @@ class SegmentLog:
         self._files = files
         # Called with what is about to be evicted; the disk tier sets it.
         self.offer: Offer = lambda object_id, size, fill: None
+        self._lineage = Lineage(self.catalog)
+        self._full_until_s = -math.inf
+        self._is_writable = False
         self._write_lock = threading.Lock()
         self._writer: SegmentWriter | None = None
         self._workers: ThreadPoolExecutor | None = None
@@ -83,14 +88,24 @@ class SegmentLog:
         self._pool: BufferPool | None = None
 
     def open(self) -> None:
-        """Learn what the directory holds. OSError if it can't be used; one that can only be read opens."""
+        """Make the directory if need be, learn what it holds. OSError if it can't be used; a read-only one opens."""
+        self._directory.make()
+        self.open_read_only()
+        try:
+            with self._write_lock, self._directory.locked():
+                self._directory.seal_abandoned()
+        except BaseException:
+            self._stop()
+            raise
+        self._is_writable = True
+
+    def open_read_only(self) -> None:
+        """Learn what the directory holds; nothing is written, then or at `close`. OSError if it can't be read."""
         self._pool = BufferPool(TRANSFERS_MAX, STAGING_BYTES)
         self._workers = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtide-disk")
         self._reader = RecordReader(self._files, self._directory.opened, self._pool, self._workers)
         try:
             self._directory.open(self._workers)
-            with self._write_lock, self._directory.locked():
-                self._directory.seal_abandoned()
         except BaseException:
             self._stop()
             raise
@@ -101,10 +116,11 @@ class SegmentLog:
             if self._workers is None:
                 return
             try:
-                with self._directory.locked():
-                    self._retire_writer()
-                    if self.catalog.is_changed:
-                        self._directory.save_checkpoint()
+                if self._is_writable:
+                    with self._directory.locked():
+                        self._retire_writer()
+                        if self.catalog.is_changed:
+                            self._directory.save_checkpoint()
             finally:
                 self._stop()
 
@@ -113,6 +129,19 @@ class SegmentLog:
         self._workers.shutdown()
         self._directory.close()
         self._workers = self._reader = self._pool = None
+        self._is_writable = False
+
+    def knows(self, object_id: ObjectId) -> bool:
+        """Tell whether a record of the object that we know of is still there, by its segment's length."""
+        entry = self.catalog.find(object_id)
+        return entry is not None and self._directory.is_long_enough(entry.header)
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is here, looking at what other processes did if we don't know it."""
+        if not self.knows(object_id):
+            self._directory.refresh()
+            return self.knows(object_id)
+        return True
 
     def find(self, object_id: ObjectId) -> Entry | None:
         """Return where the object is, looking at what other processes did if we don't know it."""
@@ -150,8 +179,11 @@ class SegmentLog:
     def append(self, object_id: ObjectId, body: Buffer) -> None:
         """Store an object. TierFull if there is no room."""
         with self._write_lock:
-            writer = self._writer_for(record_bytes(len(body)))
-            self._append_to(writer, object_id, body, object_label(body))
+            self._append(object_id, body)
+
+    def _append(self, object_id: ObjectId, body: Buffer) -> Entry:
+        label = object_label(body)
+        return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> Entry:
         assert self._pool is not None
@@ -168,7 +200,7 @@ class SegmentLog:
         self.catalog.add(entry)
         return entry
 
-    def _writer_for(self, need: int) -> SegmentWriter:
+    def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
         writer = self._writer
         if writer is not None and not writer.is_lost() and writer.free_bytes >= need:
             return writer
@@ -177,66 +209,91 @@ class SegmentLog:
                 self._retire_writer()
             self._directory.refresh()
             self._directory.seal_abandoned()
-            writer = self._writer = self._new_writer(PAGE_BYTES + need)
+            ancestors = self._lineage.ancestors(object_id.namespace, label)
+            try:
+                writer = self._writer = self._new_writer(PAGE_BYTES + need, ancestors)
+            except TierFull:
+                self._lineage.note_refused(object_id, ancestors)
+                raise
             if self._excess(self._segment_bytes) > 0:
                 # The next segment will need room: make it now, while hot records can move to the new one.
-                self._evict_one(writer, writer.free_bytes - need, is_forced=False)
+                self._evict_one(ancestors, writer, writer.free_bytes - need)
             return writer
 
     def _retire_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is None:
             return
+        tail = writer.tail if writer.sequence else 0
         try:
-            writer.close()
+            tail = tail if writer.close() else 0
         finally:
-            self._directory.release_mine(writer.header.number, writer.tail if writer.sequence else 0)
+            self._directory.release_mine(writer.header.number, tail)
 
-    def _new_writer(self, need: int) -> SegmentWriter:
-        size = max(self._segment_bytes, need)
+    def _new_writer(self, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
         if need > self._segments_bytes_max:
             raise TierFull(f"a record of {need} bytes does not fit into {self._segments_bytes_max} bytes of segments")
-        size = min(size, self._segments_bytes_max)
-        is_forced = False
-        while self._excess(size) > 0:
-            if not self._evict_one(None, 0, is_forced):
-                if is_forced:
-                    raise TierFull(f"no room for {need} bytes in {self._directory.folder}: what it holds is in use")
-                is_forced = True
+        # A disk smaller than the cap gets segments that are as small a part of it.
+        disk_bytes = self._directory.used_bytes() + self._files.free_bytes(self._directory.folder)
+        size = max(need, min(self._segment_bytes, align_up(disk_bytes // SEGMENTS_MIN), self._segments_bytes_max))
+        while (excess := self._excess(size)) > 0 and self._evict_oldest(ancestors):
+            pass
+        if size - max(0, excess) < need:
+            what = "what it holds is in use, or the beginning of this prompt"
+            raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
+        size -= max(0, excess) // PAGE_BYTES * PAGE_BYTES
         number = self._directory.next_number()
         header = SegmentHeader(number, self._now_ms(), 0)
-        writer = self._create(header, size, need)
+        writer = self._create(header, size, need, ancestors)
         self._directory.add_mine(header, writer.size)
         return writer
 
-    def _create(self, header: SegmentHeader, size: int, need: int) -> SegmentWriter:
-        """Make a segment, a smaller one where the disk has no more room."""
+    def _create(self, header: SegmentHeader, size: int, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
+        """Make a segment; a smaller one where the disk has no more room, then one in the place of the oldest."""
+        wanted, before = size, self._directory.used_bytes()
         while True:
             try:
                 return SegmentWriter.create(self._files, self._directory.path(header.number), header, size)
             except OSError as error:
-                if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                if error.errno not in _FULL:
                     raise
-                if size <= need:
+                now_s, freed = self._clock.monotonic_s(), before - self._directory.used_bytes()
+                if size > need:
+                    size = max(align_up(size // 2), need)
+                elif now_s >= self._full_until_s and freed < 2 * need and self._evict_oldest(ancestors):
+                    size = max(need, min(wanted, before - self._directory.used_bytes()))
+                else:
+                    if freed:
+                        self._full_until_s = now_s + FULL_PAUSE_S
                     raise TierFull(f"can't reserve {need} bytes: {error}") from error
-                size = max(align_up(size // 2), need)
 
     def _excess(self, size: int) -> int:
         return self._directory.used_bytes() + size - self._segments_bytes_max
 
-    def _evict_one(self, writer: SegmentWriter | None, room: int, is_forced: bool) -> bool:
+    def _evict_oldest(self, ancestors: frozenset[BlockKey]) -> bool:
+        return self._evict_one(ancestors) or self._evict_one(ancestors, is_forced=True)
+
+    def _evict_one(
+        self,
+        ancestors: frozenset[BlockKey],
+        writer: SegmentWriter | None = None,
+        room: int = 0,
+        is_forced: bool = False,
+    ) -> bool:
         """Remove the oldest segment that may go; what is pinned or hot in it moves to `writer` if there is room.
 
-        A segment that is mostly hot is passed over once and counts as cold from then on, unless `is_forced`. One with
-        pinned records that can't move stays. False if none could go.
+        The ancestors of what is being stored count as pinned. A segment that is mostly hot is passed over once and
+        counts as cold from then on, unless `is_forced`. One with pinned records that can't move stays. False if none
+        could go.
         """
         for number in sorted(self._directory.segments):
             segment = self._directory.segments.get(number)
             if segment is None or segment.is_mine:
                 continue
             entries = self.catalog.in_segment(number)
-            pinned = [entry for entry in entries if self._is_pinned(entry.header.id.key)]
-            hot = [entry for entry in entries if entry.uses and entry not in pinned]
+            held = [each.header.id.key in ancestors or self._is_pinned(each.header.id.key) for each in entries]
+            pinned = [entry for entry, is_held in zip(entries, held, strict=True) if is_held]
+            hot = [entry for entry, is_held in zip(entries, held, strict=True) if entry.uses and not is_held]
             if _record_bytes(pinned) > room:
                 continue
             if not is_forced and 2 * _record_bytes(hot) > segment.size:
@@ -280,7 +337,7 @@ class SegmentLog:
 
     def _move(self, entry: Entry, writer: SegmentWriter) -> None:
         body = aligned_buffer(entry.header.size)
-        if self.read(entry, body, 0) is RecordState.LIVE:
+        if self._copy_out(entry, body):
             moved = self._append_to(writer, entry.header.id, body, entry.header.label)
             moved.last_use_ms = entry.last_use_ms
 
@@ -301,7 +358,7 @@ class SegmentLog:
         with self._write_lock:
             if not (copies := self.catalog.copies(object_id)):
                 return False
-            entry = self._append_to(self._writer_for(record_bytes(len(body))), object_id, body, object_label(body))
+            entry = self._append(object_id, body)
             written = aligned_buffer(len(body))
             is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
             with self._directory.locked():
@@ -310,40 +367,15 @@ class SegmentLog:
 
     def _remove_copies(self, copies: list[Entry]) -> None:
         for entry in copies:
-            self._mark_removed(entry)
+            self._directory.mark_removed(entry.header)
             self.catalog.remove(entry)
         for number in {entry.header.segment for entry in copies}:
             segment = self._directory.segments.get(number)
             if segment and not segment.is_mine and not self.catalog.in_segment(number):
                 self._remove_segment(number, None, [])
 
-    def _mark_removed(self, entry: Entry) -> None:
-        number, offset = entry.header.segment, entry.header.offset
-        try:
-            descriptor = self._files.open(self._directory.path(number), os.O_RDWR)
-        except FileNotFoundError:
-            return
-        try:
-            page = memoryview(bytearray(PAGE_BYTES))
-            # First: a checkpoint with another count is older than this removal, whatever becomes of it.
-            self._count_removal(descriptor, page)
-            self._files.read_full(descriptor, [page], offset)
-            if parse_record_header(page, number, offset) == entry.header:
-                removed = replace(entry.header, state=RecordState.REMOVED)
-                self._files.write_full(descriptor, [pack_record_header(removed)], offset)
-        finally:
-            self._files.close(descriptor)
-
-    def _count_removal(self, descriptor: int, page: memoryview) -> None:
-        self._files.read_full(descriptor, [page], 0)
-        header = parse_segment_header(page)
-        if header is not None:
-            header = replace(header, removals=header.removals + 1)
-            self._files.write_full(descriptor, [pack_segment_header(header)], 0)
-            self._directory.note_header(header)
-
     def _now_ms(self) -> int:
-        return int(self._clock.wall_s() * 1000)
+        return stamp_ms(self._clock.wall_s())
 
 
 def _record_bytes(entries: list[Entry]) -> int:

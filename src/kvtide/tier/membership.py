@@ -49,7 +49,7 @@ class _Polled:
 def server_at(address: str) -> PoolServer:
     """Return a server that is named by where it listens. ValueError without a port."""
     host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
+    if not host or not colon or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) < 1 << 16:
         raise ValueError(f"expected HOST:PORT of a server, got {address!r}")
     return PoolServer(address, address)
 

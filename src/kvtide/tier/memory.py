@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from kvtide.clock import Clock
+from kvtide.errors import TierUnavailable
 from kvtide.tier.arena import Arena
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import copy_bytes
@@ -47,7 +48,10 @@ class MemoryTier(FramedTier[Arena]):
 
     def _reserve(self) -> Arena:
         # The system gives the memory as it is first used, or at once if it is pinned.
-        arena = Arena(self._bytes_max, self._frame_bytes)
+        try:
+            arena = Arena(self._bytes_max, self._frame_bytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise TierUnavailable(f"no {self._bytes_max} bytes of memory to reserve: {error}") from error
         if self._pin is not None:
             try:
                 self._unpin = self._pin(arena.memory)

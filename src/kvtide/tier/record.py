@@ -1,6 +1,7 @@
 """The segment log's headers as bytes (docs/format.md, "Segment log"). Pure: packs and checks, reads nothing.
 
-Invariant: a header that parses has passed its checksum and stands where it was written: segment and offset are in it.
+Invariants: a header that parses has passed its checksum and stands where it was written: segment and offset are in it.
+Every time that is stored comes from `stamp_ms`, so that it fits its field.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "parse_segment_header",
     "record_bytes",
     "record_state",
+    "stamp_ms",
 ]
 
 # Records, headers and direct reads are aligned to this; every disk that we know takes it.
@@ -41,6 +43,8 @@ _RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
 _HEADER_BYTES = 256
+# The end of the year 9999: times behind it are a clock's fault.
+_WALL_S_MAX = 253_402_300_799.0
 
 assert _RECORD.size == _CHECKED_BYTES
 assert _SEGMENT.size == _CHECKED_BYTES
@@ -84,6 +88,11 @@ def align_up(size: int) -> int:
 def record_bytes(size: int) -> int:
     """Return the bytes that a record of an object of this size takes: a header page and whole pages of body."""
     return PAGE_BYTES + align_up(size)
+
+
+def stamp_ms(wall_s: float) -> int:
+    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, behind 9999 its end."""
+    return int(min(max(0.0, wall_s), _WALL_S_MAX) * 1000)
 
 
 def pack_record_header(header: RecordHeader) -> bytes:

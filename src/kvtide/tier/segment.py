@@ -91,6 +91,10 @@ def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_
         files.read_full(descriptor, [memoryview(page)], 0)
         header = parse_segment_header(page)
         records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, start))
+        # Cut by somebody: a record whose end is missing can't be read.
+        length = files.length(path) if records else 0
+        while records and records[-1].offset + record_bytes(records[-1].size) > length:
+            records.pop()
     finally:
         files.close(descriptor)
     tail = records[-1].offset + record_bytes(records[-1].size) if records else start
@@ -153,8 +157,8 @@ class SegmentWriter:
         return self.size - self.tail
 
     def is_lost(self) -> bool:
-        """Tell whether somebody removed the file."""
-        return self.files.is_unlinked(self.cached)
+        """Tell whether somebody removed, moved or cut the file."""
+        return not self.files.is_here(self.cached, self.path, self.size)
 
     def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> bytes:
         """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
@@ -184,20 +188,22 @@ class SegmentWriter:
         self.sequence += 1
         return seal
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Give back the space behind the last record, and the lock. A segment without records is removed.
 
         What the segment holds is on the disk for good then, so that a power failure costs at most open segments.
+        False if it holds nothing, or is lost.
         """
         try:
             if self.is_lost():
-                return
+                return False
             if self.sequence == 0:
                 self.files.truncate(self.cached, 0)
                 self.files.unlink(self.path)
-            else:
-                self.files.truncate(self.cached, self.tail)
-                self.files.sync(self.cached)
+                return False
+            self.files.truncate(self.cached, self.tail)
+            self.files.sync(self.cached)
+            return True
         finally:
             self.files.close(self.direct)
             self.files.close(self.cached)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from kvtide.decisions import Decided
-from kvtide.errors import TierUnavailable
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
@@ -35,7 +34,7 @@ from kvtide.tier.base import (
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
-from kvtide.tier.faults import TierFaults
+from kvtide.tier.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject
@@ -60,9 +59,9 @@ CLOSE_S_MAX = 30.0
 class TierStack:
     """A tier made of tiers. One that fails to open is left out, the others serve.
 
-    `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Tiers named in
-    `write_back` are written by a background thread after `put_from` has returned; those named in `demote_to` get
-    only what the slowest of the others evicts. `invalidations` are followed while the stack is open.
+    `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Of the tiers, those in
+    `write_back` are written by a background thread after `put_from` has returned; those in `demote_to` get only what
+    the slowest of the others that can tell evicts. `invalidations` are followed while the stack is open.
     """
 
     name = "stack"
@@ -71,26 +70,26 @@ class TierStack:
         self,
         tiers: Sequence[Tier],
         ranking: Ranking | None = None,
-        write_back: Collection[str] = (),
-        demote_to: Collection[str] = (),
+        write_back: Sequence[Tier] = (),
+        demote_to: Sequence[Tier] = (),
         invalidations: Invalidations | None = None,
     ) -> None:
         if not tiers:
             raise ValueError("a stack needs at least one tier, got none")
-        late = {*write_back, *demote_to}
-        if late - {tier.name for tier in tiers} or len(late) >= len(tiers):
-            raise ValueError(f"write_back and demote_to name some of the tiers, never all, got {sorted(late)}")
+        late = [*write_back, *demote_to]
+        if not all(tier in tiers for tier in late) or all(tier in late for tier in tiers):
+            raise ValueError(f"write_back and demote_to are some of the tiers, never all, got {len(late)}")
         self._tiers = list(tiers)
         self._ranking = ranking or RecencyRanking()
-        self._write_back = frozenset(write_back)
-        self._late = frozenset(late)
-        self._demote_to = [tier for tier in tiers if tier.name in demote_to]
+        self._write_back = list(write_back)
+        self._late = late
+        self._demote_to = list(demote_to)
         self._invalidations = invalidations
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
         self._observer: Observer | None = None
-        self._faults = TierFaults(tier.name for tier in tiers)
+        self._faults = TierFaults(tiers)
         self._ask = self._faults.ask
         self._flight = SingleFlight()
         self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
@@ -102,8 +101,8 @@ class TierStack:
 
     @property
     def tier_names(self) -> list[str]:
-        """Return the tiers' names, fastest first."""
-        return [tier.name for tier in self._tiers]
+        """Return the tiers' names, fastest first; those of one kind are numbered."""
+        return [self._faults.label(tier) for tier in self._tiers]
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -125,14 +124,17 @@ class TierStack:
             try:
                 tier.open()
                 self._open.append(tier)
-            except TierUnavailable as error:
+            except (*TIER_FAULTS, RuntimeError) as error:  # the last: no thread to be had
                 self._faults.note(tier, "open", error)
         self.demoter.open()
-        evicting = [tier for tier in self._tiers if tier.name not in self._late][-1]
-        if self._demote_to and isinstance(evicting, Evicting):
-            evicting.offer_to(self.demoter.offer)
+        evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
+        if self._demote_to and evicting:
+            evicting[-1].offer_to(self.demoter.offer)
         if self._invalidations is not None:
-            self._invalidations.open(self._open)
+            try:
+                self._invalidations.open(self._open)
+            except RuntimeError as error:
+                _log.warning("can't learn what is invalidated, own tiers stay as they are: %s", error)
 
     def _demote_evicted(self, object_id: ObjectId, data: bytearray) -> None:
         for tier in self._demote_to:
@@ -229,11 +231,11 @@ class TierStack:
         Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
         """
         self._ranking.note_use(object_id)
-        at_once = [tier for tier in self._open if tier.name not in self._late]
+        at_once = [tier for tier in self._open if tier not in self._late]
         faster = self._admitting(at_once[:-1], object_id, len(buffer))
         is_stored = self._put_all([*faster, *at_once[-1:]], object_id, buffer)
         for tier in self._open:
-            if tier.name in self._write_back:
+            if tier in self._write_back:
                 is_stored = self._put_later(tier, object_id, buffer) or is_stored
         return is_stored
 
@@ -369,7 +371,8 @@ class TierStack:
 
     def tier_stats(self) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw."""
-        return [msgspec.structs.replace(tier.stats(), faults=self._faults.count(tier.name)) for tier in self._open]
+        named = [(tier.stats(), self._faults.label(tier), self._faults.count(tier)) for tier in self._open]
+        return [msgspec.structs.replace(stats, name=name, faults=faults) for stats, name, faults in named]
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""

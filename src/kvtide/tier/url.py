@@ -1,14 +1,18 @@
-"""Tiers by URL: memory://, disk:///path, http://host, pool://…, valkey://host, s3://bucket. A bare path: disk.
+"""Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, s3://bucket.
 
-device:// is the memory of a device that an engine hands in.
+A path that begins with `/`, `./`, `../` or `~` is a disk store too. device:// is the memory of a device that an engine
+hands in. Invariant: what is wrong with a URL is a ValueError of one line, before anything is made or connected.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
@@ -23,7 +27,7 @@ from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.records import RecordsClient, records_clients
 from kvtide.tier.stack import TierStack
 
-__all__ = ["open_tier", "stack_of", "tiers_of"]
+__all__ = ["disk_path", "open_tier", "stack_of", "tiers_of"]
 
 _DEVICE = "device://"
 _MEMORY = "memory://"
@@ -33,27 +37,102 @@ OPERATION_S_MAX = 2.0
 
 
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    """Return the tier, not yet opened. ValueError for an unknown scheme or a URL that lacks what its scheme needs."""
+    """Return the tier, not yet opened; nothing is made or connected.
+
+    ValueError for an unknown scheme, a URL that lacks what its scheme needs, or a folder that can't be had.
+    """
+    parts = _parts(url)
+    path = disk_path(url)
+    if path is not None:
+        _check_folder(path)
+        return DiskTier(path, limits.disk_bytes_max, clock, is_pinned)
+    if parts.scheme not in _OPENERS:
+        expected = ", ".join(f"{known}://" for known in ("disk", *_OPENERS))
+        raise ValueError(f"unknown store scheme {parts.scheme!r}, expected one of {expected}")
+    return _OPENERS[parts.scheme](url, limits, clock, is_pinned)
+
+
+def disk_path(url: str) -> Path | None:
+    """Return the folder that a store URL or a path names; None for a store of another kind. ValueError if it is bad."""
+    parts = _parts(url)
+    if "://" not in url:
+        if url.partition("/")[0] not in {"", ".", ".."} and not url.startswith("~"):
+            raise ValueError(
+                "expected a store URL such as memory://, disk:///path or http://host:port, "
+                f"or a path that begins with /, ./, ../ or ~, got {url!r}"
+            )
+        try:
+            return Path(url).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"no home directory for {url!r}: {error}") from error
+    if parts.scheme != "disk":
+        return None
+    if not parts.path or parts.netloc:
+        raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
+    if parts.query or parts.fragment:
+        raise ValueError(f"a disk store takes no options; write ? as %3F and # as %23 in its path, got {url!r}")
+    if "\0" in (path := unquote(parts.path)):
+        raise ValueError(f"a disk store's path has no zero byte, got {url!r}")
+    return Path(path)
+
+
+def _parts(url: str) -> SplitResult:
     if not url:
         raise ValueError("a store URL must not be empty; give memory://, disk:///path or http://host:port")
-    if "://" not in url:
-        return DiskTier(Path(url), limits.disk_bytes_max, clock, is_pinned)
-    scheme = urlsplit(url).scheme
-    if scheme not in _OPENERS:
-        expected = ", ".join(f"{known}://" for known in _OPENERS)
-        raise ValueError(f"unknown store scheme {scheme!r}, expected one of {expected}")
-    return _OPENERS[scheme](url, limits, clock, is_pinned)
+    if url != url.strip() or not url.isprintable() or ("://" in url and " " in url):
+        raise ValueError(
+            f"a store URL has no blanks or control characters (%20 is a blank in a path), got {_shown(url)!r}"
+        )
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"{_shown(url)!r} is no store URL: {error}") from error
+
+
+def _shown(url: str) -> str:
+    """Return a URL without the password that it may hold."""
+    return re.sub(r"//[^/]*@", "//…@", url)
+
+
+def _check_folder(path: Path) -> None:
+    """ValueError if a store can't be in this folder, as far as can be told without making it.
+
+    What the disk itself can't say now is no mistake: the tier is tried, and a fault is a miss.
+    """
+    for each in (path, *path.absolute().parents):
+        try:
+            if not each.exists():
+                if each.is_symlink():
+                    raise ValueError(f"the store {path} can't be made: {each} is a link that leads nowhere")
+                continue
+            is_folder, is_here = each.is_dir(), each == path
+            needed = os.R_OK | os.X_OK if is_here else os.W_OK | os.X_OK
+            # Such as /proc and /sys: no file can be made there, whatever its mode says.
+            is_pseudo = is_folder and os.statvfs(each).f_blocks == 0 and not _takes_files(each)
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.ENAMETOOLONG}:
+                raise ValueError(f"the store {path} can't be used: {error}") from error
+            return
+        if not is_folder:
+            raise ValueError(f"the store {path} can't be used: {each} is not a directory")
+        if is_pseudo or not os.access(each, needed):
+            raise ValueError(f"the store {path} can't be {'used' if is_here else 'made'}: no permission in {each}")
+        return
+
+
+def _takes_files(folder: Path) -> bool:
+    """Tell whether a file can be made in a folder, by one without a name."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    if url != _MEMORY:
+        raise ValueError(f"memory:// takes nothing behind it, its size is a limit, got {url!r}")
     return MemoryTier(limits.memory_bytes_max, clock, is_pinned)
-
-
-def _disk(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    parts = urlsplit(url)
-    if not parts.path or parts.netloc:
-        raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
-    return DiskTier(Path(unquote(parts.path)), limits.disk_bytes_max, clock, is_pinned)
 
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -87,7 +166,6 @@ def _needing(extra: str) -> Iterator[None]:
 
 _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     "memory": _memory,
-    "disk": _disk,
     **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
     **dict.fromkeys(("s3", "gs", "az"), _s3),
@@ -108,7 +186,9 @@ def stack_of(
     Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`. `ranking` as in
     `tiers_of`.
     """
-    urls = url.split(" ") if " " in url and "://" in url else [url]
+    if url != url.strip() or "  " in url:
+        raise ValueError(f"expected a store URL, or several with one blank between them, got {_shown(url)!r}")
+    urls = url.split(" ") if "://" in url else [url]
     front = [_DEVICE] if device is not None else []
     memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY]
     return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)
@@ -139,9 +219,9 @@ def tiers_of(
         tier = open_tier(url, limits, clock, is_pinned)
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
-    is_demoted = any(isinstance(tier, HttpTier) and tier.takes_evicted for tier in tiers)
+    demote_to = [tier for tier in tiers if isinstance(tier, HttpTier) and tier.takes_evicted]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
-    return TierStack(tiers, ranking, demote_to=[HttpTier.name] if is_demoted else (), invalidations=invalidations)
+    return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)
 
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:

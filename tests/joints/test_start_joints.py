@@ -1,0 +1,253 @@
+"""Mistakes are errors at the start, a tier that can't be had is left out, and commands that look only look."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.test_cache import fill, metas_of
+
+from kvtide.block import BlockLayout
+from kvtide.cache import cache_for
+from kvtide.clock import ManualClock
+from kvtide.codec import RawCodec
+from kvtide.config import Limits
+from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.server.settings import ServerSettings, records_path
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, stack_of
+from kvtide.tier.demote import Evicting
+from kvtide.tier.invalidation import Invalidations
+
+MISTAKES = {
+    "": "must not be empty",
+    " ": "blank",
+    "bogus": r"expected a store URL .*, or a path that begins with .*'bogus'",
+    "-": "a path that begins with",
+    "some/folder": "a path that begins with",
+    "disk:/path": "a path that begins with",
+    " disk:///x": "blank",
+    "/x\n": "blank",
+    "disk:///x\x00": "control",
+    "disk:///x%00": "zero byte",
+    "memory://  http://h:1": "blank",
+    "disk:///my folder": "a path that begins with",
+    "disk://x": "three slashes",
+    "disk:///x?memory=1": "no options",
+    "memory://1GiB": "nothing behind it",
+    "htp://h:1": "unknown store scheme 'htp'",
+    "http://": "host:port",
+    "http://:7421": "host:port",
+    "http://h": "host:port",
+    "http://h:99999": "from 1 to 65535, got '99999'",
+    "http://h:\u0661": "from 1 to 65535",
+    "http://user@:99999": "no user or password",
+    "http://u:secret@h:1": r"^((?!secret).)*$",
+    "http://u:secret@h:1 ": r"^((?!secret).)*$",
+    "http://[::1": "no store URL",
+    "pool://a": "HOST:PORT",
+    "disk:///proc/x": "no permission in /proc",
+    "disk:///dev/null": "not a directory",
+    "disk:///dev/null/x": "not a directory",
+    "/" + "x" * 300: "too long",
+}
+
+
+@pytest.mark.parametrize("url", MISTAKES, ids=repr)
+def test_mistake_in_a_store_url_is_one_line_at_the_start(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=MISTAKES[url]) as caught:
+        cache_for(url, RawCodec())
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_connector_option_is_checked_at_the_start() -> None:
+    with pytest.raises(ValueError, match="a path that begins with"):
+        ChunkStore(ConnectorSettings(store="bogus", codec="raw"), chunk_layout(4096, 2, 16), b"x", "test")
+
+
+def test_link_that_leads_nowhere_and_folder_without_permission_are_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="leads nowhere"):
+        cache_for(f"{tmp_path}/link", RawCodec())
+
+
+@pytest.mark.parametrize("url", [".", "..", "./a", "../a", "~/a", "/tmp/a b", "disk:///tmp/a%20b"])
+def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stack = stack_of(url, Limits(), ManualClock(), lambda key: False)
+    assert stack.tier_names == ["memory", "disk"]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
+    records = records_path(ServerSettings(tiers=(url,)))
+    assert records is not None and records.parent == stack._tiers[1].root  # type: ignore[attr-defined]
+
+
+def test_disk_that_fails_after_the_start_is_a_miss(tmp_path: Path, layout: BlockLayout) -> None:
+    cache = cache_for(str(tmp_path / "store"), RawCodec())
+    (tmp_path / "store").write_text("somebody was faster")
+    with cache:
+        metas = metas_of(layout, 2)
+        fill(cache, metas)
+        assert [tier.name for tier in cache.stats().tiers] == ["memory"]
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+import numpy
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.cache import cache_for
+from kvtide.codec import RawCodec
+from tests.test_cache import Collector, fill, metas_of
+metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)
+with cache_for(sys.argv[1], RawCodec()) as cache:
+    fill(cache, metas)
+    print([tier.name for tier in cache.stats().tiers], cache.load(metas, Collector()).blocks)
+"""
+
+
+def test_engine_short_of_memory_starts_without_the_memory_tier(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=120)
+    assert run.stdout == "['disk'] 3\n", run.stderr
+    assert run.stderr.count("memory tier: ") == 1
+
+
+SHORTAGES = [OSError(12, "no memory"), MemoryError(), RuntimeError("can't start new thread")]
+
+
+# A thread is needed at the start alone; a later RuntimeError is a bug, which shows.
+@pytest.mark.parametrize(
+    ("when", "error"), [*(("open", each) for each in SHORTAGES), *(("later", each) for each in SHORTAGES[:2])]
+)
+def test_tier_that_can_not_be_opened_or_asked_is_left_out(
+    when: str, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> Any:
+        raise error
+
+    clock = ManualClock()
+    disk = DiskTier(tmp_path, 1 << 20, clock, lambda key: False)
+    for verb in ("open",) if when == "open" else ("contains", "get_into", "put_from"):
+        setattr(disk, verb, fail)
+    stack = TierStack([disk, MemoryTier(1 << 20, clock, lambda key: False)])
+    stack.open()
+    for _ in range(2):
+        assert stack.put_from(object_id(1), object_bytes(1)) and stack.contains(object_id(1))
+        assert read_all(stack, 1) == object_bytes(1)
+    assert caplog.text.count("disk tier: ") == (1 if when == "open" else 3), "once for each verb"
+
+
+def test_no_thread_to_follow_invalidations_leaves_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = MemoryTier(1 << 20, ManualClock(), lambda key: False)
+    stack = TierStack([memory], invalidations=Invalidations(lambda: [], [memory], None, ManualClock()))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    stack.open()
+    assert stack.put_from(object_id(1), object_bytes(1))
+    stack.close()
+
+
+def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the one that asked for it gets what memory evicts, and each has its own faults."""
+    url = "memory:// http://127.0.0.1:1 http://127.0.0.1:2?write=evicted"
+    stack = stack_of(url, Limits(), ManualClock(), lambda key: False)
+    assert stack.tier_names == ["memory", "http-1", "http-2"]
+    sent: list[tuple[str, bytes]] = []
+
+    def put(name: str) -> Any:
+        return lambda object_id, buffer: sent.append((name, bytes(buffer))) or True
+
+    memory, always, evicted = stack._tiers
+    for name, tier in (("always", always), ("evicted", evicted)):
+        tier.contains = lambda object_id: False  # type: ignore[method-assign]
+        tier.put_from = put(name)  # type: ignore[method-assign]
+    stack.open()
+    stack.put_from(object_id(1), b"at once")
+    assert sent == [("always", b"at once")]
+    assert isinstance(memory, Evicting) and isinstance(memory, MemoryTier)
+    memory._offer(object_id(2), 1, lambda buffer: True)
+    assert stack.demoter.flush(10) and sent[1:] == [("evicted", b"\0")]
+    _fails(stack, evicted)
+    assert [(each.name, each.faults) for each in stack.tier_stats()] == [("memory", 0), ("http-1", 0), ("http-2", 1)]
+    assert "http-2 tier: cut" in caplog.text
+    stack.close()
+
+
+def _fails(stack: TierStack, tier: Tier) -> None:
+    def cut() -> bool:
+        raise OSError("cut")
+
+    assert stack._ask(tier, "read", cut, False) is False
+
+
+def kvtide(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtide.cli", *map(str, arguments)]
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+
+
+def in_one_line(run: subprocess.CompletedProcess[str], text: str) -> bool:
+    lines = run.stderr.splitlines()
+    return run.returncode == 2 and len(lines) == 1 and lines[0].startswith("kvtide: ") and text in lines[0]
+
+
+@pytest.mark.parametrize("command", [["stats"], ["ls"], ["explain", "--tokens", "t"], ["doctor"], ["rm", "--all"]])
+def test_command_on_a_folder_that_is_no_store_says_so_and_makes_nothing(command: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "passwd").write_text("root")
+    assert in_one_line(kvtide(*command, "--store", folder), "no store at")
+    assert list(folder.iterdir()) == [folder / "passwd"]
+
+
+@pytest.mark.parametrize("command", [["stats"], ["rm", "--all"], ["doctor"]])
+def test_command_names_the_urls_that_it_takes(command: list[str]) -> None:
+    run = kvtide(*command, "--store", "valkey://localhost")
+    assert in_one_line(run, "give disk:///path or a path, not a valkey:// store")
+
+
+@pytest.mark.parametrize("command", [["stats", "--store"], ["serve", "--tier"]])
+def test_bare_word_is_refused_by_commands_too(command: list[str], tmp_path: Path) -> None:
+    assert in_one_line(kvtide(*command, "bogus"), "a path that begins with")
+
+
+def test_looking_changes_nothing(tmp_path: Path, layout: BlockLayout) -> None:
+    with cache_for(str(tmp_path / "store"), RawCodec()) as cache:
+        fill(cache, metas_of(layout, 2))
+    (tmp_path / "store" / "checkpoint").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+    run = kvtide("stats", "--json", "--store", tmp_path / "store")
+    assert run.returncode == 0 and '"objects": 2' in run.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
+
+
+def test_doctor_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import importlib.util
+
+    from rich.console import Console
+
+    from kvtide.cli import doctor
+
+    monkeypatch.setattr(doctor, "CONSOLE", Console(width=200))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    doctor.doctor("/tmp/kvtide-store-that-is-not-there")
+    assert "pip install 'kvtide[transformers]'" in capsys.readouterr().out
