@@ -19,8 +19,8 @@ from kvtide.bench.quality_state import Partial, ids_digest
 from kvtide.bench.texts import Text
 from kvtide.codec import Profile
 from kvtide.engines.chat_judge import ChatJudge, ChatSize, TurnVerdict
-from kvtide.engines.fingerprint import model_fingerprint
 from kvtide.engines.judge import one_torch_thread
+from kvtide.engines.watch import model_fingerprint
 
 __all__ = ["FULL", "QUICK", "Subject", "Trend", "TurnRow", "TurnsBench", "partial_of", "run", "subject_of", "trend_of"]
 

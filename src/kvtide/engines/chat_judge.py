@@ -17,10 +17,11 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.codec import CodecRegistry, Profile
-from kvtide.engines.fingerprint import model_fingerprint, model_layout
+from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import block_metas
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.watch import model_fingerprint
 
 __all__ = ["ChatJudge", "ChatSize", "TurnVerdict"]
 
@@ -98,7 +99,7 @@ class ChatJudge:
             warm_s = median(self._generate_one(cached, prompt) for _ in range(calls))
             started_s = time.perf_counter()
             for _ in range(calls):
-                cached._follow_weights()
+                cached._identity.follow()
             return (time.perf_counter() - started_s) / calls / warm_s
 
     def _generate_one(self, cached: CachedModel, prompt: torch.Tensor) -> float:
