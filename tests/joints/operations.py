@@ -23,7 +23,7 @@ from tests.joints.world import ANSWER, FLUSH_S_MAX, Seat, World
 # Far more than a child's work takes, and less than one load waits for threads that are not there.
 CHILD_S_MAX = 25.0
 CHANGES_MAX = 2
-DAMAGES = ("flip", "cut", "remove", "forbid", "folder", "fifo", "all")
+DAMAGES = ("flip", "cut", "remove", "forbid", "folder", "all")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
 
@@ -225,8 +225,6 @@ def damage(world: World, kind: str) -> None:
         path.unlink()
         if kind == "folder":
             path.mkdir()
-        elif kind == "fifo":
-            os.mkfifo(path)
     ask(world)
     reopen(world)
 

@@ -6,6 +6,7 @@ or another model's by 1e-2 and more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,17 +82,23 @@ def check_restored(cached: CachedModel, ids: torch.Tensor) -> int:
     return tokens
 
 
-def check_quality(cached: CachedModel, ids: torch.Tensor, codec: Codec) -> None:
-    """Hold a restored prompt's first block, which nothing approximate came before, against what the codec loses."""
+def check_quality(cached: CachedModel, ids: torch.Tensor, asked: Codec, others: Sequence[Codec]) -> None:
+    """Hold a restored prompt's first block, which nothing approximate came before, against what codecs lose of it.
+
+    Those that lose as little by their own word as what was asked for may have kept it as well.
+    """
     past = cached.restored(ids)
     if not past.get_seq_length():
         return
     meta = block_metas(ids[0].tolist(), cached.layout)[0]
     true, decoded = block_bits(prefill(cached.model, ids), meta), np.empty(cached.layout.shape, np.uint32)
-    codec.decode(meta, codec.encode(meta, true), decoded)
-    lost, own = _loss(true, block_bits(past, meta)), _loss(true, decoded)
+    own = 0.0
+    for codec in [asked, *(other for other in others if other.quality <= asked.quality)]:
+        codec.decode(meta, codec.encode(meta, true), decoded)
+        own = max(own, _loss(true, decoded))
+    lost = _loss(true, block_bits(past, meta))
     if not lost <= LOSS_MAX * own:
-        raise WrongAnswer(f"restored a block {lost:.2g} off, of which {codec.codec_id} as asked for loses {own:.2g}")
+        raise WrongAnswer(f"restored a block {lost:.2g} off, of which {asked.codec_id} as asked for loses {own:.2g}")
 
 
 def _loss(true: BlockBits, other: BlockBits) -> float:

@@ -127,8 +127,9 @@ class World:
         if seat.is_exact:
             truth.check_restored(cached, ids)
         else:
-            codec = CodecRegistry(self.profiles).make(seat.codec, cached.layout)
-            truth.check_quality(cached, ids, codec)
+            registry = CodecRegistry(self.profiles)
+            made = {codec: registry.make(codec, cached.layout) for codec in CODECS if codec not in EXACT}
+            truth.check_quality(cached, ids, made[seat.codec], list(made.values()))
 
     def audit_all(self) -> None:
         """Audit every prompt on every open cache, stored blocks as well as those that still are to be."""
