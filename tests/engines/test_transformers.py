@@ -102,6 +102,21 @@ def test_weights_changed_under_a_running_cache_miss(tiny_model: Any, prompt: tor
         assert torch.equal(output, model.generate(prompt, **GREEDY))
 
 
+def test_looking_up_and_restoring_follow_the_model_as_generate_does(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(tiny_model)
+    with attach(model, str(tmp_path), block_tokens=16) as cached:
+        cached.generate(prompt, **GREEDY)
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1)
+        assert (cached.hit_tokens(prompt), cached.restored(prompt).get_seq_length()) == (0, 0)
+        hook.remove()
+        assert cached.restored(prompt).get_seq_length() == cached.hit_tokens(prompt) == 96
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        assert (cached.restored(prompt).get_seq_length(), cached.hit_tokens(prompt)) == (0, 0)
+
+
 def test_other_tenant_misses(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     answer(tiny_model, tmp_path, prompt)
     with attach(tiny_model, str(tmp_path), block_tokens=16, tenant_salt=b"other") as cached:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted
+from tests.codec.tide_profiles import fitted_on
 from tests.engines.paged.test_halves import PROMPT, ToyEngine
 
 from kvtide.cache import Cache
@@ -94,11 +94,14 @@ def test_connectors_find_what_their_workers_have_queued(
     engine.finish("b")
 
 
+# As the fixture's prompt.
+TALK = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
 PART = {"codec": "packed:0.01:4", "importance": 0.25}
 
 
 def in_part(model: Any, store: Path, **settings: Any) -> CachedModel:
-    return attached(model, store, profiles=[fitted(model_layout(model, 16))], **{**PART, **settings})
+    profile = fitted_on(model, model_layout(model, 16), TALK)
+    return attached(model, store, profiles=[profile], **{**PART, **settings})
 
 
 def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:

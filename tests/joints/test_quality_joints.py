@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted
+from tests.codec.tide_profiles import fitted_on
 from tests.servers import running_server
 from tests.stores import stored_records
 
@@ -22,8 +22,13 @@ from kvtide.wire import parse_header
 GREEDY: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
 
 
+# As the fixture's prompt.
+TALK = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
+
+
 def attached(model: Any, store: Path | str, codec: str) -> CachedModel:
-    return attach(model, str(store), codec=codec, profiles=[fitted(model_layout(model, 16))], block_tokens=16)
+    profile = fitted_on(model, model_layout(model, 16), TALK)
+    return attach(model, str(store), codec=codec, profiles=[profile], block_tokens=16)
 
 
 def hits(model: Any, store: Path | str, codec: str, prompt: torch.Tensor) -> int:

@@ -129,7 +129,7 @@ def subject_of(
     return subject
 
 
-def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial:
+def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Measured]:
     """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
     layout, size = subject.layout, subject.size
     inputs = Inputs(
@@ -142,11 +142,15 @@ def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None)
         texts=[ids_digest(ids) for ids in subject.ids],
         profiles=[profile.digest.hex() for profile in profiles],
     )
-    return Partial(inputs, path)
+    return Partial(inputs, Measured, path)
 
 
 def run(
-    subject: Subject, profiles: Sequence[Profile], codecs: Sequence[str], partial: Partial, progress: Progress
+    subject: Subject,
+    profiles: Sequence[Profile],
+    codecs: Sequence[str],
+    partial: Partial[Inputs, Measured],
+    progress: Progress,
 ) -> CodecQuality:
     """Judge every case that is not in `partial` yet; of all codecs if none is named. ValueError for an unknown name."""
     qualities = TIDE_QUALITIES_QUICK if subject.size == QUICK else TIDE_QUALITIES
@@ -235,7 +239,9 @@ def blocks_digest(blocks: Sequence[BlockBits]) -> bytes:
     return digest.digest()
 
 
-def _rows(subject: Subject, case: Case, partial: Partial, rows: Sequence[QualityRow]) -> list[QualityRow]:
+def _rows(
+    subject: Subject, case: Case, partial: Partial[Inputs, Measured], rows: Sequence[QualityRow]
+) -> list[QualityRow]:
     """Return a case's rows, one for each refinement at which its objects may end, over all contexts."""
     by_context = [partial.get(case.id, context) or [] for context in range(len(subject.ids))]
     return [_row(subject, case, found, rows) for found in zip(*by_context, strict=True)]

@@ -1,4 +1,4 @@
-"""What `codec-quality` has found so far, in a file, so that a run that was broken off goes on where it was.
+"""What a bench of quality has found so far, in a file, so that a run that was broken off goes on where it was.
 
 Invariant: results of other inputs than this run's are never taken.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,9 +17,12 @@ from kvtide.engines.judge import Verdict
 
 __all__ = ["Inputs", "Measured", "Partial", "ids_digest"]
 
+_Inputs = TypeVar("_Inputs", bound=msgspec.Struct)
+_Result = TypeVar("_Result")
+
 
 class Inputs(msgspec.Struct, frozen=True):
-    """All that decides what is found, but for the program itself. Digests in hex; `texts`: one of each context."""
+    """All that decides what `codec-quality` finds, but for the program. Digests in hex; `texts`: one a context."""
 
     model: str
     kv_dtype: str
@@ -45,28 +49,29 @@ class Measured(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-class _File(msgspec.Struct, frozen=True):
-    inputs: Inputs
-    results: dict[str, list[Measured]]
+class _File(msgspec.Struct, Generic[_Inputs, _Result], frozen=True):
+    inputs: _Inputs
+    results: dict[str, list[_Result]]
 
 
-class Partial:
-    """Results by case and context. Without a path they are kept in memory only."""
+class Partial(Generic[_Inputs, _Result]):
+    """Results, of one type, by case and context. Without a path they are kept in memory only."""
 
-    def __init__(self, inputs: Inputs, path: Path | None = None) -> None:
+    def __init__(self, inputs: _Inputs, result: type[_Result], path: Path | None = None) -> None:
         """Read the file if it is there. ValueError if it is of other inputs, naming them, or is no such file."""
         self._inputs = inputs
+        self._type: Any = _File[type(inputs), result]  # type: ignore[misc]  # types that msgspec reads at run time
         self._path = path
-        self._results: dict[str, list[Measured]] = {}
+        self._results: dict[str, list[_Result]] = {}
         if path is not None and path.exists():
             self._results = self._read(path)
 
-    def _read(self, path: Path) -> dict[str, list[Measured]]:
+    def _read(self, path: Path) -> dict[str, list[_Result]]:
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_File)
+            found: _File[_Inputs, _Result] = msgspec.json.decode(path.read_bytes(), type=self._type)
         except (OSError, msgspec.DecodeError) as error:
-            raise ValueError(f"{path} holds no results of codec-quality: {error}") from error
-        fields = Inputs.__struct_fields__
+            raise ValueError(f"{path} holds no results of this bench: {error}") from error
+        fields = self._inputs.__struct_fields__
         others = [name for name in fields if getattr(found.inputs, name) != getattr(self._inputs, name)]
         if others:
             raise ValueError(f"{path} is of a run with another {', '.join(others)}: name another file, or delete it")
@@ -75,11 +80,11 @@ class Partial:
     def __len__(self) -> int:
         return len(self._results)
 
-    def get(self, case: str, context: int) -> list[Measured] | None:
-        """Return what was found, a case's refinements in order; None if it was not yet."""
+    def get(self, case: str, context: int) -> list[_Result] | None:
+        """Return what was found, in order; None if it was not yet."""
         return self._results.get(_key(case, context))
 
-    def put(self, case: str, context: int, found: list[Measured]) -> None:
+    def put(self, case: str, context: int, found: list[_Result]) -> None:
         """Add a result, and write all to the file: aside, then renamed."""
         self._results[_key(case, context)] = found
         if self._path is not None:

@@ -11,6 +11,7 @@ from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valk
 from kvtide.cli.bench_engine import bench_engine, bench_offload
 from kvtide.cli.bench_importance import bench_importance
 from kvtide.cli.bench_stream import bench_stream
+from kvtide.cli.bench_turns import bench_turns
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.sim import ClientOption, client_mix
@@ -29,6 +30,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder
 
 app.command("stream")(bench_stream)
 app.command("importance")(bench_importance)
+app.command("turns")(bench_turns)
 
 
 @app.command("codec-speed")

@@ -150,7 +150,7 @@ class CachedModel:
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
-        return self._match(self._prompt(input_ids)) * self.layout.tokens
+        return 0 if self._identity.follow() else self._match(self._prompt(input_ids)) * self.layout.tokens
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
         """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
@@ -284,7 +284,8 @@ class CachedModel:
 
     def restored(self, input_ids: torch.Tensor) -> DynamicCache:
         """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
-        return self._restore(self._prompt(input_ids))[0]
+        refusal = self._identity.follow()
+        return self._restore(self._prompt(input_ids))[0] if refusal is None else DynamicCache(config=self.model.config)
 
     def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
         started_s = self._clock.monotonic_s()
