@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, ValuesView
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ _TRUSTED_PACKAGES = {"accelerate", "torch", "transformers"}
 SAMPLE_ELEMENTS = 16
 SAMPLE_ROUNDS = 16
 _GOLDEN_RATIO = 0.6180339887
+# Behind the last value, so that one more or less shows.
+_END = object()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -110,13 +114,6 @@ def _name_of(code: Callable[..., Any]) -> str:
     return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
 
 
-class _ModuleState(NamedTuple):
-    """A module's attributes, by identity; the tuples keep them alive, so that no other object takes their place."""
-
-    module: torch.nn.Module
-    values: tuple[tuple[Any, ...], ...]
-
-
 class _Sample(NamedTuple):
     """A tensor in memory and elements of it: reads(positions) gives their bits."""
 
@@ -164,21 +161,28 @@ class ModelWatch:
         return True
 
     def _take(self) -> None:
-        self._states = [_ModuleState(module, _values_of(module)) for module in self._model.modules()]
-        self._config = _config_values(self._model)
-        self._hooks = _global_hooks()
+        # Views of the modules' own dicts, which show what is in them at any time.
+        self._views = [view for module in self._model.modules() for view in _views_of(module)]
+        self._views += [vars(config).values() for config in _configs(self._model)]
+        self._views += [torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values()]
+        self._types = tuple({type(module): None for module in self._model.modules()})
+        # Kept alive, so that no other object takes the place of one of them.
+        self._values = (*chain.from_iterable(self._views), _END)
+        self._forwards = tuple(each.forward for each in self._types)
         tensors = {id(tensor): tensor for _, tensor in _named_tensors(self._model)}.values()
         self._tensors = [(tensor, tensor.data_ptr(), _write_count(tensor)) for tensor in tensors]
         self._samples = [_sample_of(tensor) for tensor in tensors if tensor.numel() and tensor.device.type != "meta"]
 
     def _is_rebuilt(self) -> bool:
+        if any(each.forward is not forward for each, forward in zip(self._types, self._forwards, strict=True)):
+            return True
+        # A tenth of a microsecond a value: SmolLM2's modules have 12,000.
+        if all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._values)):
+            return False
         try:
-            return (
-                any(_values_of(module) != values for module, values in self._states)
-                or _config_values(self._model) != self._config
-                or _global_hooks() != self._hooks
-            )
-        except (RuntimeError, ValueError):  # tensors and arrays that are not the same objects can't be compared so
+            # Numbers may be other objects of the same value.
+            return (*chain.from_iterable(self._views), _END) != self._values
+        except (RuntimeError, ValueError):  # tensors and arrays can't be compared so
             return True
 
     def _is_written(self) -> bool:
@@ -191,18 +195,13 @@ class ModelWatch:
         )
 
 
-def _values_of(module: torch.nn.Module) -> tuple[tuple[Any, ...], ...]:
+def _views_of(module: torch.nn.Module) -> list[ValuesView[Any]]:
     held = (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)
-    return (tuple(vars(module).values()), *[tuple(each.values()) for each in held], (type(module).forward,))
+    return [vars(module).values(), *[each.values() for each in held]]
 
 
-def _config_values(model: Any) -> tuple[Any, ...]:
-    configs = (model.config, model.config.get_text_config(decoder=True))
-    return tuple(value for config in configs for value in vars(config).values())
-
-
-def _global_hooks() -> tuple[Any, ...]:
-    return (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values())
+def _configs(model: Any) -> list[Any]:
+    return [model.config, model.config.get_text_config(decoder=True)]
 
 
 def _write_count(tensor: torch.Tensor) -> int:
