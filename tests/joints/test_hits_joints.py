@@ -13,11 +13,14 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 from tests.engines.paged.test_halves import PROMPT, ToyEngine
+from tests.test_cache import metas_of
 
-from kvtide.cache import Cache
+from kvtide.block import BlockLayout
+from kvtide.cache import BlockSource, Cache, PendingBlock
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.ways import Way, Ways
+from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 
@@ -73,6 +76,23 @@ def test_a_queued_block_is_queued_once(
         gate.set()
         assert cached.flush(10) and cached.cache.stats().blocks_stored == 6
         cached.cache.check()
+
+
+def test_a_block_that_waits_is_not_queued_again(
+    layout: BlockLayout, open_cache: Callable[..., Cache], held_back: Callable[[Cache], threading.Event]
+) -> None:
+    cache = open_cache("memory://")
+    gate, captured = held_back(cache), []
+
+    def capture() -> BlockSource:
+        captured.append(1)
+        return lambda: smooth_bits(layout, 1)
+
+    blocks = [PendingBlock(meta, capture) for meta in metas_of(layout, 2)]
+    assert cache.store(blocks) == cache.store(blocks) == 2
+    gate.set()
+    assert cache.flush(10) and (len(captured), cache.stats().blocks_stored) == (2, 2)
+    cache.check()
 
 
 def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
