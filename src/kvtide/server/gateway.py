@@ -20,6 +20,7 @@ from kvtide.server.rates import Rates
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
+from kvtide.server.turns import HEALTH, STRANGERS, Turns
 from kvtide.wire.http import RequestHead, parse_request_head
 from kvtide.wire.protocol import (
     EXISTS_BYTES_MAX,
@@ -73,8 +74,10 @@ class Gateway:
         metrics: Metrics,
         workers: Executor,
         clock: Clock,
+        turns: Turns,
     ) -> None:
         self._gate = gate
+        self._turns = turns
         self._objects = objects
         self._records = records
         self._listing = listing
@@ -145,11 +148,7 @@ class Gateway:
 
     async def _answer(self, exchange: Exchange, common_name: str | None) -> None:
         try:
-            exchange.route = parse_target(exchange.head.target)
-            if exchange.route != PageRoute("/healthz"):
-                exchange.caller = self._gate.caller(exchange.head.headers, common_name)
-                self._rates.take(exchange.caller.tenant, exchange.arrived_s)
-                self._metrics.count_decisions(decisions(exchange.head.headers))
+            await self._let_in(exchange, common_name)
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
@@ -165,6 +164,21 @@ class Gateway:
             exchange.is_kept_alive = False
             if exchange.has_unread_body:
                 await exchange.refuse(RequestRefused(408, "the body came too slowly"))
+
+    async def _let_in(self, exchange: Exchange, common_name: str | None) -> None:
+        """Find out who asks, and wait for their turn. RequestRefused for a stranger, and for one who asks too often."""
+        try:
+            exchange.route = parse_target(exchange.head.target)
+            if exchange.route == PageRoute("/healthz"):
+                await self._turns.take(HEALTH)
+                return
+            exchange.caller = self._gate.caller(exchange.head.headers, common_name)
+        except RequestRefused:
+            await self._turns.take(STRANGERS)
+            raise
+        await self._turns.take(exchange.caller.tenant)
+        self._rates.take(exchange.caller.tenant, exchange.arrived_s)
+        self._metrics.count_decisions(decisions(exchange.head.headers))
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller

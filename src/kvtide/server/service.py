@@ -32,6 +32,7 @@ from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
 from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
 from kvtide.server.stream import Stream
+from kvtide.server.turns import Turns
 from kvtide.tier import TierStack, tiers_of
 
 __all__ = ["Backing", "Service", "backing_for"]
@@ -159,12 +160,16 @@ class Service:
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         gate = Gate(self._settings.grants, self._clock)
         listing, rates = Listing(self._tier, names), Rates(limits.tenant_requests_s_max)
-        return Gateway(gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock)
+        return Gateway(
+            gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock, Turns(loop)
+        )
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
+                # Without a pause whoever connects without one would be all that happens here.
+                await asyncio.sleep(0)
                 sock, peer = await loop.sock_accept(listener)
             except OSError as error:
                 if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}:
