@@ -269,7 +269,7 @@ def test_connections_above_the_bound_are_turned_away() -> None:
     limits = ServerLimits(connections_max=2)
     with running_server(limits=limits) as server, server.connect() as one, server.connect() as two:
         for sock in (one, two):
-            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n")
             assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
         assert exchange(server, b"").startswith(b"HTTP/1.1 503 ")
 

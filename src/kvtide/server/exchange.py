@@ -32,6 +32,8 @@ class Exchange:
     head: RequestHead
     route: Route
     caller: Caller
+    # On whose account it is: a tenant, or an address where nobody says which.
+    owner: str
     arrived_s: float
     send_s_max: float
     is_kept_alive: bool

@@ -10,17 +10,17 @@ from functools import partial
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.access import note_access
-from kvtide.server.auth import NOBODY, Gate, Scope
+from kvtide.server.auth import NOBODY, Scope
+from kvtide.server.doors import Guest
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
-from kvtide.server.rates import Rates
+from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
-from kvtide.server.turns import HEALTH, STRANGERS, Turns
 from kvtide.wire.http import RequestHead, parse_request_head
 from kvtide.wire.protocol import (
     EXISTS_BYTES_MAX,
@@ -30,7 +30,6 @@ from kvtide.wire.protocol import (
     PageRoute,
     decisions,
     parse_look_ups,
-    parse_target,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
 from kvtide.wire.records import RecordName, RecordsRoute
@@ -64,91 +63,90 @@ class Gateway:
 
     def __init__(
         self,
-        gate: Gate,
+        reception: Reception,
         objects: ObjectRequests,
         records: RecordRequests,
         listing: Listing,
         pages: Pages,
-        rates: Rates,
         limits: ServerLimits,
         metrics: Metrics,
         workers: Executor,
         clock: Clock,
-        turns: Turns,
     ) -> None:
-        self._gate = gate
-        self._turns = turns
+        self._reception = reception
         self._objects = objects
         self._records = records
         self._listing = listing
         self._pages = pages
         self._metrics = metrics
-        self._rates = rates
         self._limits = limits
         self._workers = workers
         self._clock = clock
         # Connections between a request's head and the end of its answer, where that is near.
-        self.busy: set[str] = set()
+        self.busy: set[Guest] = set()
 
-    async def serve(self, stream: Stream, client: str) -> None:
+    async def serve(self, stream: Stream, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""
         self._metrics.connection_opened()
         try:
             common_name = await stream.handshake(stream.now_s() + self._limits.head_s_max)
-            while await self._serve_one(stream, client, common_name):
+            while await self._serve_one(stream, guest, common_name):
                 pass
         except (OSError, TimeoutError) as error:
-            _log.debug("connection %s: %s", client, error or "too slow")
+            _log.debug("connection %s: %s", guest.client, error or "too slow")
         finally:
             stream.close()
             self._metrics.connection_closed()
 
-    async def _serve_one(self, stream: Stream, client: str, common_name: str | None) -> bool:
+    async def _serve_one(self, stream: Stream, guest: Guest, common_name: str | None) -> bool:
         """Answer the next request. False if the connection ends with it."""
         limits = self._limits
         try:
-            data = await stream.read_head(stream.now_s() + limits.idle_s_max, limits.head_s_max)
+            wait_s = limits.idle_s_max if guest.is_known else limits.head_s_max
+            data = await stream.read_head(stream.now_s() + wait_s, limits.head_s_max)
             if data is None:
                 return False
             head = parse_request_head(data)
         except RequestRefused as error:
-            await self._refuse_head(stream, client, error)
+            await self._refuse_head(stream, guest, error)
             return False
-        exchange = self._exchange(stream, client, head)
+        exchange = self._exchange(stream, guest, head)
         if head.target != _EVENTS:
-            self.busy.add(client)
+            self.busy.add(guest)
         try:
-            await self._answer(exchange, common_name)
+            await self._answer(exchange, guest, common_name)
             if exchange.has_unread_body:
                 await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return exchange.is_kept_alive and not self._pages.is_draining
         finally:
-            self.busy.discard(client)
+            self.busy.discard(guest)
             kind = _kind(exchange.route)
             self._metrics.count_request(kind, exchange.status)
             note_access(exchange, kind, self._clock.wall_s())
 
-    def _exchange(self, stream: Stream, client: str, head: RequestHead) -> Exchange:
+    def _exchange(self, stream: Stream, guest: Guest, head: RequestHead) -> Exchange:
         return Exchange(
             stream=stream,
-            client=client,
+            client=guest.client,
             head=head,
             route=PageRoute(""),
             caller=NOBODY,
+            owner=guest.address,
             arrived_s=stream.now_s(),
             send_s_max=self._limits.head_s_max,
             is_kept_alive=head.is_kept_alive and not self._pages.is_draining,
             has_unread_body=bool(head.content_length),
         )
 
-    async def _refuse_head(self, stream: Stream, client: str, error: RequestRefused) -> None:
-        exchange = self._exchange(stream, client, RequestHead("GET", "", {}, None, False))
+    async def _refuse_head(self, stream: Stream, guest: Guest, error: RequestRefused) -> None:
+        exchange = self._exchange(stream, guest, RequestHead("GET", "", {}, None, False))
         await exchange.refuse(error)
         await stream.linger(stream.now_s() + _LINGER_S_MAX)
 
-    async def _answer(self, exchange: Exchange, common_name: str | None) -> None:
+    async def _answer(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
         try:
-            await self._let_in(exchange, common_name)
+            await self._reception.let_in(exchange, guest, common_name)
+            self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
@@ -164,21 +162,6 @@ class Gateway:
             exchange.is_kept_alive = False
             if exchange.has_unread_body:
                 await exchange.refuse(RequestRefused(408, "the body came too slowly"))
-
-    async def _let_in(self, exchange: Exchange, common_name: str | None) -> None:
-        """Find out who asks, and wait for their turn. RequestRefused for a stranger, and for one who asks too often."""
-        try:
-            exchange.route = parse_target(exchange.head.target)
-            if exchange.route == PageRoute("/healthz"):
-                await self._turns.take(HEALTH)
-                return
-            exchange.caller = self._gate.caller(exchange.head.headers, common_name)
-        except RequestRefused:
-            await self._turns.take(STRANGERS)
-            raise
-        await self._turns.take(exchange.caller.tenant)
-        self._rates.take(exchange.caller.tenant, exchange.arrived_s)
-        self._metrics.count_decisions(decisions(exchange.head.headers))
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller
@@ -213,7 +196,7 @@ class Gateway:
         look = partial(self._listing.tenant, exchange.caller)
         await exchange.reply_json(await asyncio.get_running_loop().run_in_executor(self._workers, look))
 
-    def drain(self) -> set[str]:
+    def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
         self._pages.is_draining = True
         return self.busy

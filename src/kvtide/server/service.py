@@ -6,25 +6,28 @@ import asyncio
 import errno
 import logging
 import random
+import resource
 import secrets
 import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.server.auth import Gate
 from kvtide.server.bodies import BodyBuffers
+from kvtide.server.doors import Doors, Guest, address_of, connections_for
 from kvtide.server.gateway import Gateway
 from kvtide.server.listing import Listing
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
-from kvtide.server.rates import Rates
+from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.records import Records
 from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
@@ -106,8 +109,11 @@ class Service:
         if settings.socket_path is not None:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tls = _tls_context(settings.tls) if settings.tls else None
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
+        limits = settings.limits
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
@@ -158,11 +164,9 @@ class Service:
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
-        gate = Gate(self._settings.grants, self._clock)
-        listing, rates = Listing(self._tier, names), Rates(limits.tenant_requests_s_max)
-        return Gateway(
-            gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock, Turns(loop)
-        )
+        reception = Reception(Gate(self._settings.grants, self._clock), self.doors, Turns(loop), limits)
+        listing = Listing(self._tier, names)
+        return Gateway(reception, objects, records, listing, pages, limits, metrics, workers, self._clock)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
@@ -177,13 +181,15 @@ class Service:
                 _log.warning("can't accept a connection now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if len(self._tasks) >= self._settings.limits.connections_max:
+            self._connections += 1
+            guest = self.doors.enter(str(self._connections), address_of(peer))
+            if guest is None:
                 _turn_away(sock)
                 continue
-            self._connections += 1
             try:
-                self._start(self._set_up(sock, peer), gateway, loop)
+                self._start(self._set_up(sock, peer), guest, gateway, loop)
             except OSError as error:
+                self.doors.leave(guest)
                 sock.close()
                 _log.debug("a connection was gone before it was taken: %s", error)
 
@@ -199,32 +205,38 @@ class Service:
             return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return sock
 
-    def _start(self, sock: socket.socket, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        client = str(self._connections)
-        task = loop.create_task(gateway.serve(Stream(sock, loop), client))
-        self._tasks[task] = client
-        task.add_done_callback(self._end)
+    def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+        stream = Stream(sock, loop)
+        task = self._tasks[guest] = loop.create_task(gateway.serve(stream, guest))
+        task.add_done_callback(partial(self._end, guest, stream))
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+    def _cut(self, guest: Guest) -> None:
+        self._tasks[guest].cancel()
+
+    def _end(self, guest: Guest, stream: Stream, task: asyncio.Task[None]) -> None:
+        # A task that was cut before it began has closed nothing.
+        stream.close()
+        del self._tasks[guest]
+        self.doors.leave(guest)
         if not task.cancelled() and task.exception() is not None:
             _log.error("a connection ended with a fault of ours", exc_info=task.exception())
 
     async def _drain(self, gateway: Gateway, drain_s_max: float) -> None:
         """Close idle connections, wait for busy ones, then end those too."""
         busy = gateway.drain()
-        for task, client in list(self._tasks.items()):
-            if client not in busy:
+        for guest, task in self._tasks.items():
+            if guest not in busy:
                 task.cancel()
         if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks), timeout=drain_s_max)
+            _, late = await asyncio.wait(list(self._tasks.values()), timeout=drain_s_max)
             for task in late:
                 task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def check(self) -> None:
         """AssertionError if buffers or send slots are lost. Call it while no request is under way."""
         self.buffers.check()
+        self.doors.check()
         assert self.buffers.lent_bytes == 0, f"{self.buffers.lent_bytes} bytes of buffers are lent to nobody"
         self.scheduler.check()
         assert self.scheduler.slots_used == 0

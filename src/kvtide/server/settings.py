@@ -44,10 +44,14 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Of these, what one tenant's uploads hold; who asks nobody for a token has no tenants.
     tenant_buffer_bytes_max: int = 256 << 20
     connections_max: int = 4096
+    # Of one tenant, or of one address until a request of theirs was let in, and where nobody is asked for a token.
+    tenant_connections_max: int = 1024
     # Threads that wait for tiers.
     io_threads: int = 4
     # Each tenant's requests a second, with a burst of as many.
     tenant_requests_s_max: float = 10_000.0
+    # Answers a second that say to somebody of one address that no such token is known.
+    stranger_requests_s_max: float = 100.0
     idle_s_max: float = 300.0
     head_s_max: float = 10.0
     # Bodies, in and out, may be slower than this for `head_s_max` seconds.

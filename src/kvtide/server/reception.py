@@ -1,0 +1,59 @@
+"""Lets requests in: who asks, on whose account, how often, and when it is their turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Gate
+from kvtide.server.doors import Doors, Guest
+from kvtide.server.exchange import Exchange
+from kvtide.server.rates import Rates
+from kvtide.server.settings import ServerLimits
+from kvtide.server.turns import HEALTH, STRANGERS, Turns
+from kvtide.wire.protocol import PageRoute, parse_target
+
+__all__ = ["Reception"]
+
+
+class Reception:
+    """Asks every request for a token. Runs on the event loop."""
+
+    def __init__(self, gate: Gate, doors: Doors, turns: Turns, limits: ServerLimits) -> None:
+        self._gate = gate
+        self._doors = doors
+        self._turns = turns
+        self._rates = Rates(limits.tenant_requests_s_max)
+        self._stranger_rates = Rates(limits.stranger_requests_s_max)
+        self._limits = limits
+
+    async def let_in(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
+        """Note route, caller and owner of a request whose turn it is.
+
+        RequestRefused for a stranger, no sooner than strangers of that address may hear so, and for one who asks too
+        often, or has too many connections.
+        """
+        try:
+            exchange.route = parse_target(exchange.head.target)
+            if exchange.route == PageRoute("/healthz"):
+                await self._turns.take(HEALTH)
+                return
+            exchange.caller = self._gate.caller(exchange.head.headers, common_name)
+        except RequestRefused:
+            if not guest.is_known:
+                wait_s = self._stranger_rates.wait_s(guest.address, exchange.arrived_s, self._limits.head_s_max)
+                await asyncio.sleep(wait_s)
+            await self._turns.take(STRANGERS)
+            raise
+        exchange.owner = exchange.caller.owner or guest.address
+        try:
+            self._doors.settle(guest, exchange.owner)
+        except RequestRefused:
+            exchange.is_kept_alive = False
+            raise
+        await self._turns.take(exchange.owner)
+        self.charge(exchange.owner, exchange.arrived_s)
+
+    def charge(self, owner: str, now_s: float, count: int = 1) -> None:
+        """Count what an owner asks for, in requests. RequestRefused (429) if that is more than it has left."""
+        self._rates.take(owner, now_s, count)
