@@ -257,9 +257,9 @@ def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
     head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
-            sock.sendall(head)
+            sock.sendall(head + b"x")
         wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent or free", 5.0)
-        answer = exchange(server, head)
+        answer = exchange(server, head + b"x")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in answer
     wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be lent or free", 5.0)
@@ -313,11 +313,12 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
         ask(server, "PUT", path_of(object_id(1)), data)
         with server.connect() as idle, server.connect() as busy:
             busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+            busy.sendall(object_bytes(2)[:10])
             wait_until(lambda: server.service.buffers.lent_bytes > 0, "the buffers to be lent or free", 5.0)
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             assert idle.recv(1) == b""
-            busy.sendall(object_bytes(2))
+            busy.sendall(object_bytes(2)[10:])
             assert busy.recv(1000).startswith(b"HTTP/1.1 201 ")
             stopping.join()
     with running_server(tiers=(f"disk://{tmp_path}",)) as again:

@@ -303,7 +303,7 @@ def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
         held.sendall("\r\n".join([*lines, "", ""]).encode() + b"x")
         wait_until(lambda: server.service.buffers.lent_bytes > 0, "the first upload to hold its buffer")
         status, reason = ask(server, "PUT", OBJECT, "writer", object_bytes(1, size))
-        assert (status, b"for a tenant" in reason) == (429, True)
+        assert (status, b"of a tenant" in reason) == (429, True)
         assert ask(server, "PUT", OBJECT, "other", object_bytes(1, size))[0] == 201
         assert ask(server, "PUT", OBJECT, "writer", bytes((1 << 20) + 1))[0] == 413
 

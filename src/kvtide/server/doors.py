@@ -69,12 +69,16 @@ class Doors:
         # In the order in which they came.
         self._strangers: dict[Guest, None] = {}
 
+    def __len__(self) -> int:
+        """Return how many are inside."""
+        return self._known + len(self._strangers)
+
     def enter(self, client: str, address: str) -> Guest | None:
         """Let a stranger in; None if there is no room."""
         if self._owners[address] >= self._owner_connections_max:
             # Of this address one makes room as well, if one of its strangers has been here longest.
             oldest = next((guest for guest in self._strangers if guest.address == address), None)
-        elif self._known + len(self._strangers) >= self._connections_max:
+        elif len(self) >= self._connections_max:
             oldest = next(iter(self._strangers), None)
         else:
             return self._entered(client, address)
@@ -121,5 +125,5 @@ class Doors:
     def check(self) -> None:
         """AssertionError if the accounting is off."""
         assert self._known >= 0
-        assert self._owners.total() == self._known + len(self._strangers) <= self._connections_max
+        assert self._owners.total() == len(self) <= self._connections_max
         assert all(0 < count <= self._owner_connections_max for count in self._owners.values())

@@ -11,6 +11,7 @@ import msgspec
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller
+from kvtide.server.pace import Pace
 from kvtide.server.stream import Stream
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import Route, deadline_ms, urgency
@@ -56,14 +57,23 @@ class Exchange:
         """The scheduler's priority: larger goes first."""
         return _URGENCY_MAX - urgency(self.head.headers)
 
-    async def read_body(self, view: memoryview, body_s_max: float) -> None:
-        """Read the request's body into `view`, which is as long as it, asking for it if the client waits for that."""
-        deadline_s = self.stream.now_s() + body_s_max
+    async def expect_body(self, pace: Pace) -> None:
+        """Wait for the first bytes of the request's body, asking for it if the client waits for that."""
         if self.head.headers.get("expect", "").lower() == "100-continue" and not self.stream.has_pending:
-            await self.stream.send_all(_CONTINUE, deadline_s)
-        await self.stream.read_into(view, deadline_s)
+            await self.stream.send_all(_CONTINUE, pace.due_s)
+        if self.has_unread_body:
+            await self.stream.is_readable(pace.due_s)
+
+    async def read_body(self, view: memoryview, pace: Pace) -> None:
+        """Read a small body into `view`, which is as long as it."""
+        await self.expect_body(pace)
+        await self.stream.read_into(view, pace)
+        self.note_received(len(view))
+
+    def note_received(self, size: int) -> None:
+        """Note that the body is whole."""
         self.has_unread_body = False
-        self.received_bytes = len(view)
+        self.received_bytes = size
 
     def begin(self, status: int, length: int, headers: Headers = ()) -> bytes:
         """Return the answer's head. Whoever sends it sets `status`."""

@@ -11,12 +11,14 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.access import note_access
 from kvtide.server.auth import NOBODY, Scope
+from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Guest
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
+from kvtide.server.receive import receive
 from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
@@ -67,6 +69,7 @@ class Gateway:
         objects: ObjectRequests,
         records: RecordRequests,
         listing: Listing,
+        buffers: BodyBuffers,
         pages: Pages,
         limits: ServerLimits,
         metrics: Metrics,
@@ -77,6 +80,7 @@ class Gateway:
         self._objects = objects
         self._records = records
         self._listing = listing
+        self._buffers = buffers
         self._pages = pages
         self._metrics = metrics
         self._limits = limits
@@ -183,9 +187,12 @@ class Gateway:
         size = exchange.head.content_length
         if size is None or size > EXISTS_BYTES_MAX:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
-        body = bytearray(size)
-        await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
-        found = partial(self._listing.exists, caller.tenant, route.namespace, parse_look_ups(body))
+        body, give_back = await receive(exchange, self._buffers, self._limits, size)
+        try:
+            asked = parse_look_ups(body)
+        finally:
+            give_back()
+        found = partial(self._listing.exists, caller.tenant, route.namespace, asked)
         await exchange.reply_json(await loop.run_in_executor(self._workers, found))
 
     async def _page(self, exchange: Exchange, path: str) -> None:

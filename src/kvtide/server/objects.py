@@ -12,13 +12,14 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from kvtide.errors import CorruptPayload, QueueFull, RequestRefused, TierFull
+from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
+from kvtide.server.receive import receive, take_buffer
 from kvtide.server.records import Records
 from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
@@ -109,10 +110,10 @@ class ObjectRequests:
         # A thread takes ten times as long as what it would do here.
         lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
         if lent is None:
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers, exchange.caller.tenant), _release)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
             await self._in_thread(partial(region.latest.bring, stored))
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers, exchange.caller.tenant), _release)
         if lent is None:
             self._metrics.count_miss()
             if not await self._is_sent_on(exchange, object_id):
@@ -195,7 +196,7 @@ class ObjectRequests:
                 client=exchange.client,
                 priority=exchange.priority,
                 start_deadline_s=exchange.start_deadline_s,
-                deadline_s=exchange.arrived_s + self._limits.body_s_max(count),
+                pace=self._limits.pace(exchange.stream.now_s()),
             )
         )
         exchange.status, exchange.sent_bytes = status, count
@@ -216,13 +217,7 @@ class ObjectRequests:
         if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
             await exchange.reply(200)
             return
-        buffer = self._buffer_for(tenant, size)
-        body, give_back = buffer[:size], partial(self._buffers.give_back, buffer, tenant)
-        try:
-            await exchange.read_body(body, self._limits.body_s_max(size))
-        except BaseException:
-            give_back()
-            raise
+        body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
         store = partial(_store, self._tier, stored, object_id, body, give_back)
         try:
@@ -233,16 +228,6 @@ class ObjectRequests:
             raise
         self._metrics.count_received(tenant, size)
         await exchange.reply(201 if is_new else 200)
-
-    def _buffer_for(self, tenant: str, size: int) -> memoryview:
-        """Return a buffer for an upload. RequestRefused: 429 if the tenant has its share, 503 if all are in use."""
-        try:
-            buffer = self._buffers.take(size, tenant)
-        except QueueFull as error:
-            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
-        if buffer is None:
-            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-        return buffer
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
@@ -266,7 +251,7 @@ def _release(lent: LentObject | None) -> None:
         lent.release()
 
 
-def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers) -> LentObject | None:
+def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str) -> LentObject | None:
     """Lend an object, out of a buffer of ours where the tier that has it can't lend."""
     if isinstance(tier, Lender):
         lent = tier.lend(stored)
@@ -277,17 +262,16 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers) -> LentObject | No
     if came is None:
         return None
     size = object_bytes(head[:came])
-    buffer = buffers.take(size)
-    if buffer is None:
-        raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
+    buffer = take_buffer(buffers, size, tenant)
+    give_back = partial(buffers.give_back, buffer, tenant)
     try:
         if tier.get_into(stored, buffer[:size]) != size:
-            buffers.give_back(buffer)
+            give_back()
             return None
     except BaseException:
-        buffers.give_back(buffer)
+        give_back()
         raise
-    return LentObject(size, bytes(head), (buffer[:size],), None, partial(buffers.give_back, buffer))
+    return LentObject(size, bytes(head), (buffer[:size],), None, give_back)
 
 
 def _stored_quality(tier: Tier, stored: ObjectId) -> float:

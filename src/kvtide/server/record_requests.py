@@ -95,7 +95,7 @@ class RecordRequests:
         if not self._are_kept:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
         body = bytearray(size)
-        await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
+        await exchange.read_body(memoryview(body), self._limits.pace(exchange.stream.now_s()))
         value = checked_value(name.kind, body)
         if self._central is not None:
             said = [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]

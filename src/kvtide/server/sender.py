@@ -14,6 +14,7 @@ from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.metrics import Metrics
+from kvtide.server.pace import Pace
 from kvtide.server.scheduler import Scheduler, Send, Slice
 from kvtide.server.stream import Stream
 from kvtide.tier.lend import FilePart, LentObject
@@ -29,7 +30,7 @@ _WARM_STEP_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Order:
-    """A body to be sent: which bytes of what, to whom, behind which head, begun and ended until when."""
+    """A body to be sent: which bytes of what, to whom, behind which head, begun until when, and how slowly."""
 
     stream: Stream
     head: bytes
@@ -39,7 +40,7 @@ class Order:
     client: str
     priority: int
     start_deadline_s: float
-    deadline_s: float
+    pace: Pace
     # Whether sending would wait for the disk.
     is_cold: bool = field(init=False)
 
@@ -83,15 +84,18 @@ class Sender:
                     if position == order.part.start:
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
-                        await order.stream.send_all(order.head, order.deadline_s, has_more=True)
+                        await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
                     sent = await self._send_slice(order, position, position + piece.size)
                 finally:
                     self.scheduler.finish(piece, sent, self._loop.time())
                 position += sent
+                order.pace.moved(sent, self._loop.time())
+                if order.pace.due_s <= self._loop.time():
+                    raise TimeoutError
                 if sent < piece.size:
                     # Nobody waits for a slot behind a peer that takes nothing.
                     self._leave(send)
-                    if not await order.stream.is_writable(order.deadline_s):
+                    if not await order.stream.is_writable(order.pace.due_s):
                         raise TimeoutError
                     send = self._enqueue(order, stop - position)
             return wait_s
@@ -114,16 +118,17 @@ class Sender:
         self._pump()
         if waiting.done():
             return waiting.result()
-        timer = self._loop.call_at(order.start_deadline_s if is_first else order.deadline_s, _expire, waiting)
+        waits_since_s = self._loop.time()
+        timer = self._loop.call_at(order.start_deadline_s, _expire, waiting) if is_first else None
         try:
             return await waiting
         except TimeoutError:
-            if is_first:
-                raise RequestRefused(504, "the deadline passed before the answer could begin") from None
-            raise
+            raise RequestRefused(504, "the deadline passed before the answer could begin") from None
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._waiting.pop(send, None)
+            order.pace.paused(self._loop.time() - waits_since_s)
 
     def _pump(self) -> None:
         """Tell those whose slices were granted, now and when the link has room again."""

@@ -166,7 +166,7 @@ class Service:
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
         reception = Reception(Gate(self._settings.grants, self._clock), self.doors, Turns(loop), limits)
         listing = Listing(self._tier, names)
-        return Gateway(reception, objects, records, listing, pages, limits, metrics, workers, self._clock)
+        return Gateway(reception, objects, records, listing, self.buffers, pages, limits, metrics, workers, self._clock)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()

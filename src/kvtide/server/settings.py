@@ -12,6 +12,7 @@ import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
+from kvtide.server.pace import Pace
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
@@ -41,7 +42,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     object_bytes_max: int = 256 << 20
     # Bodies on their way in, and out of tiers that can't lend, all connections together.
     buffer_bytes_max: int = 512 << 20
-    # Of these, what one tenant's uploads hold; who asks nobody for a token has no tenants.
+    # Of these, what one tenant's bodies hold; who asks nobody for a token has no tenants.
     tenant_buffer_bytes_max: int = 256 << 20
     connections_max: int = 4096
     # Of one tenant, or of one address until a request of theirs was let in, and where nobody is asked for a token.
@@ -54,7 +55,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stranger_requests_s_max: float = 100.0
     idle_s_max: float = 300.0
     head_s_max: float = 10.0
-    # Bodies, in and out, may be slower than this for `head_s_max` seconds.
+    # Bodies, in and out, may be slower than this for `head_s_max` seconds at a time.
     rate_bytes_s_min: float = 64 << 10
     # A peer that takes nothing for so long gives its send slot back until it does.
     stall_s_max: float = 0.05
@@ -74,9 +75,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the most memory that a server with memory tiers of these bounds takes."""
         return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
 
-    def body_s_max(self, size: int) -> float:
-        """Return how long a body may take."""
-        return self.head_s_max + size / self.rate_bytes_s_min
+    def pace(self, now_s: float) -> Pace:
+        """Return how slow a body may be that begins now."""
+        return Pace(self.head_s_max, self.rate_bytes_s_min, now_s)
 
 
 class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

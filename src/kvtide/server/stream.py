@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvtide.errors import RequestRefused
+from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
@@ -85,8 +86,13 @@ class Stream:
         head, self._pending = self._pending[:end], self._pending[end:]
         return head
 
-    async def read_into(self, view: memoryview, deadline_s: float) -> None:
-        """Fill `view`. ConnectionResetError if the peer closes before that."""
+    async def is_readable(self, deadline_s: float) -> None:
+        """Wait until bytes are here, or the end. TimeoutError if the peer sends none until the deadline."""
+        if not self._pending and not (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            await self._wait(BlockingIOError(), deadline_s, is_send=False)
+
+    async def read_into(self, view: memoryview, pace: Pace) -> None:
+        """Fill `view`. ConnectionResetError if the peer closes before that, TimeoutError if it falls behind `pace`."""
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
@@ -99,15 +105,16 @@ class Stream:
             if not came:
                 raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
             done += came
+            pace.moved(came, self._loop.time())
             self._set_wake_bytes(min(len(view) - done, WAKE_BYTES) or 1)
             return done == len(view)
 
         if self._is_tls:
             while done < len(view):
-                await self._until_done(read, deadline_s)
+                await self._until_done(read, pace.due_s)
         elif done < len(view):
             try:
-                await self._drive(read, deadline_s - self._loop.time(), is_send=False)
+                await self._drive(read, lambda: pace.due_s, is_send=False)
             finally:
                 self._set_wake_bytes(1)
 
@@ -153,22 +160,28 @@ class Stream:
         """Call `step`, which sends what the socket takes, until it is True or the peer takes nothing for so long."""
         if step():
             return
+        due_s = self._loop.time() + stall_s_max
+
+        def stalling() -> bool:
+            nonlocal due_s
+            is_done = step()
+            due_s = self._loop.time() + stall_s_max
+            return is_done
+
         try:
-            await self._drive(step, stall_s_max, is_send=True, is_stall=True)
+            await self._drive(stalling, lambda: due_s, is_send=True)
         except TimeoutError:
             return
 
-    async def _drive(self, step: Callable[[], bool], wait_s_max: float, is_send: bool, is_stall: bool = False) -> None:
-        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError after `wait_s_max`.
+    async def _drive(self, step: Callable[[], bool], due_s: Callable[[], float], is_send: bool) -> None:
+        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError when it is `due_s()`.
 
-        A stall begins anew with every call. One registration and one timer for all calls: resuming a coroutine, which
-        registers again, for each of them cost half of the time that a body took in Python.
+        Steps may put that off. One registration and one timer for all calls: resuming a coroutine, which registers
+        again, for each of them cost half of the time that a body took in Python.
         """
         waiter = self._loop.create_future()
-        due_s = self._loop.time() + wait_s_max
 
         def ready() -> None:
-            nonlocal due_s
             if waiter.done():
                 return
             try:
@@ -180,18 +193,19 @@ class Stream:
                 return
             if is_done:
                 waiter.set_result(None)
-            elif is_stall:
-                due_s = self._loop.time() + wait_s_max
 
         def expire() -> None:
+            if not is_send:
+                # What came is too little to have woken us.
+                ready()
             if waiter.done():
                 return
-            if self._loop.time() < due_s:
-                timers.append(self._loop.call_at(due_s, expire))
+            if self._loop.time() < due_s():
+                timers.append(self._loop.call_at(due_s(), expire))
             else:
                 waiter.set_exception(TimeoutError())
 
-        timers = deque([self._loop.call_at(due_s, expire)], maxlen=1)
+        timers = deque([self._loop.call_at(due_s(), expire)], maxlen=1)
         (self._loop.add_writer if is_send else self._loop.add_reader)(self._descriptor, ready)
         try:
             await waiter

@@ -274,7 +274,7 @@ class LookUps(NamedTuple):
     leading_only: bool
 
 
-def parse_look_ups(body: bytes | bytearray) -> LookUps:
+def parse_look_ups(body: bytes | bytearray | memoryview) -> LookUps:
     """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)
