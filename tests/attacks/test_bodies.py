@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import redis
 from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
@@ -111,3 +113,38 @@ def test_pace_is_of_the_last_seconds() -> None:
     assert pace.due_s == 12.0
     pace.paused(3.0)
     assert pace.due_s == 15.0
+
+
+def test_readers_that_take_nothing_leave_the_memory_to_what_others_store() -> None:
+    limits, mine, others = ServerLimits(memory_bytes_max=64 * MIB), range(10, 14), range(4)
+    with running_server(grants=GRANTS, limits=limits) as server:
+        for number in others:
+            ask(server, "PUT", path_of(object_id(number)), "attacker", object_bytes(number, 14 * MIB))
+        with sending(server, *[head("GET", path_of(object_id(number)), "attacker") for number in others]):
+            wait_until(lambda: server.service.observatory.metrics.lookups()[0] == 4, "all to have begun")
+            stored = [
+                ask(server, "PUT", path_of(object_id(number)), body=object_bytes(number, 12 * MIB)) for number in mine
+            ]
+    assert [answer.status for answer, _ in stored] == [201] * len(mine)
+
+
+def test_readers_share_what_they_hold_of_the_memory_and_are_all_served() -> None:
+    limits = ServerLimits(memory_bytes_max=16 * MIB)
+    with running_server(limits=limits) as server:
+        data = object_bytes(1, 3 * MIB)
+        assert ask(server, "PUT", OBJECT, "", data)[0].status == 201
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda _: ask(server, "GET", OBJECT, "")[1], range(24)))
+    assert found == [data] * 24
+
+
+@pytest.mark.parametrize("value", [b"x" * 10, bytes(400), b"\xff" * 400, object_bytes(3)[:900]])
+def test_damaged_value_behind_a_server_is_removed_and_a_miss(value: bytes) -> None:
+    with valkey_server() as behind, running_server(tiers=(f"valkey://127.0.0.1:{behind.port}",)) as server:
+        assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
+        with redis.Redis(port=behind.port, protocol=2) as client:
+            name = next(key for key in client.scan_iter() if object_id(1).key.hex().encode() in key)
+            client.set(name, value)
+        assert ask(server, "GET", OBJECT, "")[0].status == 404
+        assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
+        assert ask(server, "GET", OBJECT, "")[1] == object_bytes(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -45,12 +46,14 @@ class Exchange:
     received_bytes: int = 0
     sent_bytes: int = 0
     wait_s: float = 0.0
+    # Ends the request if the answer has not begun by its deadline.
+    start_timeout: asyncio.Timeout | None = None
 
     @property
-    def start_deadline_s(self) -> float:
-        """When the answer must have begun. RequestRefused (400) if the request says nonsense about it."""
+    def start_deadline_s(self) -> float | None:
+        """When the answer must have begun, if ever. RequestRefused (400) if the request says nonsense about it."""
         asked_ms = deadline_ms(self.head.headers)
-        return self.arrived_s + (math.inf if asked_ms is None else asked_ms / 1000)
+        return None if asked_ms is None else self.arrived_s + asked_ms / 1000
 
     @property
     def priority(self) -> int:
@@ -85,9 +88,15 @@ class Exchange:
             lines.append(("Connection", "close"))
         return pack_response_head(status, lines)
 
+    def started(self) -> None:
+        """Note that the answer goes out now: no deadline ends it any more."""
+        if self.start_timeout is not None and not self.start_timeout.expired():
+            self.start_timeout.reschedule(None)
+
     async def reply(self, status: int, body: bytes = b"", headers: Headers = (), length: int | None = None) -> None:
         """Send a small answer. To HEAD without its body, whose length may be given."""
         head = self.begin(status, len(body) if length is None else length, headers)
+        self.started()
         self.status = status
         data = head if self.head.method == "HEAD" else head + body
         await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
@@ -95,6 +104,7 @@ class Exchange:
 
     async def begin_stream(self, headers: Headers) -> None:
         """Send the head of an answer that goes on until the connection ends."""
+        self.started()
         self.is_kept_alive, self.status = False, 200
         head = pack_response_head(200, [*headers, ("Connection", "close")])
         await self.stream.send_all(head, self.stream.now_s() + self.send_s_max)

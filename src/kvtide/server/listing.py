@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.names import Names
 from kvtide.tier import TierStack
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
-from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, LookUps, ObjectList, TenantView
+from kvtide.wire.protocol import ListedObject, ListRoute, ObjectList, TenantView
 
 __all__ = ["Listing"]
 
@@ -25,15 +26,16 @@ class Listing:
         # What the objects of stored namespaces say that these are called.
         self._embedded: dict[Namespace, Namespace] = {}
 
-    def exists(self, tenant: str, namespace: Namespace, asked: LookUps) -> ExistsAnswer:
-        """Return which of a tenant's objects are here; where only leading ones matter, none behind a gap."""
+    def present(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return which of a tenant's objects are here."""
         stored = self._names.place(tenant, namespace)
-        ids = [ObjectId(stored, key) for key in asked.keys]
-        if asked.leading_only:
-            leading = len(self._tier.run_places(ids))
-            return ExistsAnswer([True] * leading + [False] * (len(ids) - leading), leading)
-        present = [self._tier.contains(object_id) for object_id in ids]
-        return ExistsAnswer(present, next((n for n, is_here in enumerate(present) if not is_here), len(present)))
+        return self._tier.contains_each([ObjectId(stored, key) for key in keys])
+
+    def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return True for each leading object that is here, and False for the first one that is not."""
+        stored = self._names.place(tenant, namespace)
+        count = len(self._tier.run_places([ObjectId(stored, key) for key in keys]))
+        return ([True] * count + [False])[: len(keys)]
 
     def objects(self, tenant: str, route: ListRoute) -> ObjectList:
         """Return the next objects of a tenant's namespace in the order of keys."""

@@ -6,29 +6,28 @@ lent object is given back, whatever happens to the connection.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
+from kvtide.server.lending import Lending
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
-from kvtide.server.receive import receive, take_buffer
+from kvtide.server.receive import receive
 from kvtide.server.records import Records
 from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
+from kvtide.server.workers import Workers
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
-from kvtide.tier.lend import Lender, LentObject
+from kvtide.tier.lend import LentObject
 from kvtide.types import ObjectId
-from kvtide.wire import HEADER_BYTES, object_bytes, object_quality, parse_object, version_tag
+from kvtide.wire import HEADER_BYTES, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -46,7 +45,6 @@ from kvtide.wire.records import RecordKind, RecordName
 
 __all__ = ["ObjectRequests"]
 
-_Result = TypeVar("_Result")
 _REASON_CHARACTERS_MAX = 16
 
 
@@ -59,10 +57,11 @@ class ObjectRequests:
         records: Records,
         names: Names,
         sender: Sender,
+        lending: Lending,
         buffers: BodyBuffers,
         limits: ServerLimits,
         metrics: Metrics,
-        workers: Executor,
+        workers: Workers,
         member: Member | None = None,
         region: Region | None = None,
     ) -> None:
@@ -71,6 +70,7 @@ class ObjectRequests:
         self._names = names
         self._metrics = metrics
         self._sender = sender
+        self._lending = lending
         self._buffers = buffers
         self._limits = limits
         self._workers = workers
@@ -88,32 +88,19 @@ class ObjectRequests:
         else:
             await self._delete(exchange, object_id)
 
-    async def _in_thread(self, action: Callable[[], _Result], undo: Callable[[_Result], None] | None = None) -> _Result:
-        """Run what may wait for a tier. If we are cancelled meanwhile, its result goes to `undo`."""
-        future = asyncio.get_running_loop().run_in_executor(self._workers, action)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if undo is not None:
-                future.add_done_callback(partial(_undo, undo))
-            raise
-
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
         region = self._region
         central = region.central if region is not None else None
         if central is not None and central.is_too_old_for(exchange.head.headers):
             # The object can't be out of date, but its namespace's generation can.
-            await self._in_thread(central.require_latest)
+            await self._workers.read(exchange.owner, central.require_latest)
         stored = await self._stored(exchange, object_id, 404)
         tier = self._tier_for(exchange, stored)
-        # A thread takes ten times as long as what it would do here.
-        lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
-        if lent is None:
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers, exchange.caller.tenant), _release)
+        lent = await self._lending.lend(exchange, tier, stored)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._in_thread(partial(region.latest.bring, stored))
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers, exchange.caller.tenant), _release)
+            await self._workers.read(exchange.owner, partial(region.latest.bring, stored))
+            lent = await self._lending.lend(exchange, tier, stored)
         if lent is None:
             self._metrics.count_miss()
             if not await self._is_sent_on(exchange, object_id):
@@ -136,7 +123,7 @@ class ObjectRequests:
         is_centre = self._region is None or self._region.central is None
         if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
             record = RecordName(RecordKind.GENERATION, name.hex())
-            await self._in_thread(partial(self._records.write, tenant, record, str(meant)))
+            await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(meant)))
         # Read once: it may rise at any moment.
         known = self._records.generation(tenant, name)
         if meant is not None and meant != known:
@@ -166,7 +153,7 @@ class ObjectRequests:
         return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
 
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> None:
-        reason = await self._in_thread(partial(self._tier.removed_reason, stored))
+        reason = await self._workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
         known: Headers = [(REMOVED_HEADER, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
 
@@ -193,10 +180,12 @@ class ObjectRequests:
                 lent=lent,
                 part=part,
                 tenant=exchange.caller.tenant,
+                owner=exchange.owner,
                 client=exchange.client,
                 priority=exchange.priority,
-                start_deadline_s=exchange.start_deadline_s,
                 pace=self._limits.pace(exchange.stream.now_s()),
+                on_start=exchange.started,
+                is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
             )
         )
         exchange.status, exchange.sent_bytes = status, count
@@ -214,14 +203,16 @@ class ObjectRequests:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
-        if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
-            await exchange.reply(200)
-            return
+        if "expect" in exchange.head.headers:
+            look = partial(self._tier.contains, stored)
+            if await self._workers.read(exchange.owner, look):
+                await exchange.reply(200)
+                return
         body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
         store = partial(_store, self._tier, stored, object_id, body, give_back)
         try:
-            is_new = await self._in_thread(store)
+            is_new = await self._workers.write(exchange.owner, store, give_back)
         except RequestRefused as error:
             if error.status == 422:
                 self._metrics.count_corrupt()
@@ -235,43 +226,10 @@ class ObjectRequests:
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
-        if await self._in_thread(partial(self._tier.delete, stored, reason)):
+        if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             await exchange.reply(204)
         else:
             await self._reply_absent(exchange, stored)
-
-
-def _undo(undo: Callable[[_Result], None], future: asyncio.Future[_Result]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        undo(future.result())
-
-
-def _release(lent: LentObject | None) -> None:
-    if lent is not None:
-        lent.release()
-
-
-def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str) -> LentObject | None:
-    """Lend an object, out of a buffer of ours where the tier that has it can't lend."""
-    if isinstance(tier, Lender):
-        lent = tier.lend(stored)
-        if lent is not None:
-            return lent
-    head = bytearray(HEADER_BYTES)
-    came = tier.get_into(stored, memoryview(head))
-    if came is None:
-        return None
-    size = object_bytes(head[:came])
-    buffer = take_buffer(buffers, size, tenant)
-    give_back = partial(buffers.give_back, buffer, tenant)
-    try:
-        if tier.get_into(stored, buffer[:size]) != size:
-            give_back()
-            return None
-    except BaseException:
-        give_back()
-        raise
-    return LentObject(size, bytes(head), (buffer[:size],), None, give_back)
 
 
 def _stored_quality(tier: Tier, stored: ObjectId) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +17,7 @@ from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCo
 from kvtide.server.names import Names
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.status import server_status, status_body
+from kvtide.server.workers import Workers
 from kvtide.tier import TierStack, TierStats
 from kvtide.types import Namespace, ObjectId
 
@@ -68,7 +68,7 @@ class Observatory:
 class Pages:
     """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
 
-    def __init__(self, tier: TierStack, scheduler: Scheduler, observatory: Observatory, workers: Executor) -> None:
+    def __init__(self, tier: TierStack, scheduler: Scheduler, observatory: Observatory, workers: Workers) -> None:
         self._tier = tier
         self._scheduler = scheduler
         self._observatory = observatory
@@ -93,13 +93,12 @@ class Pages:
             await exchange.reply(200, dashboard_page(), [("Content-Type", DASHBOARD_CONTENT_TYPE), policy])
         else:
             # Tiers may ask the disk for this, so not here.
-            loop = asyncio.get_running_loop()
-            stats = await loop.run_in_executor(self._workers, self._tier.tier_stats)
+            stats = await self._workers.read(exchange.owner, self._tier.tier_stats)
             self._observatory.tier_stats = stats
             if path == "/metrics":
                 body, kind = metrics_body(self._observatory.registry), METRICS_CONTENT_TYPE
             else:
-                uptime_s = loop.time() - self._started_s
+                uptime_s = exchange.stream.now_s() - self._started_s
                 status = server_status(self._observatory.metrics, stats, self._scheduler, uptime_s, kvtide.__version__)
                 body, kind = status_body(status), "application/json"
             await exchange.reply(200, body, [("Content-Type", kind)])

@@ -28,12 +28,16 @@ class Rates:
         """Return how many buckets are not full, as far as anybody looked."""
         return len(self._left)
 
-    def take(self, owner: str, now_s: float, count: int = 1) -> None:
-        """Count requests, the whole burst for more than that. RequestRefused (429) if the owner has too few left."""
-        left, wanted = self._refilled(owner, now_s), min(count, self._burst)
-        self._note(owner, left - wanted if left >= wanted else left, now_s)
-        if left < wanted:
-            raise RequestRefused(429, "too many requests", retry_after_s=(wanted - left) / self._requests_s)
+    def take(self, owner: str, now_s: float) -> None:
+        """Count one request. RequestRefused (429) if the owner has none left."""
+        left = self._refilled(owner, now_s)
+        self._note(owner, left - 1 if left >= 1 else left, now_s)
+        if left < 1:
+            raise RequestRefused(429, "too many requests", retry_after_s=(1 - left) / self._requests_s)
+
+    def owe(self, owner: str, now_s: float, count: int) -> None:
+        """Count requests that were not asked for one by one, as a debt of one burst at most."""
+        self._note(owner, max(-self._burst, self._refilled(owner, now_s) - count), now_s)
 
     def wait_s(self, owner: str, now_s: float, wait_s_max: float) -> float:
         """Count one request and return how long it has to wait. RequestRefused (429) if that is longer than this."""

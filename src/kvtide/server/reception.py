@@ -52,8 +52,12 @@ class Reception:
             exchange.is_kept_alive = False
             raise
         await self._turns.take(exchange.owner)
-        self.charge(exchange.owner, exchange.arrived_s)
+        self._rates.take(exchange.owner, exchange.arrived_s)
 
-    def charge(self, owner: str, now_s: float, count: int = 1) -> None:
-        """Count what an owner asks for, in requests. RequestRefused (429) if that is more than it has left."""
-        self._rates.take(owner, now_s, count)
+    async def go_on(self, exchange: Exchange) -> None:
+        """Wait for the turn of the next part of a request that is as much work as several."""
+        await self._turns.take(exchange.owner)
+
+    def charge(self, exchange: Exchange, count: int) -> None:
+        """Count so many requests more: their owner waits for its next one until its rate has paid for them."""
+        self._rates.owe(exchange.owner, exchange.stream.now_s(), count)

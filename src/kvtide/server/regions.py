@@ -75,6 +75,12 @@ class CentralTier(WrappedTier):
         """Ask the centre in one request."""
         return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the centre in one request."""
+        if isinstance(self.tier, Batched):
+            return self.tier.contains_each(object_ids)
+        return [self.contains(object_id) for object_id in object_ids]
+
     def is_wanted(self, object_id: ObjectId) -> bool:
         """Tell whether an object that waits is of its namespace's present generation."""
         name = self._manifest.name(object_id.namespace)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +16,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.pace import Pace
 from kvtide.server.scheduler import Scheduler, Send, Slice
 from kvtide.server.stream import Stream
+from kvtide.server.workers import Workers
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 
@@ -26,21 +26,28 @@ __all__ = ["Order", "Sender", "window"]
 _TLS_READ_BYTES = 256 << 10
 # One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
 _WARM_STEP_BYTES = 64 << 10
+# How often a reader that takes nothing is asked whether it is in somebody's way.
+_LOOK_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
 class Order:
-    """A body to be sent: which bytes of what, to whom, behind which head, begun until when, and how slowly."""
+    """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
+
+    `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
+    """
 
     stream: Stream
     head: bytes
     lent: LentObject
     part: ByteRange
     tenant: str
+    owner: str
     client: str
     priority: int
-    start_deadline_s: float
     pace: Pace
+    on_start: Callable[[], None]
+    is_in_the_way: Callable[[], bool]
     # Whether sending would wait for the disk.
     is_cold: bool = field(init=False)
 
@@ -55,7 +62,7 @@ class Sender:
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
-        workers: Executor,
+        workers: Workers,
         stall_s_max: float,
         metrics: Metrics,
     ) -> None:
@@ -69,7 +76,7 @@ class Sender:
         self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, order: Order) -> float:
-        """Send head and body; return how long they waited for a slot. RequestRefused (429, 504) if nothing was sent.
+        """Send head and body; return how long they waited for a slot. RequestRefused (429) if nothing was sent.
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
@@ -78,10 +85,11 @@ class Sender:
         send = self._enqueue(order, stop - position)
         try:
             while position < stop:
-                piece = await self._slice(send, order, position == order.part.start)
+                piece = await self._slice(send, order)
                 sent = 0
                 try:
                     if position == order.part.start:
+                        order.on_start()
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
                         await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
@@ -95,8 +103,7 @@ class Sender:
                 if sent < piece.size:
                     # Nobody waits for a slot behind a peer that takes nothing.
                     self._leave(send)
-                    if not await order.stream.is_writable(order.pace.due_s):
-                        raise TimeoutError
+                    await self._resumed(order)
                     send = self._enqueue(order, stop - position)
             return wait_s
         finally:
@@ -112,21 +119,26 @@ class Sender:
         self.scheduler.cancel(send)
         self._pump()
 
-    async def _slice(self, send: Send, order: Order, is_first: bool) -> Slice:
+    async def _resumed(self, order: Order) -> None:
+        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds."""
+        while not order.is_in_the_way():
+            look_s = self._loop.time() + _LOOK_AGAIN_S
+            if await order.stream.is_writable(min(look_s, order.pace.due_s)):
+                return
+            if order.pace.due_s < look_s:
+                break
+        raise TimeoutError
+
+    async def _slice(self, send: Send, order: Order) -> Slice:
         waiting: asyncio.Future[Slice] = self._loop.create_future()
         self._waiting[send] = waiting
         self._pump()
         if waiting.done():
             return waiting.result()
         waits_since_s = self._loop.time()
-        timer = self._loop.call_at(order.start_deadline_s, _expire, waiting) if is_first else None
         try:
             return await waiting
-        except TimeoutError:
-            raise RequestRefused(504, "the deadline passed before the answer could begin") from None
         finally:
-            if timer is not None:
-                timer.cancel()
             self._waiting.pop(send, None)
             order.pace.paused(self._loop.time() - waits_since_s)
 
@@ -156,10 +168,10 @@ class Sender:
             return await self._send_views(order.stream, window(order.lent.views, position, stop))
         file = FilePart(file.descriptor, file.offset + position)
         if not order.stream.can_send_files:
-            return await self._send_encrypted(order.stream, file, stop - position)
+            return await self._send_encrypted(order, file, stop - position)
         if order.is_cold:
             warm = partial(_warm, file, stop - position, order.part.stop - position)
-            await self._loop.run_in_executor(self._workers, warm)
+            await self._workers.read(order.owner, warm)
         return await self._send_file(order.stream, file, stop - position)
 
     async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
@@ -184,15 +196,15 @@ class Sender:
         await stream.send_steps(step, self._stall_s_max)
         return done
 
-    async def _send_encrypted(self, stream: Stream, file: FilePart, count: int) -> int:
+    async def _send_encrypted(self, order: Order, file: FilePart, count: int) -> int:
         done = 0
         while done < count:
             wanted = min(_TLS_READ_BYTES, count - done)
             read = partial(os.pread, file.descriptor, wanted, file.offset + done)
-            data = await self._loop.run_in_executor(self._workers, read)
+            data = await self._workers.read(order.owner, read)
             if len(data) < wanted:
                 raise ConnectionAbortedError("the object was evicted while it was sent")
-            sent = await self._send_views(stream, [memoryview(data)])
+            sent = await self._send_views(order.stream, [memoryview(data)])
             done += sent
             if sent < wanted:
                 break
@@ -208,11 +220,6 @@ def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
             found.append(part)
         at += len(view)
     return found
-
-
-def _expire(waiting: asyncio.Future[Slice]) -> None:
-    if not waiting.done():
-        waiting.set_exception(TimeoutError())
 
 
 def _is_cached(file: FilePart, part: ByteRange) -> bool:

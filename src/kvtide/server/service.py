@@ -11,7 +11,6 @@ import secrets
 import socket
 import ssl
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvtide.server.auth import Gate
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Doors, Guest, address_of, connections_for
 from kvtide.server.gateway import Gateway
+from kvtide.server.lending import Lending
 from kvtide.server.listing import Listing
 from kvtide.server.member import Member
 from kvtide.server.names import Names
@@ -36,6 +36,7 @@ from kvtide.server.sender import Sender
 from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
 from kvtide.server.stream import Stream
 from kvtide.server.turns import Turns
+from kvtide.server.workers import Workers
 from kvtide.tier import TierStack, tiers_of
 
 __all__ = ["Backing", "Service", "backing_for"]
@@ -134,7 +135,7 @@ class Service:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
-            workers = stack.enter_context(ThreadPoolExecutor(limits.io_threads, "kvtide-tiers"))
+            workers = stack.enter_context(Workers(limits.io_threads))
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             on_listening(_bound(self._address, listeners[0]))
@@ -154,12 +155,13 @@ class Service:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
 
-    def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
+    def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Workers) -> Gateway:
         limits, metrics = self._settings.limits, self.observatory.metrics
         sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
         _, stored, names, region = self._backing
+        lending = Lending(self.buffers, limits, metrics, workers)
         objects = ObjectRequests(
-            self._tier, stored, names, sender, self.buffers, limits, metrics, workers, self._member, region
+            self._tier, stored, names, sender, lending, self.buffers, limits, metrics, workers, self._member, region
         )
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))

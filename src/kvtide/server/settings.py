@@ -75,6 +75,16 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the most memory that a server with memory tiers of these bounds takes."""
         return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
 
+    @property
+    def lent_bytes_max(self) -> int:
+        """Return how much of the memory tier readers hold at a time: the rest can be evicted."""
+        return max(1, self.memory_bytes_max // 2)
+
+    @property
+    def tenant_lent_bytes_max(self) -> int:
+        """Return how much of the memory tier one tenant's readers hold at a time, but for one object alone."""
+        return max(1, self.memory_bytes_max // 4)
+
     def pace(self, now_s: float) -> Pace:
         """Return how slow a body may be that begins now."""
         return Pace(self.head_s_max, self.rate_bytes_s_min, now_s)

@@ -37,6 +37,8 @@ class Stream:
         self._loop = loop
         self._descriptor = sock.fileno()
         self._pending = b""
+        # When the first byte of the last head came, or was found behind the request before.
+        self.head_began_s = loop.time()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._wake_bytes = 1
         self._can_set_wake_bytes = sock.family in {socket.AF_INET, socket.AF_INET6} and not self._is_tls
@@ -69,7 +71,8 @@ class Stream:
         """
         deadline_s, searched = idle_deadline_s, 0
         if self._pending:
-            deadline_s = self._loop.time() + head_s_max
+            self.head_began_s = self._loop.time()
+            deadline_s = self.head_began_s + head_s_max
         while (end := self._pending.find(HEAD_END, max(0, searched - len(HEAD_END)))) < 0:
             searched = len(self._pending)
             if searched > HEAD_BYTES_MAX:
@@ -80,7 +83,8 @@ class Stream:
                     raise ConnectionResetError("the peer closed within a head")
                 return None
             if not searched:
-                deadline_s = self._loop.time() + head_s_max
+                self.head_began_s = self._loop.time()
+                deadline_s = self.head_began_s + head_s_max
             self._pending += data
         end += len(HEAD_END)
         head, self._pending = self._pending[:end], self._pending[end:]

@@ -92,6 +92,9 @@ class Batched(Protocol):
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each of these objects whether it is here now."""
+
 
 @runtime_checkable
 class Recorded(Protocol):

@@ -170,6 +170,10 @@ class PoolTier:
                         del waiting[object_id]
         return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask for one object after the other."""
+        return [self.contains(object_id) for object_id in object_ids]
+
     def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
         """Return how many leading ones of these objects a server has; None if it does not answer."""
         member, ids = asked

@@ -20,6 +20,7 @@ from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
+    Batched,
     Buffer,
     Checked,
     Noting,
@@ -165,6 +166,22 @@ class TierStack:
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
         return next(self.places(object_id), None) is not None
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
+        present = [False] * len(object_ids)
+        for tier in self._open:
+            numbers = [number for number, is_here in enumerate(present) if not is_here]
+            asked = [object_ids[number] for number in numbers]
+            if not asked:
+                break
+            if isinstance(tier, Batched):
+                found = self._ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
+            else:
+                found = [self._ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
+            for number, is_here in zip(numbers, found, strict=True):
+                present[number] = is_here
+        return present
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
