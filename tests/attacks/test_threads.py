@@ -136,8 +136,8 @@ def test_rates_forget_who_has_not_asked_for_a_while() -> None:
         rates.take(f"junk-{number}", number / 1000)
     assert len(rates) < 1200
     rates.take("one", 100.0)
-    assert len(rates) <= 2
-    bounded = Rates(10.0, owners_max=8)
+    assert len(rates) <= 64
+    bounded = Rates(10.0, owners_max=80)
     for number in range(100):
         bounded.take(str(number), 0.0)
-    assert len(bounded) == 8
+    assert len(bounded) == 80

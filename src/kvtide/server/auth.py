@@ -32,6 +32,7 @@ __all__ = [
     "generation_namespace",
     "new_token",
     "tenant_namespace",
+    "tenants_named",
     "token_digest",
 ]
 
@@ -115,6 +116,12 @@ def new_token() -> str:
 def token_digest(token: str) -> str:
     """Return what a configuration keeps of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+def tenants_named(grants: Sequence[Grant]) -> list[str]:
+    """Return the tenants that grants name, in order: whose they are and for whom they may ask."""
+    names = [name for grant in grants for name in (grant.tenant, *grant.on_behalf_of)]
+    return [name for name in dict.fromkeys(names) if name != _EVERYBODY]
 
 
 def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:

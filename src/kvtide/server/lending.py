@@ -6,7 +6,7 @@ Invariant: readers of one tenant never keep so much of the memory tier that what
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 
 from kvtide.errors import CorruptPayload, RequestRefused
@@ -14,11 +14,12 @@ from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange
 from kvtide.server.metrics import Metrics
 from kvtide.server.receive import take_buffer
+from kvtide.server.regions import Latest
 from kvtide.server.settings import ServerLimits
 from kvtide.server.shares import Shares
 from kvtide.server.workers import Workers
 from kvtide.tier import Tier
-from kvtide.tier.lend import Lender, LentObject
+from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header
 
@@ -45,7 +46,7 @@ class Lending:
         RequestRefused: 429 if the owner's readers hold all that they may, 503 if every buffer is in use.
         """
         # A thread takes ten times as long as what it would do here.
-        lent = await self._lent_at_once(exchange, tier, stored) if isinstance(tier, Lender) else None
+        lent = await self._lent_at_once(exchange, tier, stored) if is_lender(tier) else None
         if lent is None:
             action = partial(_lend, tier, stored, self._buffers, exchange.caller.tenant, self._limits.object_bytes_max)
             try:
@@ -54,6 +55,25 @@ class Lending:
                 self._metrics.count_corrupt()
                 await self._workers.write(exchange.owner, partial(tier.delete, stored, "corrupt"))
         return lent
+
+    async def bring(self, exchange: Exchange, latest: Latest, stored: ObjectId) -> None:
+        """Copy an object here from whoever has the latest, if anybody has, through a buffer of the tenant's share.
+
+        RequestRefused: as `lend`, and 503 if somebody can't be asked.
+        """
+        tenant = exchange.caller.tenant
+
+        def brought() -> None:
+            with ExitStack() as held:
+
+                def take(size: int) -> memoryview:
+                    buffer = take_buffer(self._buffers, size, tenant)
+                    held.callback(self._buffers.give_back, buffer, tenant)
+                    return buffer
+
+                latest.bring(stored, take)
+
+        await self._workers.read(exchange.owner, brought)
 
     async def _lent_at_once(self, exchange: Exchange, tier: Lender, stored: ObjectId) -> LentObject | None:
         """Lend what needs no waiting for a disk; memory once its owner's share has room."""
@@ -74,7 +94,7 @@ class Lending:
                 _release(lent)
                 self._memory.give_back(owner, size)
                 return None
-        return replace(lent, release=partial(self._take_back, lent, owner))
+        return LentObject(size, lent.head, lent.views, None, partial(self._take_back, lent, owner))
 
     def _take_back(self, lent: LentObject, owner: str) -> None:
         lent.release()
@@ -91,7 +111,7 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
 
     CorruptPayload if that is no object, by its head.
     """
-    if isinstance(tier, Lender):
+    if is_lender(tier):
         lent = tier.lend(stored)
         if lent is not None:
             return lent

@@ -99,7 +99,7 @@ class ObjectRequests:
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._workers.read(exchange.owner, partial(region.latest.bring, stored))
+            await self._lending.bring(exchange, region.latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
         if lent is None:
             self._metrics.count_miss()

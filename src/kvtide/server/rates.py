@@ -11,6 +11,9 @@ from kvtide.errors import RequestRefused
 
 __all__ = ["Rates"]
 
+# So few are kept without a look at whether they are full again.
+_KNOWN_MIN = 64
+
 
 class Rates:
     """Lets an owner make `requests_s` requests a second, with a burst of one second's."""
@@ -54,7 +57,7 @@ class Rates:
     def _note(self, owner: str, left: float, now_s: float) -> None:
         self._left[owner] = (left, now_s)
         self._left.move_to_end(owner)
-        while len(self._left) > 1:
+        while len(self._left) > _KNOWN_MIN:
             oldest = next(iter(self._left))
             if len(self._left) <= self._owners_max and self._refilled(oldest, now_s) < self._burst:
                 return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.server.auth import Gate
+from kvtide.server.auth import Gate, tenants_named
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Doors, Guest, address_of, connections_for
 from kvtide.server.gateway import Gateway
@@ -118,6 +118,9 @@ class Service:
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
+        for tenant in tenants_named(settings.grants):
+            # Before names that anybody may make up.
+            self.observatory.metrics.label(tenant)
         tier.observe(self.observatory)
         backing.records.on_raised = self.observatory.invalidated
 

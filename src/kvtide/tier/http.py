@@ -103,31 +103,29 @@ class HttpTier:
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
         asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
-        leading = self._exists(asked, leading_only=True).leading if asked else 0
-        if not 0 <= leading <= len(asked):
-            raise TierUnavailable(f"asked for {len(asked)} objects, the server says that it has {leading}")
-        return leading
+        return self._exists(asked, leading_only=True).leading if asked else 0
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the server in one request for each namespace, and for each EXISTS_KEYS_MAX objects of it."""
         present: list[bool] = []
         for _, group in groupby(object_ids, lambda each: each.namespace):
             while asked := list(islice(group, EXISTS_KEYS_MAX)):
-                found = self._exists(asked, leading_only=False).present
-                if len(found) != len(asked):
-                    raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found)}")
-                present += found
+                present += self._exists(asked, leading_only=False).present
         return present
 
     def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
         """Ask for objects of one namespace."""
         names = [self._naming(object_id) for object_id in asked]
         question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=leading_only)
-        target, headers = f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1]
-        answer = self._any("POST", target, headers, msgspec.json.encode(question))
+        target, body = f"/v1/{names[0][0].namespace.hex()}/exists", msgspec.json.encode(question)
+        answer = self._any("POST", target, names[0][1], body)
         if answer.status != 200:
             raise self._refused("POST", answer)
-        return _decoded(answer, ExistsAnswer)
+        found = _decoded(answer, ExistsAnswer)
+        if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
+            told = f"of {len(found.present)}, and that it has {found.leading}"
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells {told}")
+        return found
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""

@@ -38,7 +38,7 @@ from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.invalidation import Invalidations
-from kvtide.tier.lend import Lender, LentObject
+from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
 from kvtide.types import ObjectId
@@ -232,7 +232,7 @@ class TierStack:
 
     def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
         for position, tier in enumerate(self._open):
-            lent = self._ask(tier, "read", partial(lend, tier), None) if isinstance(tier, Lender) else None
+            lent = self._ask(tier, "read", partial(lend, tier), None) if is_lender(tier) else None
             if lent is not None:
                 if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
                     self.prefetch([object_id], lent.size)
