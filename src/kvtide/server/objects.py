@@ -164,7 +164,7 @@ class ObjectRequests:
             await exchange.reply(304, headers=common)
             return
         part, status = ByteRange(0, lent.size), 200
-        if "range" in headers:
+        if "range" in headers and headers.get("if-range", tag) == tag:
             part, status = parse_range(headers["range"], lent.size), 206
             common.append(("Content-Range", f"bytes {part.start}-{part.stop - 1}/{lent.size}"))
         count = part.stop - part.start

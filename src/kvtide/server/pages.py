@@ -89,8 +89,13 @@ class Pages:
         if path == "/events":
             await self._stream_events(exchange)
         elif path == "/":
-            policy = ("Content-Security-Policy", DASHBOARD_POLICY)
-            await exchange.reply(200, dashboard_page(), [("Content-Type", DASHBOARD_CONTENT_TYPE), policy])
+            headers = [
+                ("Content-Type", DASHBOARD_CONTENT_TYPE),
+                ("Content-Security-Policy", DASHBOARD_POLICY),
+                ("X-Content-Type-Options", "nosniff"),
+                ("Cache-Control", "no-store"),
+            ]
+            await exchange.reply(200, dashboard_page(), headers)
         else:
             # Tiers may ask the disk for this, so not here.
             stats = await self._workers.read(exchange.owner, self._tier.tier_stats)

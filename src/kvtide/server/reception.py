@@ -10,6 +10,7 @@ from kvtide.server.doors import Doors, Guest
 from kvtide.server.exchange import Exchange
 from kvtide.server.rates import Rates
 from kvtide.server.settings import ServerLimits
+from kvtide.server.sites import Sites
 from kvtide.server.turns import HEALTH, STRANGERS, Turns
 from kvtide.wire.protocol import PageRoute, parse_target
 
@@ -19,8 +20,9 @@ __all__ = ["Reception"]
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
-    def __init__(self, gate: Gate, doors: Doors, turns: Turns, limits: ServerLimits) -> None:
+    def __init__(self, gate: Gate, doors: Doors, turns: Turns, limits: ServerLimits, sites: Sites) -> None:
         self._gate = gate
+        self._sites = sites
         self._doors = doors
         self._turns = turns
         self._rates = Rates(limits.tenant_requests_s_max)
@@ -38,6 +40,7 @@ class Reception:
             if exchange.route == PageRoute("/healthz"):
                 await self._turns.take(HEALTH)
                 return
+            self._sites.check(exchange.head.headers)
             exchange.caller = self._gate.caller(exchange.head.headers, common_name)
         except RequestRefused:
             if not guest.is_known:

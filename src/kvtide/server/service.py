@@ -34,6 +34,7 @@ from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
 from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
+from kvtide.server.sites import Sites
 from kvtide.server.stream import Stream
 from kvtide.server.turns import Turns
 from kvtide.server.workers import Workers
@@ -44,7 +45,9 @@ __all__ = ["Backing", "Service", "backing_for"]
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-# The system has no descriptor left: connections wait in the backlog meanwhile.
+# The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
+# and connections wait in the backlog meanwhile.
+_DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
 _ACCEPT_PAUSE_S = 0.1
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 # A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
@@ -169,7 +172,9 @@ class Service:
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
-        reception = Reception(Gate(self._settings.grants, self._clock), self.doors, Turns(loop), limits)
+        is_mine = self._address.is_local and not (self._settings.grants or self._settings.is_open_to_all)
+        gate = Gate(self._settings.grants, self._clock)
+        reception = Reception(gate, self.doors, Turns(loop), limits, Sites(is_mine))
         listing = Listing(self._tier, names)
         return Gateway(reception, objects, records, listing, self.buffers, pages, limits, metrics, workers, self._clock)
 
@@ -181,7 +186,7 @@ class Service:
                 await asyncio.sleep(0)
                 sock, peer = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}:
+                if error.errno in _DEAF:
                     raise
                 _log.warning("can't accept a connection now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)

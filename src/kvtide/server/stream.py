@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,21 @@ from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "common_name"]
 
 # The loop is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.
 LINGER_BYTES_MAX = 1 << 20
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def common_name(certificate: Mapping[str, Any] | None) -> str | None:
+    """Return the common name in a certificate as `ssl` tells it; None for none, and for several: which one counts?"""
+    subject = certificate.get("subject", ()) if certificate else ()
+    # A tuple of relative names, each a tuple of pairs.
+    names = [value for part in subject for name, value in part if name == "commonName"]
+    return str(names[0]) if len(names) == 1 else None
 
 
 class Stream:
@@ -57,11 +65,7 @@ class Stream:
         if not isinstance(self._sock, ssl.SSLSocket):
             return None
         await self._until_done(self._sock.do_handshake, deadline_s)
-        certificate = self._sock.getpeercert()
-        subject = certificate.get("subject", ()) if certificate else ()
-        # A tuple of relative names, each a tuple of pairs.
-        names = dict(pair for part in subject for pair in part)  # type: ignore[misc, unused-ignore]
-        return str(names["commonName"]) if "commonName" in names else None
+        return common_name(self._sock.getpeercert())
 
     async def read_head(self, idle_deadline_s: float, head_s_max: float) -> bytes | None:
         """Return the bytes of the next head, its empty line included; None if the peer closed before one began.
