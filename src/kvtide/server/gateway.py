@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
@@ -29,8 +31,10 @@ from kvtide.wire.protocol import (
     ExistsAnswer,
     ExistsRoute,
     ListRoute,
+    ObjectList,
     ObjectRoute,
     PageRoute,
+    TenantView,
     decisions,
     parse_look_ups,
 )
@@ -40,6 +44,7 @@ from kvtide.wire.records import RecordName, RecordsRoute
 __all__ = ["Gateway"]
 
 _log = logging.getLogger(__name__)
+_View = TypeVar("_View", ObjectList, TenantView)
 
 _LINGER_S_MAX = 1.0
 # Keys that are looked up at a time: a fraction of a millisecond in memory, one round trip behind it.
@@ -198,8 +203,7 @@ class Gateway:
             return
         caller.require(Scope.READ)
         if isinstance(route, ListRoute):
-            look = partial(self._listing.objects, caller.tenant, route)
-            await exchange.reply_json(await self._workers.read(exchange.owner, look))
+            await exchange.reply_json(await self._walked(exchange, self._listing.objects(caller.tenant, route)))
         else:
             await self._exists(exchange, route)
 
@@ -232,8 +236,15 @@ class Gateway:
             await self._pages.answer(exchange, path)
             return
         exchange.caller.require(Scope.READ)
-        look = partial(self._listing.tenant, exchange.caller)
-        await exchange.reply_json(await self._workers.read(exchange.owner, look))
+        await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
+
+    async def _walked(self, exchange: Exchange, walk: Iterator[_View | None]) -> _View:
+        """Return what a walk comes to. Each slice of it waits for a turn, and costs as much as a request."""
+        step: Callable[[], _View | None] = partial(next, walk)
+        while (found := await self._workers.read(exchange.owner, step)) is None:
+            self._reception.charge(exchange, 1)
+            await self._reception.go_on(exchange)
+        return found
 
     def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""

@@ -377,7 +377,8 @@ class TierStack:
         for tier in self._open:
             for info in tier.objects():
                 if info.id not in seen:
-                    seen.add(info.id)
+                    if tier is not self._open[-1]:
+                        seen.add(info.id)
                     yield info
 
     def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
