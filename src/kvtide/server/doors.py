@@ -15,7 +15,7 @@ from ipaddress import IPv6Address
 from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 
-__all__ = ["FILES_MAX", "Doors", "Guest", "address_of", "connections_for"]
+__all__ = ["ADDRESS_MARK", "FILES_MAX", "SHARED_ADDRESSES", "Doors", "Guest", "address_of", "connections_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,20 +23,25 @@ _log = logging.getLogger(__name__)
 FILES_MAX = 256
 # Whoever has one address of a network like this has all of them.
 _IPV6_NETWORK_BITS = 64
+# No tenant's name begins like that.
+ADDRESS_MARK = "@"
+_UNIX = f"{ADDRESS_MARK}unix"
+# Accounts of all that runs on this machine.
+SHARED_ADDRESSES = frozenset({_UNIX, f"{ADDRESS_MARK}127.0.0.1", f"{ADDRESS_MARK}::"})
 
 
 def address_of(peer: object) -> str:
     """Return the account of a socket's peer: an IPv4 address, an IPv6 network of 64 bits, or this machine's sockets.
 
-    No tenant is called like that.
+    An IPv4 address in IPv6 clothes, as a listener on `::` sees it, is itself.
     """
     if not isinstance(peer, tuple):
-        return "@unix"
+        return _UNIX
     host = str(peer[0])
     if ":" in host:
-        bits = 128 - _IPV6_NETWORK_BITS
-        host = str(IPv6Address(int(IPv6Address(host.partition("%")[0])) >> bits << bits))
-    return f"@{host}"
+        bits, address = 128 - _IPV6_NETWORK_BITS, IPv6Address(host.partition("%")[0])
+        host = str(address.ipv4_mapped or IPv6Address(int(address) >> bits << bits))
+    return f"{ADDRESS_MARK}{host}"
 
 
 def connections_for(limits: ServerLimits, descriptors: int) -> int:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller
+from kvtide.server.doors import ADDRESS_MARK, SHARED_ADDRESSES
 from kvtide.server.pace import Pace
 from kvtide.server.stream import Stream
 from kvtide.wire.http import RequestHead, pack_response_head
@@ -59,6 +60,13 @@ class Exchange:
     def priority(self) -> int:
         """The scheduler's priority: larger goes first."""
         return _URGENCY_MAX - urgency(self.head.headers)
+
+    @property
+    def share(self) -> str:
+        """Whose share of the link it takes where no tenant is known: the address; the connection where all have one."""
+        if not self.owner.startswith(ADDRESS_MARK):
+            return ""
+        return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
 
     async def expect_body(self, pace: Pace) -> None:
         """Wait for the first bytes of the request's body, asking for it if the client waits for that."""

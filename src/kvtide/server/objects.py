@@ -182,6 +182,7 @@ class ObjectRequests:
                 tenant=exchange.caller.tenant,
                 owner=exchange.owner,
                 client=exchange.client,
+                share=exchange.share,
                 priority=exchange.priority,
                 pace=self._limits.pace(exchange.stream.now_s()),
                 on_start=exchange.started,

@@ -35,6 +35,7 @@ class Order:
     """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
 
     `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
+    `share` says whose share of the link it takes; empty for the tenant's.
     """
 
     stream: Stream
@@ -44,6 +45,7 @@ class Order:
     tenant: str
     owner: str
     client: str
+    share: str
     priority: int
     pace: Pace
     on_start: Callable[[], None]
@@ -110,8 +112,10 @@ class Sender:
             self._leave(send)
 
     def _enqueue(self, order: Order, size: int) -> Send:
+        # Where nobody shows a token a tenant is what anybody calls himself.
+        tenant, now_s = "" if order.share else order.tenant, self._loop.time()
         try:
-            return self.scheduler.enqueue(order.tenant, order.client, size, self._loop.time(), order.priority)
+            return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
         except QueueFull as error:
             raise RequestRefused(429, str(error), retry_after_s=1.0) from error
 
