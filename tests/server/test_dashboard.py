@@ -25,6 +25,7 @@ from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.status import LinkStatus, Status, server_status, status_body
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats
+from kvtide.types import Namespace
 
 BROWSER = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
@@ -41,6 +42,7 @@ FLAGS = [
     "--window-size=1280,1100",
 ]
 POLLS = 12
+NAMESPACE = Namespace(bytes(range(32)))
 
 
 def made_up_status(polls: int = 0) -> Status:
@@ -54,11 +56,12 @@ def made_up_status(polls: int = 0) -> Status:
         for connection in range(4):
             scheduler.enqueue(tenant, f"{tenant}{connection}", 3 << 20, 0.0)
     scheduler.grant(0.0)
-    for _ in range(300 + 70 * polls):
-        metrics.count_hit()
-    for _ in range(100 + 30 * polls + (polls * 7919) % 23):
-        metrics.count_miss()
-    metrics.count_decisions({Decided(Choice.LOAD, Why.IN_TIME): 812})
+    counts = {
+        Decided(Choice.LOAD, Why.IN_TIME): 300 + 70 * polls,
+        Decided(Choice.RECOMPUTE, Why.ABSENT): 90 + 30 * polls + (polls * 7919) % 23,
+        Decided(Choice.ABANDONED, Why.DEADLINE): 10,
+    }
+    metrics.count_decisions("search", NAMESPACE, counts)
     metrics.connection_opened()
     tiers = [
         TierStats("memory", 120, 700 << 20, 1 << 30, 200, 200, 31, 0),
@@ -128,14 +131,14 @@ def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: 
         "120 objects, 50.0 % hits, 31 evicted",
         "0 evicted, 2 faults",
         "8 of 8 slots, policy vtc; 8 bodies wait, 48.0 MiB to send",
-        "812 blocks loaded, 0 recomputed",
+        "absent, 10 deadline",
         "search 2 48.0 %",
         "west.example:7421 down",
     ):
         assert shown in text, (shown, text)
     # 400 MiB for the first tenant and its parts for the others, every two seconds.
     assert re.search(r"Sent 417 MiB/s", text)
-    assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ in the last", text)
+    assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ tokens in the last", text)
     assert "&lt;b&gt;eval&lt;/b&gt;" in page
     assert page.count("<polyline") == 3
     assert 'aria-valuetext="68.4 %"' in page
@@ -152,6 +155,7 @@ def test_page_says_that_it_needs_a_token(server: ThreadingHTTPServer, tmp_path: 
 def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
     token = new_token()
     grant = Grant(tenant="search", scopes=list(Scope), token_sha256=token_digest(token))
+    told = "load:in_time=512,recompute:absent=256"
     with running_server(grants=(grant,)) as serving:
         connection = HTTPConnection(serving.address.host, serving.address.port, timeout=20)
         for method, number in (("PUT", 1), ("GET", 1), ("GET", 1), ("GET", 2)):
@@ -159,12 +163,14 @@ def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
             body = object_bytes(number, 300_000) if method == "PUT" else None
             connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
             connection.getresponse().read()
+        connection.request("GET", "/v1", headers={"Authorization": f"Bearer {token}", "Kvtide-Decisions": told})
+        connection.getresponse().read()
         connection.close()
         page = browse_at(f"http://admin:{token}@{serving.address}/", tmp_path, "--dump-dom", "--timeout=4000")
     text = text_of(page)
     for shown in (
         "live",
-        "66.7 % 2 of 3 since the start",
+        "66.7 % 512 of 768 tokens since the start",
         "memory 293 KiB of 1.0 GiB 1 object,",
         "search 1",
         "586 KiB",

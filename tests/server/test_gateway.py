@@ -328,16 +328,19 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
 
 def test_pages_tell_what_happened(server: RunningServer) -> None:
     ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    ask(server, "GET", path_of(object_id(1)))
+    for asked in ("bytes=0-99", "bytes=100-199", "bytes=200-"):
+        ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})
+    ask(server, "HEAD", path_of(object_id(1)))
+    ask(server, "HEAD", path_of(object_id(2)))
     ask(server, "GET", path_of(object_id(2)))
     ask(server, "PUT", path_of(object_id(2)), damaged(2, 999))
     metrics = ask(server, "GET", "/metrics")[1].decode()
-    assert 'kvtide_lookups_total{result="hit"} 1.0' in metrics
-    assert 'kvtide_lookups_total{result="miss"} 1.0' in metrics
+    assert 'kvtide_object_reads_total{result="found",tenant="(open)"} 1.0' in metrics
+    assert 'kvtide_object_reads_total{result="absent",tenant="(open)"} 1.0' in metrics
     assert "kvtide_corrupt_objects_total 1.0" in metrics
     assert 'kvtide_sent_bytes_total{tenant="(open)"} 1000.0' in metrics
     status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert (status["hits"], status["misses"], status["slots_used"]) == (1, 1, 0)
+    assert (status["reads"], status["slots_used"]) == ({"found": 1, "absent": 1}, 0)
     assert b"<html" in ask(server, "GET", "/")[1]
 
 
@@ -357,14 +360,18 @@ def test_events_follow_objects(server: RunningServer) -> None:
 def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningServer) -> None:
     tier = http_tier(server.url, SystemClock())
     tier.open()
-    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
-    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
-    tier.note_decisions({})
+    name = object_id(1).namespace
+    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
+    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
+    tier.note_decisions(name, {})
     tier.close()
     metrics = ask(server, "GET", "/metrics")[1].decode()
-    assert 'kvtide_decisions_total{decision="load",reason="both_ends"} 8.0' in metrics
-    assert 'kvtide_decisions_total{decision="recompute",reason="link_slower"} 2.0' in metrics
+    labels = f'namespace="{name.hex()[:12]}",reason="both_ends",tenant="(open)"'
+    assert f'kvtide_prompt_tokens_total{{decision="load",{labels}}} 8.0' in metrics
+    for path in ("/v1/bad", path_of(object_id(9)), "/nothing"):
+        # What comes with a request that is refused does not count.
+        ask(server, "GET", path, headers={"Kvtide-Decisions": "load:both_ends=5"})
     status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert status["decisions"] == {"load": 8, "recompute": 2, "abandoned": 0}
+    assert (status["loaded_tokens"], status["missed_tokens"]) == (8, {"link_slower": 2})
     for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
         assert ask(server, "GET", "/v1", headers={"Kvtide-Decisions": nonsense})[0].status == 400

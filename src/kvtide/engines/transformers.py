@@ -245,6 +245,8 @@ class CachedModel:
             with selection.active(self.model):
                 output = self.model.generate(input_ids, **arguments)
         self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
+        self.cache.decisions.add(Choice.LOAD, Why.IN_TIME, report.hit_tokens, self.namespace)
+        self._note_absent(prompt, report.hit_tokens)
         return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
     def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
@@ -294,6 +296,7 @@ class CachedModel:
             found = self.cache.guarded("stream", partial(self._stream, prompt, *self._streaming), None)
             if found is not None:
                 return found
+        self._note_absent(prompt, hits * self.layout.tokens)
         past = DynamicCache(config=self.model.config)
         stored_bytes = 0
         if hits:
@@ -317,12 +320,18 @@ class CachedModel:
             streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
         if streamed.decision is not None:
             loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
-            why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
-            self.cache.decisions.add(Choice.LOAD, why, blocks)
-            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens // self.layout.tokens - blocks)
+            why = Why.of(streamed.decision.way)
+            self.cache.decisions.add(Choice.LOAD, why, loaded, self.namespace)
+            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens - loaded, self.namespace)
+        self._note_absent(prompt, streamed.stored_tokens)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
+
+    def _note_absent(self, prompt: np.ndarray[Any, Any], stored_tokens: int) -> None:
+        """Count the tokens of full blocks of which nothing is stored."""
+        full = (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
+        self.cache.decisions.add(Choice.RECOMPUTE, Why.ABSENT, max(0, full - stored_tokens), self.namespace)
 
     def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
         if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:

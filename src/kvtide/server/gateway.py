@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from typing import TypeVar
 
 from kvtide.clock import Clock
@@ -25,6 +26,7 @@ from kvtide.server.record_requests import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.server.stream import Stream
 from kvtide.server.workers import Workers
+from kvtide.types import Namespace
 from kvtide.wire.http import RequestHead, parse_request_head
 from kvtide.wire.protocol import (
     EXISTS_BYTES_MAX,
@@ -173,13 +175,17 @@ class Gateway:
     async def _answer_at_leisure(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
         try:
             await self._reception.let_in(exchange, guest, common_name)
-            self._metrics.count_decisions(decisions(exchange.head.headers))
             allowed = _METHODS[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
                 await exchange.refuse(refused, [("Allow", ", ".join(allowed))])
                 return
+            told = decisions(exchange.head.headers)
             await self._dispatch(exchange)
+            # What comes with a request that is refused may be anybody's.
+            if told and exchange.status < HTTPStatus.BAD_REQUEST:
+                tenant, namespace = exchange.caller.tenant, _namespace(exchange.route)
+                self._metrics.count_decisions(tenant, namespace, told)
         except RequestRefused as error:
             await exchange.refuse(error)
         except TierUnavailable as error:
@@ -250,6 +256,13 @@ class Gateway:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
         self._pages.is_draining = True
         return self.busy
+
+
+def _namespace(route: ProtocolRoute) -> Namespace:
+    """Return the namespace that a request is about, as its owner says it; without bytes if it is about none."""
+    if isinstance(route, ObjectRoute):
+        return route.id.namespace
+    return route.namespace if isinstance(route, ExistsRoute | ListRoute) else Namespace(b"")
 
 
 def _kind(route: ProtocolRoute) -> Route:

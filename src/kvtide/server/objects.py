@@ -90,7 +90,7 @@ class ObjectRequests:
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        region = self._region
+        region, method = self._region, exchange.head.method
         central = region.central if region is not None else None
         if central is not None and central.is_too_old_for(exchange.head.headers):
             # The object can't be out of date, but its namespace's generation can.
@@ -102,11 +102,11 @@ class ObjectRequests:
             await self._lending.bring(exchange, region.latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
         if lent is None:
-            self._metrics.count_miss()
             if not await self._is_sent_on(exchange, object_id):
-                await self._reply_absent(exchange, stored)
+                reason = await self._reply_absent(exchange, stored)
+                if method == "GET":
+                    self._metrics.count_absent(exchange.caller.tenant, reason)
             return
-        self._metrics.count_hit()
         try:
             await self._send(exchange, lent)
         finally:
@@ -152,10 +152,12 @@ class ObjectRequests:
         as_of_s = self._region.as_of_s() if self._region else None
         return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
 
-    async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> None:
+    async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> str | None:
+        """Say that an object is not here, and why if that is remembered. Return the reason."""
         reason = await self._workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
         known: Headers = [(REMOVED_HEADER, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
+        return reason
 
     async def _send(self, exchange: Exchange, lent: LentObject) -> None:
         headers, tag = exchange.head.headers, etag(version_tag(lent.head))
@@ -190,6 +192,9 @@ class ObjectRequests:
             )
         )
         exchange.status, exchange.sent_bytes = status, count
+        if part.start == 0:
+            # Whoever loads layer by layer reads an object in several ranges.
+            self._metrics.count_read(exchange.caller.tenant)
         self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -211,7 +216,8 @@ class ObjectRequests:
                 return
         body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
-        store = partial(_store, self._tier, stored, object_id, body, give_back)
+        note = partial(self._metrics.note_model, tenant, object_id.namespace)
+        store = partial(_store, self._tier, stored, object_id, body, give_back, note)
         try:
             is_new = await self._workers.write(exchange.owner, store, give_back)
         except RequestRefused as error:
@@ -238,8 +244,17 @@ def _stored_quality(tier: Tier, stored: ObjectId) -> float:
     return object_quality(head[: tier.get_into(stored, memoryview(head)) or 0])
 
 
-def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, release: Callable[[], None]) -> bool:
-    """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
+def _store(
+    tier: Tier,
+    stored: ObjectId,
+    claimed: ObjectId,
+    body: memoryview,
+    release: Callable[[], None],
+    note_model: Callable[[str], None],
+) -> bool:
+    """Verify a body and store it, in the place of a coarser one too; say what it calls its model.
+
+    False if one as good was here already.
 
     RequestRefused if it is not the object that it claims to be, or there is no room.
     """
@@ -247,7 +262,9 @@ def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, re
         is_here = tier.contains(stored)
         if is_here and object_quality(body) >= _stored_quality(tier, stored):
             return False
-        parse_object(body, claimed).sections()
+        parsed = parse_object(body, claimed)
+        parsed.sections()
+        note_model(parsed.meta.model)
         put = tier.replace if is_here and isinstance(tier, Replacing) else tier.put_from
         is_stored = put(stored, body)
     except CorruptPayload as error:

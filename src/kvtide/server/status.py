@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -10,7 +11,7 @@ from kvtide.server.metrics import Metrics, TenantTotals
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
 
-__all__ = ["LinkStatus", "Status", "TenantStatus", "server_status", "status_body"]
+__all__ = ["LinkStatus", "NamespaceStatus", "Status", "TenantStatus", "server_status", "status_body"]
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
@@ -25,6 +26,16 @@ class TenantStatus(msgspec.Struct, frozen=True):
     unsent_bytes: int
     wait_s_mean: float | None
     wait_s_p99: float | None
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """One namespace's tokens as clients say, since the server began; `model` is what its objects call it."""
+
+    tenant: str
+    namespace: str
+    model: str
+    loaded_tokens: int
+    missed_tokens: dict[str, int]
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -42,16 +53,19 @@ class Status(msgspec.Struct, frozen=True):
 
     version: str
     uptime_s: float
-    hits: int
-    misses: int
+    # Of prompts' full blocks, as clients say: from any tier of theirs or ours, and by reason not.
+    loaded_tokens: int
+    missed_tokens: dict[str, int]
+    # What was read here, once an object: `found`, or why not.
+    reads: dict[str, int]
     corrupt_objects: int
     policy: str
     slots: int
     slots_used: int
     tiers: list[TierStats]
     tenants: list[TenantStatus]
+    namespaces: list[NamespaceStatus]
     links: list[LinkStatus]
-    decisions: dict[str, int]
 
 
 def server_status(
@@ -71,20 +85,24 @@ def server_status(
         sum(tenant.sent_bytes for tenant in tenants),
         sum(tenant.received_bytes for tenant in tenants),
     )
-    hits, misses = metrics.lookups()
+    namespaces = [NamespaceStatus(*totals) for totals in metrics.namespaces()]
+    missed: Counter[str] = Counter()
+    for each in namespaces:
+        missed.update(each.missed_tokens)
     return Status(
         version=version,
         uptime_s=uptime_s,
-        hits=hits,
-        misses=misses,
+        loaded_tokens=sum(each.loaded_tokens for each in namespaces),
+        missed_tokens=dict(missed),
+        reads=metrics.reads(),
         corrupt_objects=metrics.corrupt_objects(),
         policy=scheduler.settings.policy,
         slots=scheduler.settings.slots,
         slots_used=scheduler.slots_used,
         tiers=list(tiers),
         tenants=tenants,
+        namespaces=namespaces,
         links=[clients, *peers],
-        decisions={str(decision): count for decision, count in metrics.decisions().items()},
     )
 
 

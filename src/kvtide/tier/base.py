@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.decisions import Decided
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId, TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
     "Batched",
@@ -108,8 +108,8 @@ class Recorded(Protocol):
 class Noting(Protocol):
     """A tier that remembers what engines decided, or tells who does."""
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Add to the counts. TierUnavailable if they are lost."""
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Add to the counts of tokens. TierUnavailable if they are lost."""
 
 
 @runtime_checkable

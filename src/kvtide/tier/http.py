@@ -208,13 +208,15 @@ class HttpTier:
         ]
         return any(answer.status == 204 for answer in answers)
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Tell the first server that answers; it counts them for whom our token names."""
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""
         text = decisions_text(counts)
         if text:
-            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            name, headers = self._naming(ObjectId(namespace, BlockKey(namespace)))
+            target, question = f"/v1/{name.namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
+            answer = self._any("POST", target, [*headers, (DECISIONS_HEADER, text)], question)
             if answer.status != 200:
-                raise self._refused("GET", answer)
+                raise self._refused("POST", answer)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""

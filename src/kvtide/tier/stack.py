@@ -41,7 +41,7 @@ from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
-from kvtide.types import ObjectId
+from kvtide.types import Namespace, ObjectId
 
 __all__ = ["TierStack"]
 
@@ -361,10 +361,10 @@ class TierStack:
         done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
         return any(done)
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
         for tier in (each for each in self._open if isinstance(each, Noting)):
-            self._ask(tier, "note", partial(tier.note_decisions, counts), None)
+            self._ask(tier, "note", partial(tier.note_decisions, namespace, counts), None)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
