@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.placement import PoolServer
 from kvtide.server.access import write_access_log
 from kvtide.server.auth import new_token, token_digest
+from kvtide.server.live import SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.service import Service, backing_for
 from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
@@ -52,7 +55,7 @@ def serve(
     ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
-    """Serve tiers over HTTP until SIGTERM, then finish what is under way."""
+    """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings anew."""
     given: dict[str, object] = {
         "listen": listen,
         "socket_path": near and near.absolute(),
@@ -65,11 +68,18 @@ def serve(
         "access_log": access_log and access_log.absolute(),
     }
     changes = {key: value for key, value in given.items() if value}
-    settings = read_settings(config, changes)
+    # Few and about what the operator did.
+    logging.getLogger("kvtide.server").setLevel(logging.INFO)
+    read = partial(read_settings, config, changes)
+    _serve(read(), SettingsFile(config, read) if config else None, pool, name)
+
+
+def _serve(settings: ServerSettings, source: SettingsFile | None, pool: str | None, name: str | None) -> None:
+    """Open everything, serve until a signal, and close everything. ValueError for what can't be had."""
     clock = SystemClock()
     backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None
-    service = Service(settings, backing, clock, member)
+    service = Service(settings, backing, clock, member, source)
     try:
         if settings.access_log is not None:
             write_access_log(settings.access_log)
@@ -100,6 +110,7 @@ async def _run(service: Service, settings: ServerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, service.reload)
 
     def say(address: Address) -> None:
         print(f"kvtide serves {', '.join(settings.tiers)} on {address}", flush=True)

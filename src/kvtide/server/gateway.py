@@ -17,6 +17,7 @@ from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Guest
 from kvtide.server.exchange import Exchange
 from kvtide.server.listing import Listing
+from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import PAGES, Pages
@@ -81,7 +82,7 @@ class Gateway:
         listing: Listing,
         buffers: BodyBuffers,
         pages: Pages,
-        limits: ServerLimits,
+        live: Live,
         metrics: Metrics,
         workers: Workers,
         clock: Clock,
@@ -93,11 +94,15 @@ class Gateway:
         self._buffers = buffers
         self._pages = pages
         self._metrics = metrics
-        self._limits = limits
+        self._live = live
         self._workers = workers
         self._clock = clock
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[Guest] = set()
+
+    @property
+    def _limits(self) -> ServerLimits:
+        return self._live.limits
 
     async def serve(self, stream: Stream, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""

@@ -14,6 +14,7 @@ from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
 from kvtide.server.lending import Lending
+from kvtide.server.live import Live
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
@@ -59,7 +60,7 @@ class ObjectRequests:
         sender: Sender,
         lending: Lending,
         buffers: BodyBuffers,
-        limits: ServerLimits,
+        live: Live,
         metrics: Metrics,
         workers: Workers,
         member: Member | None = None,
@@ -72,10 +73,14 @@ class ObjectRequests:
         self._sender = sender
         self._lending = lending
         self._buffers = buffers
-        self._limits = limits
+        self._live = live
         self._workers = workers
         self._member = member
         self._region = region
+
+    @property
+    def _limits(self) -> ServerLimits:
+        return self._live.limits
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""

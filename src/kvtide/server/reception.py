@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from kvtide.errors import RequestRefused
-from kvtide.server.auth import Gate
 from kvtide.server.doors import Doors, Guest
 from kvtide.server.exchange import Exchange
+from kvtide.server.live import Live
 from kvtide.server.rates import Rates
-from kvtide.server.settings import ServerLimits
 from kvtide.server.sites import Sites
 from kvtide.server.turns import HEALTH, STRANGERS, Turns
 from kvtide.wire.protocol import PageRoute, parse_target
@@ -20,14 +19,13 @@ __all__ = ["Reception"]
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
-    def __init__(self, gate: Gate, doors: Doors, turns: Turns, limits: ServerLimits, sites: Sites) -> None:
-        self._gate = gate
+    def __init__(self, live: Live, doors: Doors, turns: Turns, sites: Sites) -> None:
+        self._live = live
         self._sites = sites
         self._doors = doors
         self._turns = turns
-        self._rates = Rates(limits.tenant_requests_s_max)
-        self._stranger_rates = Rates(limits.stranger_requests_s_max)
-        self._limits = limits
+        self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
+        self._stranger_rates = Rates(lambda: live.limits.stranger_requests_s_max)
 
     async def let_in(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
         """Note route, caller and owner of a request whose turn it is.
@@ -41,10 +39,10 @@ class Reception:
                 await self._turns.take(HEALTH)
                 return
             self._sites.check(exchange.head.headers)
-            exchange.caller = self._gate.caller(exchange.head.headers, common_name)
+            exchange.caller = self._live.gate.caller(exchange.head.headers, common_name)
         except RequestRefused:
             if not guest.is_known:
-                wait_s = self._stranger_rates.wait_s(guest.address, exchange.arrived_s, self._limits.head_s_max)
+                wait_s = self._stranger_rates.wait_s(guest.address, exchange.arrived_s, self._live.limits.head_s_max)
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
             raise

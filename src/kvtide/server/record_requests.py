@@ -10,6 +10,7 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.central_records import CentralRecords
 from kvtide.server.exchange import Exchange
+from kvtide.server.live import Live
 from kvtide.server.records import Records, WriteCondition
 from kvtide.server.settings import ServerLimits
 from kvtide.server.workers import Workers
@@ -26,13 +27,17 @@ class RecordRequests:
     """
 
     def __init__(
-        self, records: Records, central: CentralRecords | None, workers: Workers, limits: ServerLimits, are_kept: bool
+        self, records: Records, central: CentralRecords | None, workers: Workers, live: Live, are_kept: bool
     ) -> None:
         self._records = records
         self._central = central
         self._workers = workers
-        self._limits = limits
+        self._live = live
         self._are_kept = are_kept
+
+    @property
+    def _limits(self) -> ServerLimits:
+        return self._live.limits
 
     async def answer(self, exchange: Exchange, route: RecordName | RecordsRoute) -> None:
         """Answer GET, HEAD or PUT. RequestRefused if that is an error."""

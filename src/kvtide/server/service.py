@@ -9,7 +9,6 @@ import random
 import resource
 import secrets
 import socket
-import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.server.auth import Gate, tenants_named
+from kvtide.server.auth import tenants_named
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Doors, Guest, address_of, connections_for
 from kvtide.server.gateway import Gateway
 from kvtide.server.lending import Lending
 from kvtide.server.listing import Listing
+from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
@@ -33,7 +33,7 @@ from kvtide.server.records import Records
 from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
-from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
+from kvtide.server.settings import Address, ServerSettings, are_records_kept, parse_address, records_path
 from kvtide.server.sites import Sites
 from kvtide.server.stream import Stream
 from kvtide.server.turns import Turns
@@ -49,6 +49,8 @@ _BACKLOG = 1024
 # and connections wait in the backlog meanwhile.
 _DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
 _ACCEPT_PAUSE_S = 0.1
+# How often the files of the settings are looked at.
+_SETTINGS_POLL_S = 2.0
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 # A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
 # half as much throughput again. Over a network the kernel knows better.
@@ -102,8 +104,16 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
 class Service:
     """Serves what the caller has opened, until it is told to stop."""
 
-    def __init__(self, settings: ServerSettings, backing: Backing, clock: Clock, member: Member | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: ServerSettings,
+        backing: Backing,
+        clock: Clock,
+        member: Member | None = None,
+        source: SettingsFile | None = None,
+    ) -> None:
+        self.live = Live(settings, clock)
+        self._source = source
         self._member = member
         self._backing = backing
         self._tier = tier = backing.store
@@ -112,7 +122,6 @@ class Service:
         self._addresses = [self._address]
         if settings.socket_path is not None:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
-        self._tls = _tls_context(settings.tls) if settings.tls else None
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
         limits = settings.limits
@@ -137,46 +146,66 @@ class Service:
 
         OSError if the address can't be listened on. `on_listening` gets the address with the port that it really is.
         """
-        limits = self._settings.limits
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
-            workers = stack.enter_context(Workers(limits.io_threads))
+            workers = stack.enter_context(Workers(self.live.limits.io_threads))
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             on_listening(_bound(self._address, listeners[0]))
-            stopping = asyncio.create_task(stop.wait())
+            stopping, following = asyncio.create_task(stop.wait()), asyncio.create_task(self._follow_settings())
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*accepting, stopping):
+            for task in (*accepting, stopping, following):
                 task.cancel()
-            await asyncio.gather(*accepting, stopping, return_exceptions=True)
+            await asyncio.gather(*accepting, stopping, following, return_exceptions=True)
             for task in accepting:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.
                     task.result()
             for listener in listeners:
                 listener.close()
-            await self._drain(gateway, limits.drain_s_max)
+            await self._drain(gateway, self.live.limits.drain_s_max)
         for address in self._addresses:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
 
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Workers) -> Gateway:
-        limits, metrics = self._settings.limits, self.observatory.metrics
-        sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
+        live, metrics = self.live, self.observatory.metrics
+        sender = Sender(self.scheduler, loop, workers, live.limits.stall_s_max, metrics)
         _, stored, names, region = self._backing
-        lending = Lending(self.buffers, limits, metrics, workers)
+        lending = Lending(self.buffers, live.limits, metrics, workers)
         objects = ObjectRequests(
-            self._tier, stored, names, sender, lending, self.buffers, limits, metrics, workers, self._member, region
+            self._tier, stored, names, sender, lending, self.buffers, live, metrics, workers, self._member, region
         )
         central = region.central if region else None
-        records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))
+        records = RecordRequests(stored, central, workers, live, are_records_kept(live.settings))
         pages = Pages(self._tier, self.scheduler, self.observatory, workers)
-        is_mine = self._address.is_local and not (self._settings.grants or self._settings.is_open_to_all)
-        gate = Gate(self._settings.grants, self._clock)
-        reception = Reception(gate, self.doors, Turns(loop), limits, Sites(is_mine))
+        settings = live.settings
+        is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
+        reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
         listing = Listing(self._tier, names)
-        return Gateway(reception, objects, records, listing, self.buffers, pages, limits, metrics, workers, self._clock)
+        return Gateway(reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._clock)
+
+    def reload(self) -> None:
+        """Read the settings anew; those that can't be used change nothing. Call it on the event loop."""
+        if self._source is None:
+            _log.warning("there is no file of settings to read anew")
+            return
+        # What is read now is no news to who looks at the files.
+        self._source.has_changed(self.live.settings)
+        try:
+            waiting = self.live.adopt(self._source.read())
+        except ValueError as error:
+            _log.error("the settings stay as they are: %s", error)
+            return
+        self.scheduler.adopt(self.live.settings.sending)
+        _log.info("settings read anew%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
+
+    async def _follow_settings(self) -> None:
+        while self._source is not None:
+            if self._source.has_changed(self.live.settings):
+                self.reload()
+            await asyncio.sleep(_SETTINGS_POLL_S)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
@@ -211,8 +240,8 @@ class Service:
             if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
         is_near = sock.family == socket.AF_UNIX and not self._address.path
-        if self._tls is not None and not is_near:
-            return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        if self.live.tls is not None and not is_near:
+            return self.live.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return sock
 
     def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
@@ -283,18 +312,3 @@ def _turn_away(sock: socket.socket) -> None:
             sock.send(_BUSY, socket.MSG_DONTWAIT)
         except OSError as error:
             _log.debug("a connection too many went away: %s", error)
-
-
-def _tls_context(settings: TlsSettings) -> ssl.SSLContext:
-    """Return a context of TLS 1.2 and up. ValueError if a file can't be used."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(settings.cert_file, settings.key_file)
-        if settings.client_ca_file is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(settings.client_ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use the TLS files {settings.cert_file}, {settings.key_file}: {error}") from error
-    return context

@@ -75,6 +75,16 @@ class Scheduler:
         self._link_free_s = -math.inf
         self._enqueued_bytes = self._sent_bytes = self._dropped_bytes = 0
 
+    def adopt(self, settings: SchedulerSettings) -> None:
+        """Share by other settings from the next grant on; who has more than a new bound lets in keeps it meanwhile.
+
+        AssertionError for another policy or slice.
+        """
+        assert (settings.policy, settings.slice_bytes) == (self.settings.policy, self.settings.slice_bytes)
+        self.settings = settings
+        for flow in self._flows.values():
+            flow.weight = settings.weights.get(flow.owner.tenant, 1.0)
+
     @property
     def slots_used(self) -> int:
         """Slices in flight."""
