@@ -53,6 +53,9 @@ def serve(
         Path | None,
         typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
     ] = None,
+    health: Annotated[
+        str | None, typer.Option("--health", help="host:port for /livez and /readyz, apart from clients.")
+    ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
     """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings anew."""
@@ -65,6 +68,7 @@ def serve(
         "records": records,
         "regions": region_url,
         "is_open_to_all": open_to_all,
+        "health": health,
         "access_log": access_log and access_log.absolute(),
     }
     changes = {key: value for key, value in given.items() if value}

@@ -257,6 +257,10 @@ class Gateway:
             await self._reception.go_on(exchange)
         return found
 
+    def leave(self) -> None:
+        """Tell balancers to look elsewhere from now on."""
+        self._pages.is_leaving = True
+
     def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
         self._pages.is_draining = True

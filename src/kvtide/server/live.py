@@ -21,7 +21,7 @@ __all__ = ["Live", "SettingsFile"]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 # What may change while the server runs; the others are in sizes of pools and names of files that are open.
-_LIVE = frozenset({"grants", "tls", "limits", "sending"})
+_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s"})
 _LIVE_LIMITS = frozenset(
     {
         "object_bytes_max",

@@ -53,6 +53,11 @@ class Member:
     def _adopt(self, pool: PoolMap) -> None:
         self._placement = Placement(pool)
 
+    @property
+    def has_map(self) -> bool:
+        """Whether a map of the pool has come."""
+        return self._placement is not None
+
     def redirect(self, key: BlockKey) -> Redirect | None:
         """Return where a block is kept; None if that is here, as far as is known."""
         placement = self._placement

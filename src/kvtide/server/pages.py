@@ -75,11 +75,13 @@ class Pages:
         self._workers = workers
         self._started_s = asyncio.get_running_loop().time()
         self.is_draining = False
+        # Requests are still taken, and balancers told to look elsewhere.
+        self.is_leaving = False
 
     async def answer(self, exchange: Exchange, path: str) -> None:
         """Answer GET or HEAD. RequestRefused (404) for a page that there is not."""
         if path == "/healthz":
-            if self.is_draining:
+            if self.is_leaving or self.is_draining:
                 raise RequestRefused(503, "draining", retry_after_s=1.0)
             await exchange.reply(200, b"ok\n")
             return

@@ -20,6 +20,7 @@ from kvtide.server.auth import tenants_named
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Doors, Guest, address_of, connections_for
 from kvtide.server.gateway import Gateway
+from kvtide.server.health import Health
 from kvtide.server.lending import Lending
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live, SettingsFile
@@ -124,6 +125,8 @@ class Service:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
+        self.health = Health(tier, backing.region, member, clock.monotonic_s)
+        self.health_port = 0
         limits = settings.limits
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
@@ -152,9 +155,14 @@ class Service:
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
+            await self._open_health(stack)
             on_listening(_bound(self._address, listeners[0]))
             stopping, following = asyncio.create_task(stop.wait()), asyncio.create_task(self._follow_settings())
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done:
+                self.health.is_draining = True
+                gateway.leave()
+                done, _ = await asyncio.wait(accepting, timeout=self.live.settings.drain_delay_s)
             for task in (*accepting, stopping, following):
                 task.cancel()
             await asyncio.gather(*accepting, stopping, following, return_exceptions=True)
@@ -185,6 +193,12 @@ class Service:
         reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
         listing = Listing(self._tier, names)
         return Gateway(reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._clock)
+
+    async def _open_health(self, stack: ExitStack) -> None:
+        stack.callback(self.health.close)
+        if self.live.settings.health is not None:
+            where = parse_address(self.live.settings.health)
+            self.health_port = await self.health.open(where.host, where.port)
 
     def reload(self) -> None:
         """Read the settings anew; those that can't be used change nothing. Call it on the event loop."""

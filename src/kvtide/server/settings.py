@@ -30,6 +30,7 @@ __all__ = [
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
 CONNECTION_BYTES = 64 << 10
+DRAIN_DELAY_S_MAX = 600.0
 DEFAULT_LISTEN = "127.0.0.1:7421"
 
 
@@ -118,6 +119,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
     is_open_to_all: bool = False
+    # Where liveness and readiness are told, host:port, in the clear and to everybody; nowhere without it.
+    health: str | None = None
+    # For so long after SIGTERM requests are still taken, while readiness says no: balancers need it to look elsewhere.
+    drain_delay_s: float = 0.0
     # One line of JSON for each request; none without it.
     access_log: Path | None = None
 
@@ -191,6 +196,10 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
             f"{address} can be reached by others and no grant asks them for a token: "
             "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
         )
+    if settings.health is not None and parse_address(settings.health).path:
+        raise ValueError(f"health is told on host:port, got {settings.health!r}")
+    if not 0 <= settings.drain_delay_s <= DRAIN_DELAY_S_MAX:
+        raise ValueError(f"drain_delay_s is from 0 to {DRAIN_DELAY_S_MAX:g}, got {settings.drain_delay_s!r}")
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
     return settings
