@@ -15,7 +15,7 @@ import typer
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PoolServer
-from kvtide.server.access import write_access_log
+from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.live import SettingsFile
 from kvtide.server.member import Member
@@ -53,6 +53,9 @@ def serve(
         Path | None,
         typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
     ] = None,
+    audit_log: Annotated[
+        Path | None, typer.Option("--audit-log", help="A line of JSON for each delete and written record.")
+    ] = None,
     health: Annotated[
         str | None, typer.Option("--health", help="host:port for /livez and /readyz, apart from clients.")
     ] = None,
@@ -69,6 +72,7 @@ def serve(
         "regions": region_url,
         "is_open_to_all": open_to_all,
         "health": health,
+        "audit_log": audit_log and audit_log.absolute(),
         "access_log": access_log and access_log.absolute(),
     }
     changes = {key: value for key, value in given.items() if value}
@@ -85,8 +89,9 @@ def _serve(settings: ServerSettings, source: SettingsFile | None, pool: str | No
     member = _member(settings, pool, name) if pool is not None else None
     service = Service(settings, backing, clock, member, source)
     try:
-        if settings.access_log is not None:
-            write_access_log(settings.access_log)
+        for logger, path in ((ACCESS_LOGGER, settings.access_log), (AUDIT_LOGGER, settings.audit_log)):
+            if path is not None:
+                write_log(logger, path)
         backing.open()
         if member is not None:
             member.open()

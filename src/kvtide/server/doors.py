@@ -15,7 +15,16 @@ from ipaddress import IPv6Address
 from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 
-__all__ = ["ADDRESS_MARK", "FILES_MAX", "SHARED_ADDRESSES", "Doors", "Guest", "address_of", "connections_for"]
+__all__ = [
+    "ADDRESS_MARK",
+    "FILES_MAX",
+    "SHARED_ADDRESSES",
+    "Doors",
+    "Guest",
+    "address_of",
+    "connections_for",
+    "host_of",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -25,9 +34,14 @@ FILES_MAX = 256
 _IPV6_NETWORK_BITS = 64
 # No tenant's name begins like that.
 ADDRESS_MARK = "@"
-_UNIX = f"{ADDRESS_MARK}unix"
 # Accounts of all that runs on this machine.
-SHARED_ADDRESSES = frozenset({_UNIX, f"{ADDRESS_MARK}127.0.0.1", f"{ADDRESS_MARK}::"})
+SHARED_ADDRESSES = frozenset({f"{ADDRESS_MARK}unix", f"{ADDRESS_MARK}127.0.0.1", f"{ADDRESS_MARK}::"})
+
+
+def host_of(peer: object) -> str:
+    """Return the address of a socket's peer as logs say it; `unix` for one of this machine's sockets."""
+    host = str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else "unix"
+    return str(IPv6Address(host).ipv4_mapped or host) if ":" in host else host
 
 
 def address_of(peer: object) -> str:
@@ -35,12 +49,10 @@ def address_of(peer: object) -> str:
 
     An IPv4 address in IPv6 clothes, as a listener on `::` sees it, is itself.
     """
-    if not isinstance(peer, tuple):
-        return _UNIX
-    host = str(peer[0])
+    host = host_of(peer)
     if ":" in host:
-        bits, address = 128 - _IPV6_NETWORK_BITS, IPv6Address(host.partition("%")[0])
-        host = str(address.ipv4_mapped or IPv6Address(int(address) >> bits << bits))
+        bits = 128 - _IPV6_NETWORK_BITS
+        host = str(IPv6Address(int(IPv6Address(host)) >> bits << bits))
     return f"{ADDRESS_MARK}{host}"
 
 
@@ -59,6 +71,8 @@ class Guest:
     client: str
     address: str
     owner: str
+    # The whole address, for logs.
+    host: str = ""
     is_known: bool = False
 
 
@@ -78,7 +92,7 @@ class Doors:
         """Return how many are inside."""
         return self._known + len(self._strangers)
 
-    def enter(self, client: str, address: str) -> Guest | None:
+    def enter(self, client: str, address: str, host: str = "") -> Guest | None:
         """Let a stranger in; None if there is no room."""
         if self._owners[address] >= self._owner_connections_max:
             # Of this address one makes room as well, if one of its strangers has been here longest.
@@ -86,15 +100,15 @@ class Doors:
         elif len(self) >= self._connections_max:
             oldest = next(iter(self._strangers), None)
         else:
-            return self._entered(client, address)
+            return self._entered(client, address, host)
         if oldest is None:
             return None
         self.leave(oldest)
         self._cut(oldest)
-        return self._entered(client, address)
+        return self._entered(client, address, host)
 
-    def _entered(self, client: str, address: str) -> Guest:
-        guest = Guest(client, address, address)
+    def _entered(self, client: str, address: str, host: str) -> Guest:
+        guest = Guest(client, address, address, host)
         self._strangers[guest] = None
         self._owners[address] += 1
         return guest

@@ -32,6 +32,8 @@ class Exchange:
 
     stream: Stream
     client: str
+    # Where the client is, as logs say it.
+    address: str
     head: RequestHead
     route: Route
     caller: Caller
@@ -49,6 +51,10 @@ class Exchange:
     wait_s: float = 0.0
     # Ends the request if the answer has not begun by its deadline.
     start_timeout: asyncio.Timeout | None = None
+    # Whether who asks was found, and let in.
+    is_let_in: bool = False
+    # What was changed, for the audit log.
+    change: str = ""
 
     @property
     def start_deadline_s(self) -> float | None:

@@ -9,9 +9,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
-from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.access import note_access
+from kvtide.server.access import AccessLog
 from kvtide.server.auth import NOBODY, Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.doors import Guest
@@ -85,7 +84,7 @@ class Gateway:
         live: Live,
         metrics: Metrics,
         workers: Workers,
-        clock: Clock,
+        access_log: AccessLog,
     ) -> None:
         self._reception = reception
         self._objects = objects
@@ -96,7 +95,7 @@ class Gateway:
         self._metrics = metrics
         self._live = live
         self._workers = workers
-        self._clock = clock
+        self._access_log = access_log
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[Guest] = set()
 
@@ -141,12 +140,13 @@ class Gateway:
             self.busy.discard(guest)
             kind = _kind(exchange.route)
             self._metrics.count_request(kind, exchange.status)
-            note_access(exchange, kind, self._clock.wall_s())
+            self._access_log.note(exchange, kind)
 
     def _exchange(self, stream: Stream, guest: Guest, head: RequestHead) -> Exchange:
         return Exchange(
             stream=stream,
             client=guest.client,
+            address=guest.host,
             head=head,
             route=PageRoute(""),
             caller=NOBODY,
@@ -158,8 +158,12 @@ class Gateway:
         )
 
     async def _refuse_head(self, stream: Stream, guest: Guest, error: RequestRefused) -> None:
-        exchange = self._exchange(stream, guest, RequestHead("GET", "", {}, None, False))
-        await exchange.refuse(error)
+        exchange = self._exchange(stream, guest, RequestHead("", "", {}, None, False))
+        try:
+            await exchange.refuse(error)
+        finally:
+            self._metrics.count_request(Route.MALFORMED, error.status)
+            self._access_log.note(exchange, Route.MALFORMED)
         await stream.linger(stream.now_s() + _LINGER_S_MAX)
 
     async def _answer(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:

@@ -31,6 +31,8 @@ _LIVE_LIMITS = frozenset(
         "head_s_max",
         "rate_bytes_s_min",
         "drain_s_max",
+        "log_lines_s_max",
+        "stranger_log_lines_s_max",
     }
 )
 _FIXED_SENDING = frozenset({"policy", "slice_bytes"})

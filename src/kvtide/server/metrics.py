@@ -47,7 +47,7 @@ _WAIT_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 
 class Route(StrEnum):
-    """What a request is for. OTHER is a path that the server does not have."""
+    """What a request is for. OTHER is a path that the server does not have, MALFORMED a head that is none."""
 
     OBJECT = "object"
     EXISTS = "exists"
@@ -59,6 +59,7 @@ class Route(StrEnum):
     DASHBOARD = "dashboard"
     STATUS = "status"
     OTHER = "other"
+    MALFORMED = "malformed"
 
 
 class TenantTotals(NamedTuple):

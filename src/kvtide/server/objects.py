@@ -129,6 +129,7 @@ class ObjectRequests:
         if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
             record = RecordName(RecordKind.GENERATION, name.hex())
             await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(meant)))
+            exchange.change = f"wrote generation/{record.name}: {meant}"
         # Read once: it may rise at any moment.
         known = self._records.generation(tenant, name)
         if meant is not None and meant != known:
@@ -239,6 +240,7 @@ class ObjectRequests:
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
         if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
+            exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
             await exchange.reply(204)
         else:
             await self._reply_absent(exchange, stored)

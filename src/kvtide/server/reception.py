@@ -46,7 +46,7 @@ class Reception:
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
             raise
-        exchange.owner = exchange.caller.owner or guest.address
+        exchange.owner, exchange.is_let_in = exchange.caller.owner or guest.address, True
         try:
             self._doors.settle(guest, exchange.owner)
         except RequestRefused:

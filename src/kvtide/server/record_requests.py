@@ -100,7 +100,9 @@ class RecordRequests:
         else:
             condition = WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
             write = partial(self._records.write, caller.tenant, name, value, condition)
-        await self._reply_written(exchange, await self._workers.write(exchange.owner, write))
+        record = await self._workers.write(exchange.owner, write)
+        exchange.change = f"wrote {name.kind}/{name.name}: {value}"
+        await self._reply_written(exchange, record)
 
     async def _reply_written(self, exchange: Exchange, record: Record) -> None:
         body = record.value.encode() + b"\n"

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
+from kvtide.server.access import AccessLog
 from kvtide.server.auth import tenants_named
 from kvtide.server.bodies import BodyBuffers
-from kvtide.server.doors import Doors, Guest, address_of, connections_for
+from kvtide.server.doors import Doors, Guest, address_of, connections_for, host_of
 from kvtide.server.gateway import Gateway
 from kvtide.server.health import Health
 from kvtide.server.lending import Lending
@@ -127,6 +128,7 @@ class Service:
         self._connections = 0
         self.health = Health(tier, backing.region, member, clock.monotonic_s)
         self.health_port = 0
+        self._access_log = AccessLog(lambda: self.live.limits, clock)
         limits = settings.limits
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
@@ -173,6 +175,7 @@ class Service:
             for listener in listeners:
                 listener.close()
             await self._drain(gateway, self.live.limits.drain_s_max)
+            self._access_log.flush()
         for address in self._addresses:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
@@ -192,7 +195,9 @@ class Service:
         is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
         reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
         listing = Listing(self._tier, names)
-        return Gateway(reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._clock)
+        return Gateway(
+            reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log
+        )
 
     async def _open_health(self, stack: ExitStack) -> None:
         stack.callback(self.health.close)
@@ -235,7 +240,7 @@ class Service:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             self._connections += 1
-            guest = self.doors.enter(str(self._connections), address_of(peer))
+            guest = self.doors.enter(str(self._connections), address_of(peer), host_of(peer))
             if guest is None:
                 _turn_away(sock)
                 continue

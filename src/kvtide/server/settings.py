@@ -61,6 +61,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # A peer that takes nothing for so long gives its send slot back until it does.
     stall_s_max: float = 0.05
     drain_s_max: float = 30.0
+    # Lines of the access log for requests that were let in, and for those of strangers and heads that are none.
+    log_lines_s_max: float = 200.0
+    stranger_log_lines_s_max: float = 10.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -125,6 +128,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     drain_delay_s: float = 0.0
     # One line of JSON for each request; none without it.
     access_log: Path | None = None
+    # One line of JSON for each object that was deleted and record that was written; none without it.
+    audit_log: Path | None = None
 
 
 class Address(NamedTuple):
