@@ -19,6 +19,7 @@ from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.live import SettingsFile
 from kvtide.server.member import Member
+from kvtide.server.room import check_memory, memory_bytes, take_descriptors
 from kvtide.server.service import Service, backing_for
 from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
 from kvtide.tier.pool_url import membership_of
@@ -84,6 +85,8 @@ def serve(
 
 def _serve(settings: ServerSettings, source: SettingsFile | None, pool: str | None, name: str | None) -> None:
     """Open everything, serve until a signal, and close everything. ValueError for what can't be had."""
+    take_descriptors(settings.limits)
+    check_memory(settings, memory_bytes())
     clock = SystemClock()
     backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None

@@ -60,7 +60,11 @@ def connections_for(limits: ServerLimits, descriptors: int) -> int:
     """Return how many connections there may be where a process may have so many descriptors."""
     room = max(1, descriptors - FILES_MAX)
     if room < limits.connections_max:
-        _log.warning("connections_max is %d, descriptors are for %d: raise `ulimit -n`", limits.connections_max, room)
+        _log.warning(
+            "connections_max is %d, descriptors are for %d: raise the hard limit (LimitNOFILE=, `ulimit -Hn`)",
+            limits.connections_max,
+            room,
+        )
     return min(limits.connections_max, room)
 
 
