@@ -121,7 +121,7 @@ def test_readers_that_take_nothing_leave_the_memory_to_what_others_store() -> No
         for number in others:
             ask(server, "PUT", path_of(object_id(number)), "attacker", object_bytes(number, 14 * MIB))
         with sending(server, *[head("GET", path_of(object_id(number)), "attacker") for number in others]):
-            wait_until(lambda: server.service.observatory.metrics.lookups()[0] == 4, "all to have begun")
+            wait_until(lambda: server.service.observatory.metrics.reads().get("found") == 4, "all to have begun")
             stored = [
                 ask(server, "PUT", path_of(object_id(number)), body=object_bytes(number, 12 * MIB)) for number in mine
             ]

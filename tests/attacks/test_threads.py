@@ -131,13 +131,13 @@ def test_look_ups_of_many_keys_cost_as_many_requests() -> None:
 
 
 def test_rates_forget_who_has_not_asked_for_a_while() -> None:
-    rates = Rates(10.0)
+    rates = Rates(lambda: 10.0)
     for number in range(5000):
         rates.take(f"junk-{number}", number / 1000)
     assert len(rates) < 1200
     rates.take("one", 100.0)
     assert len(rates) <= 64
-    bounded = Rates(10.0, owners_max=80)
+    bounded = Rates(lambda: 10.0, owners_max=80)
     for number in range(100):
         bounded.take(str(number), 0.0)
     assert len(bounded) == 80

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kvtide.errors import RequestRefused
+from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.member import Member
 from kvtide.server.regions import Region
-from kvtide.tier import TierStack
+from kvtide.tier import Tier, TierStack
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse_request_head
 
 __all__ = ["Health", "Readiness"]
@@ -28,6 +29,8 @@ PROBE_S_MAX = 1.0
 PROBE_KEPT_S = 1.0
 CONNECTIONS_MAX = 64
 _CONNECTION_S_MAX = 5.0
+# No object has this name: keys are digests.
+_NOBODYS = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
 _JSON = [("Content-Type", "application/json"), ("Connection", "close")]
 
 
@@ -82,12 +85,16 @@ class Health:
     async def _tiers_up(self) -> dict[str, bool]:
         if self._now_s() - self._probed_s >= PROBE_KEPT_S:
             if self._probing is None or self._probing.done():
-                self._probing = asyncio.get_running_loop().run_in_executor(self._prober, self._store.probe)
+                self._probing = asyncio.get_running_loop().run_in_executor(self._prober, self._probe)
             done, _ = await asyncio.wait([self._probing], timeout=PROBE_S_MAX)
             # One that hangs keeps the prober, and with it all of them down until it answers.
             self._tiers = self._probing.result() if done else dict.fromkeys(self._store.tier_names, False)
             self._probed_s = self._now_s()
         return self._tiers
+
+    def _probe(self) -> dict[str, bool]:
+        up = {name for name, tier in self._store.open_tiers.items() if _answers(tier)}
+        return {name: name in up for name in self._store.tier_names}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
@@ -115,6 +122,15 @@ class Health:
             return _packed(404, {"error": "expected /livez or /readyz"})
         found = await self.readiness()
         return _packed(200 if found.is_ready else 503, found)
+
+
+def _answers(tier: Tier) -> bool:
+    try:
+        tier.contains(_NOBODYS)
+    except TierUnavailable as error:
+        _log.debug("%s does not answer: %s", tier.name, error)
+        return False
+    return True
 
 
 def _packed(status: int, value: object) -> bytes:

@@ -180,6 +180,9 @@ class ObjectRequests:
         if exchange.head.method == "HEAD":
             await exchange.reply(status, headers=common, length=count)
             return
+        if part.start == 0:
+            # Whoever loads layer by layer reads an object in several ranges.
+            self._metrics.count_read(exchange.caller.tenant)
         head = exchange.begin(status, count, common)
         exchange.wait_s = await self._sender.send(
             Order(
@@ -198,9 +201,6 @@ class ObjectRequests:
             )
         )
         exchange.status, exchange.sent_bytes = status, count
-        if part.start == 0:
-            # Whoever loads layer by layer reads an object in several ranges.
-            self._metrics.count_read(exchange.caller.tenant)
         self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:

@@ -41,7 +41,7 @@ from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import Namespace, ObjectId
 
 __all__ = ["TierStack"]
 
@@ -55,8 +55,6 @@ PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
-# No object has this name: keys are digests.
-_NOBODYS = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
 
 
 class TierStack:
@@ -93,6 +91,8 @@ class TierStack:
         self._lock = threading.Lock()
         self._observer: Observer | None = None
         self._faults = TierFaults(tiers)
+        # Fastest first; those of one kind are numbered.
+        self.tier_names = [self._faults.label(tier) for tier in tiers]
         self._ask = self._faults.ask
         self._flight = SingleFlight()
         self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
@@ -103,9 +103,9 @@ class TierStack:
         self._unwritten_bytes = 0
 
     @property
-    def tier_names(self) -> list[str]:
-        """Return the tiers' names, fastest first; those of one kind are numbered."""
-        return [self._faults.label(tier) for tier in self._tiers]
+    def open_tiers(self) -> dict[str, Tier]:
+        """Return the tiers that could be opened, by name, the fastest first."""
+        return {self._faults.label(tier): tier for tier in self._open}
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -393,18 +393,6 @@ class TierStack:
         """Return each open tier's counters, with the faults that this stack saw."""
         named = [(tier.stats(), self._faults.label(tier), self._faults.count(tier)) for tier in self._open]
         return [msgspec.structs.replace(stats, name=name, faults=faults) for stats, name, faults in named]
-
-    def probe(self) -> dict[str, bool]:
-        """Tell of each tier whether it is open and answers. May wait for the slowest."""
-        return {tier.name: tier in self._open and self._answers(tier) for tier in self._tiers}
-
-    def _answers(self, tier: Tier) -> bool:
-        try:
-            tier.contains(_NOBODYS)
-        except TierUnavailable as error:
-            _log.debug("%s does not answer: %s", tier.name, error)
-            return False
-        return True
 
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
