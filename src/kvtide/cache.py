@@ -66,7 +66,7 @@ class _Placement:
     def __init__(self, index: Index) -> None:
         self._index = index
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         self._index.place(object_id.key, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:

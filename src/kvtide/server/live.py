@@ -21,7 +21,7 @@ __all__ = ["Live", "SettingsFile"]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 # What may change while the server runs; the others are in sizes of pools and names of files that are open.
-_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s"})
+_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s", "quotas"})
 _LIVE_LIMITS = frozenset(
     {
         "object_bytes_max",
@@ -59,6 +59,9 @@ class Live:
         if (new.tls is None) != (old.tls is None):
             # A port does not begin or cease to speak TLS under its clients.
             merged, waiting = msgspec.structs.replace(merged, tls=old.tls), [*waiting, "tls"]
+        if bool(new.quotas) != bool(old.quotas):
+            # What is stored was counted from the start, or not.
+            merged, waiting = msgspec.structs.replace(merged, quotas=old.quotas), [*waiting, "quotas"]
         limits, late = _merged(new.limits, old.limits, frozenset(old.limits.__struct_fields__) - _LIVE_LIMITS)
         sending, later = _merged(new.sending, old.sending, _FIXED_SENDING)
         merged = msgspec.structs.replace(merged, limits=limits, sending=sending)

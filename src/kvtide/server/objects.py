@@ -18,6 +18,7 @@ from kvtide.server.live import Live
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
+from kvtide.server.quotas import Quotas
 from kvtide.server.receive import receive
 from kvtide.server.records import Records
 from kvtide.server.regions import Region
@@ -63,6 +64,7 @@ class ObjectRequests:
         live: Live,
         metrics: Metrics,
         workers: Workers,
+        quotas: Quotas,
         member: Member | None = None,
         region: Region | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class ObjectRequests:
         self._buffers = buffers
         self._live = live
         self._workers = workers
+        self._quotas = quotas
         self._member = member
         self._region = region
 
@@ -101,6 +104,8 @@ class ObjectRequests:
             # The object can't be out of date, but its namespace's generation can.
             await self._workers.read(exchange.owner, central.require_latest)
         stored = await self._stored(exchange, object_id, 404)
+        if self._quotas.is_expired(stored):
+            await self._workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
@@ -135,7 +140,9 @@ class ObjectRequests:
         if meant is not None and meant != known:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
-        return ObjectId(self._names.place(tenant, name, known), object_id.key)
+        found = ObjectId(self._names.place(tenant, name, known), object_id.key)
+        self._quotas.note(found.namespace, tenant)
+        return found
 
     async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
         """Send a request on to who keeps the object in our pool. False if that is nobody else."""
@@ -220,6 +227,11 @@ class ObjectRequests:
             if await self._workers.read(exchange.owner, look):
                 await exchange.reply(200)
                 return
+        with self._quotas.room(tenant, size):
+            await self._store_body(exchange, object_id, stored, size)
+
+    async def _store_body(self, exchange: Exchange, object_id: ObjectId, stored: ObjectId, size: int) -> None:
+        tenant = exchange.caller.tenant
         body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
         note = partial(self._metrics.note_model, tenant, object_id.namespace)

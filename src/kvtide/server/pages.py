@@ -15,6 +15,7 @@ from kvtide.server.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, Even
 from kvtide.server.exchange import Exchange
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
+from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.status import server_status, status_body
 from kvtide.server.workers import Workers
@@ -38,7 +39,12 @@ _HEARTBEAT_S = 15.0
 class Observatory:
     """Counters and events of one server, and the observer of its tiers."""
 
-    def __init__(self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str) -> None:
+    def __init__(
+        self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str, quotas: Quotas, is_region: bool
+    ) -> None:
+        self.quotas = quotas
+        # A region's own tiers are a stack in this one: quotas count those.
+        self._is_region = is_region
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.events = EventLog(epoch)
@@ -47,12 +53,16 @@ class Observatory:
         self._names = names
         self.registry.register(SourceCollector(lambda: self.tier_stats, scheduler))
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        if not self._is_region:
+            self.quotas.placed(object_id, tier, size)
         self._append(EventKind.STORED, object_id, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """Note that an object left a tier."""
+        if not self._is_region:
+            self.quotas.removed(object_id, tier)
         self._append(EventKind.REMOVED, object_id, tier)
 
     def invalidated(self, namespace: Namespace) -> None:

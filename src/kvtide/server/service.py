@@ -29,6 +29,7 @@ from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
+from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.records import Records
@@ -53,6 +54,8 @@ _DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
 _ACCEPT_PAUSE_S = 0.1
 # How often the files of the settings are looked at.
 _SETTINGS_POLL_S = 2.0
+# How often objects are looked for that a quota lets be no longer; who asks for one finds it gone at once.
+_EXPIRY_S = 10.0
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 # A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
 # half as much throughput again. Over a network the kernel knows better.
@@ -134,11 +137,21 @@ class Service:
         self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
-        self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
+        self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
+        # What is on this machine, and counts.
+        self._local = backing.region.local if backing.region is not None else tier
+        is_region = self._local is not tier
+        epoch = secrets.token_hex(4)
+        self.observatory = Observatory(tier, self.scheduler, backing.names, epoch, self.quotas, is_region)
+        if self.quotas.is_counting:
+            label = self.observatory.metrics.label
+            self.observatory.registry.register(QuotaCollector(self.quotas, lambda: self.live.settings.quotas, label))
         for tenant in tenants_named(settings.grants):
             # Before names that anybody may make up.
             self.observatory.metrics.label(tenant)
         tier.observe(self.observatory)
+        if is_region:
+            self._local.observe(self.quotas)
         backing.records.on_raised = self.observatory.invalidated
 
     @property
@@ -152,6 +165,8 @@ class Service:
         OSError if the address can't be listened on. `on_listening` gets the address with the port that it really is.
         """
         loop = asyncio.get_running_loop()
+        if self.quotas.is_counting:
+            await asyncio.to_thread(self._recount)
         with ExitStack() as stack:
             listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
@@ -159,15 +174,16 @@ class Service:
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             await self._open_health(stack)
             on_listening(_bound(self._address, listeners[0]))
-            stopping, following = asyncio.create_task(stop.wait()), asyncio.create_task(self._follow_settings())
+            stopping = asyncio.create_task(stop.wait())
+            following = [asyncio.create_task(each) for each in (self._follow_settings(), self._drop_expired())]
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 self.health.is_draining = True
                 gateway.leave()
                 done, _ = await asyncio.wait(accepting, timeout=self.live.settings.drain_delay_s)
-            for task in (*accepting, stopping, following):
+            for task in (*accepting, stopping, *following):
                 task.cancel()
-            await asyncio.gather(*accepting, stopping, following, return_exceptions=True)
+            await asyncio.gather(*accepting, stopping, *following, return_exceptions=True)
             for task in accepting:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.
@@ -186,7 +202,18 @@ class Service:
         _, stored, names, region = self._backing
         lending = Lending(self.buffers, live.limits, metrics, workers)
         objects = ObjectRequests(
-            self._tier, stored, names, sender, lending, self.buffers, live, metrics, workers, self._member, region
+            self._tier,
+            stored,
+            names,
+            sender,
+            lending,
+            self.buffers,
+            live,
+            metrics,
+            workers,
+            self.quotas,
+            self._member,
+            region,
         )
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, live, are_records_kept(live.settings))
@@ -219,6 +246,17 @@ class Service:
             return
         self.scheduler.adopt(self.live.settings.sending)
         _log.info("settings read anew%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
+
+    def _recount(self) -> None:
+        settings = self.live.settings
+        tenants = {*settings.quotas, *tenants_named(settings.grants)}
+        self.quotas.recount(self._local, sorted(tenants - {OTHERS}), self._backing.records.generation)
+
+    async def _drop_expired(self) -> None:
+        while self.quotas.is_counting:
+            await asyncio.sleep(_EXPIRY_S)
+            for object_id in await asyncio.to_thread(self.quotas.expired):
+                await asyncio.to_thread(self._local.delete, object_id, "expired")
 
     async def _follow_settings(self) -> None:
         while self._source is not None:
@@ -297,6 +335,7 @@ class Service:
         self.doors.check()
         assert self.buffers.lent_bytes == 0, f"{self.buffers.lent_bytes} bytes of buffers are lent to nobody"
         self.scheduler.check()
+        self.quotas.check()
         assert self.scheduler.slots_used == 0
 
 

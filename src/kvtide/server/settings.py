@@ -13,6 +13,7 @@ import msgspec
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
 from kvtide.server.pace import Pace
+from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
@@ -121,6 +122,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
+    # What tenants may have in this server's own tiers, by name; "*" for all others.
+    quotas: Mapping[str, Quota] = {}
     is_open_to_all: bool = False
     # Where liveness and readiness are told, host:port, in the clear and to everybody; nowhere without it.
     health: str | None = None

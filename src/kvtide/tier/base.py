@@ -145,8 +145,8 @@ class Observer(Protocol):
     Called from any thread, possibly under a tier's locks: it must not call the stack.
     """
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
-        """An object was stored in a tier."""
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
+        """An object of so many bytes was stored in a tier."""
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """An object is no longer in a tier."""

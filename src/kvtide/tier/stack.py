@@ -259,12 +259,12 @@ class TierStack:
         return is_stored
 
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
-        is_stored = False
-        for tier in tiers:
-            if self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False):
-                is_stored = True
-                if self._observer is not None:
-                    self._observer.placed(object_id, self._tiers.index(tier))
+        return True in [self._put(tier, object_id, buffer, partial(tier.put_from, object_id, buffer)) for tier in tiers]
+
+    def _put(self, tier: Tier, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
+        is_stored = self._ask(tier, "write", write, False)
+        if is_stored and self._observer is not None:
+            self._observer.placed(object_id, self._tiers.index(tier), len(buffer))
         return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -360,8 +360,7 @@ class TierStack:
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
-        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
-        return any(done)
+        return True in [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
