@@ -176,8 +176,12 @@ def test_server_that_left_is_asked_once_more(pool: Pool, tier: PoolTier) -> None
 def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier: PoolTier) -> None:
     pool.servers[min(pool.servers)].stop()
     tier.note_decisions(object_id(1).namespace, {Decided(Choice.LOAD, Why.IN_TIME): 16})
-    totals = [each for server in pool.servers.values() for each in server.service.observatory.metrics.namespaces()]
-    assert [each.loaded_tokens for each in totals] == [16]
+
+    def told() -> list[int]:
+        metrics = [server.service.observatory.metrics for server in pool.servers.values()]
+        return [each.loaded_tokens for one in metrics for each in one.namespaces()]
+
+    wait_until(lambda: told() == [16], "the server to count", 10)
 
 
 def test_dead_server_costs_no_hit(pool: Pool, tier: PoolTier) -> None:

@@ -8,7 +8,7 @@ import platform
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,9 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
     listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
     tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", help="[https://]host:port where others of a pool reach it [--listen].")
+    ] = None,
     near: Annotated[
         Path | None, typer.Option("--socket", help="A socket besides, for clients on this machine.")
     ] = None,
@@ -49,7 +52,9 @@ def serve(
     pool: Annotated[
         str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Its name in the pool; default: where it listens.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Its name in the pool; default: where others reach it.")
+    ] = None,
     access_log: Annotated[
         Path | None,
         typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
@@ -65,6 +70,7 @@ def serve(
     """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings anew."""
     given: dict[str, object] = {
         "listen": listen,
+        "advertise": advertise,
         "socket_path": near and near.absolute(),
         "tiers": tier,
         "central": central,
@@ -109,11 +115,16 @@ def _serve(settings: ServerSettings, source: SettingsFile | None, pool: str | No
 
 def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:
     """Return this server's place in a pool. It is known there by an address that others reach."""
-    address = parse_address(settings.listen)
-    if address.path:
-        raise ValueError("a server of a pool listens on host:port, so that others reach it")
+    scheme, mark, place = (settings.advertise or settings.listen).rpartition("://")
+    address = parse_address(place)
+    if address.path or address.host in {"0.0.0.0", "::"} or address.port == 0:
+        raise ValueError(f"a server of a pool needs host:port that others reach, got {address}: --advertise HOST:PORT")
+    if mark and scheme not in {"http", "https"}:
+        raise ValueError(f"a server is reached by http or https, got {settings.advertise!r}")
+    is_tls = scheme == "https" if mark else settings.tls is not None
     near = str(settings.socket_path or "")
-    me = PoolServer(name or str(address), str(address), host=platform.node(), socket_path=near)
+    way: Literal["http", "https"] = "https" if is_tls else "http"
+    me = PoolServer(name or str(address), str(address), host=platform.node(), socket_path=near, scheme=way)
     return Member(me, membership_of(pool))
 
 

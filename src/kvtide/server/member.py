@@ -18,7 +18,7 @@ _CLOSE_S_MAX = 5.0
 class Redirect(NamedTuple):
     """Who keeps a block that this server does not keep, under which epoch."""
 
-    address: str
+    origin: str
     epoch: int
 
 
@@ -68,4 +68,4 @@ class Member:
         names, is_member = {owner.name for owner in owners}, any(each.name == self._me.name for each in servers)
         if self._me.name in names or not is_member:
             return None
-        return Redirect(owners[0].address, placement.map.epoch)
+        return Redirect(owners[0].origin, placement.map.epoch)

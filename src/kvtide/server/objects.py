@@ -149,7 +149,7 @@ class ObjectRequests:
         there = self._member.redirect(object_id.key) if self._member else None
         if there is None:
             return False
-        place: Headers = [("Location", f"http://{there.address}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
+        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
 

@@ -107,6 +107,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """All that `kvtide serve` needs."""
 
     listen: str = DEFAULT_LISTEN
+    # Where others reach the server, host:port or https://host:port, if that is not where it listens.
+    advertise: str | None = None
     # Where clients on this machine reach the server besides, without the network and without TLS.
     socket_path: Path | None = None
     tiers: tuple[str, ...] = ("memory://",)
