@@ -18,7 +18,7 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.bench.services import wait_until
 from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
-from kvtide.server.doors import address_of
+from kvtide.server.doors import account_of, host_of
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -140,10 +140,12 @@ def test_who_changed_what_is_on_record_and_nothing_else(tmp_path: Path) -> None:
 
 def test_accounts_of_addresses_are_those_that_tell_clients_apart() -> None:
     # A listener on `::` sees IPv4 clients in IPv6 clothes: one account for all of them would be nobody's share.
-    assert [address_of((host, 1)) for host in ("::ffff:10.0.0.1", "10.0.0.1", "2001:db8::5:1", "2001:db8::6:1")] == [
+    assert [
+        account_of(host_of((host, 1))) for host in ("::ffff:10.0.0.1", "10.0.0.1", "2001:db8::5:1", "2001:db8::6:1")
+    ] == [
         "@10.0.0.1",
         "@10.0.0.1",
         "@2001:db8::",
         "@2001:db8::",
     ]
-    assert address_of("") == "@unix"
+    assert account_of(host_of("")) == "@unix"

@@ -21,7 +21,7 @@ __all__ = [
     "SHARED_ADDRESSES",
     "Doors",
     "Guest",
-    "address_of",
+    "account_of",
     "connections_for",
     "host_of",
 ]
@@ -39,17 +39,16 @@ SHARED_ADDRESSES = frozenset({f"{ADDRESS_MARK}unix", f"{ADDRESS_MARK}127.0.0.1",
 
 
 def host_of(peer: object) -> str:
-    """Return the address of a socket's peer as logs say it; `unix` for one of this machine's sockets."""
+    """Return the address of a socket's peer as logs say it; `unix` for one of this machine's sockets.
+
+    An IPv4 address in IPv6 clothes, as a listener on `::` sees it, is itself.
+    """
     host = str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else "unix"
     return str(IPv6Address(host).ipv4_mapped or host) if ":" in host else host
 
 
-def address_of(peer: object) -> str:
-    """Return the account of a socket's peer: an IPv4 address, an IPv6 network of 64 bits, or this machine's sockets.
-
-    An IPv4 address in IPv6 clothes, as a listener on `::` sees it, is itself.
-    """
-    host = host_of(peer)
+def account_of(host: str) -> str:
+    """Return the account of an address: an IPv4 address, an IPv6 network of 64 bits, or this machine's sockets."""
     if ":" in host:
         bits = 128 - _IPV6_NETWORK_BITS
         host = str(IPv6Address(int(IPv6Address(host)) >> bits << bits))

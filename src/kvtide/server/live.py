@@ -14,6 +14,7 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.server.auth import Gate
+from kvtide.server.proxies import Proxies
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings
 
 __all__ = ["Live", "SettingsFile"]
@@ -21,7 +22,7 @@ __all__ = ["Live", "SettingsFile"]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 # What may change while the server runs; the others are in sizes of pools and names of files that are open.
-_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s", "quotas"})
+_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s", "quotas", "trusted_proxies", "proxy_header"})
 _LIVE_LIMITS = frozenset(
     {
         "object_bytes_max",
@@ -45,6 +46,7 @@ class Live:
         self._clock = clock
         self.settings = settings
         self.gate = Gate(settings.grants, clock)
+        self.proxies = Proxies(settings.trusted_proxies, settings.proxy_header)
         self.tls = _tls_context(settings.tls) if settings.tls else None
 
     @property
@@ -65,8 +67,10 @@ class Live:
         limits, late = _merged(new.limits, old.limits, frozenset(old.limits.__struct_fields__) - _LIVE_LIMITS)
         sending, later = _merged(new.sending, old.sending, _FIXED_SENDING)
         merged = msgspec.structs.replace(merged, limits=limits, sending=sending)
+        proxies = Proxies(merged.trusted_proxies, merged.proxy_header)
         if merged.tls is not None:
             tls = _tls_context(merged.tls)
+        self.proxies = proxies
         self.settings, self.tls, self.gate = merged, tls, Gate(merged.grants, self._clock)
         return [*waiting, *(f"limits.{name}" for name in late), *(f"sending.{name}" for name in later)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvtide.errors import RequestRefused
-from kvtide.server.doors import Doors, Guest
+from kvtide.server.doors import Doors, Guest, account_of
 from kvtide.server.exchange import Exchange
 from kvtide.server.live import Live
 from kvtide.server.rates import Rates
@@ -33,6 +33,8 @@ class Reception:
         RequestRefused for a stranger, no sooner than strangers of that address may hear so, and for one who asks too
         often, or has too many connections.
         """
+        exchange.address = self._live.proxies.client_of(exchange.head.headers, guest.host)
+        account = guest.address if exchange.address == guest.host else account_of(exchange.address)
         try:
             exchange.route = parse_target(exchange.head.target)
             if exchange.route == PageRoute("/healthz"):
@@ -42,13 +44,13 @@ class Reception:
             exchange.caller = self._live.gate.caller(exchange.head.headers, common_name)
         except RequestRefused:
             if not guest.is_known:
-                wait_s = self._stranger_rates.wait_s(guest.address, exchange.arrived_s, self._live.limits.head_s_max)
+                wait_s = self._stranger_rates.wait_s(account, exchange.arrived_s, self._live.limits.head_s_max)
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
             raise
-        exchange.owner, exchange.is_let_in = exchange.caller.owner or guest.address, True
+        exchange.owner, exchange.is_let_in = exchange.caller.owner or account, True
         try:
-            self._doors.settle(guest, exchange.owner)
+            self._doors.settle(guest, exchange.caller.owner or guest.address)
         except RequestRefused:
             exchange.is_kept_alive = False
             raise

@@ -19,16 +19,18 @@ from kvtide.clock import Clock
 from kvtide.server.access import AccessLog
 from kvtide.server.auth import tenants_named
 from kvtide.server.bodies import BodyBuffers
-from kvtide.server.doors import Doors, Guest, address_of, connections_for, host_of
+from kvtide.server.doors import Doors, Guest, account_of, connections_for, host_of
 from kvtide.server.gateway import Gateway
 from kvtide.server.health import Health
 from kvtide.server.lending import Lending
+from kvtide.server.listeners import bound, listener_on, turn_away
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.pages import Observatory, Pages
+from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
@@ -47,7 +49,6 @@ __all__ = ["Backing", "Service", "backing_for"]
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
 # The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
 # and connections wait in the backlog meanwhile.
 _DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
@@ -60,7 +61,6 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 # A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
 # half as much throughput again. Over a network the kernel knows better.
 _LOOPBACK_SEND_BYTES = 256 << 10
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def _store_for(settings: ServerSettings, clock: Clock) -> TierStack:
@@ -129,6 +129,8 @@ class Service:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
+        # Connections of proxies that have not said yet whom they are of.
+        self._introducing: set[asyncio.Task[None]] = set()
         self.health = Health(tier, backing.region, member, clock.monotonic_s)
         self.health_port = 0
         self._access_log = AccessLog(lambda: self.live.limits, clock)
@@ -168,12 +170,12 @@ class Service:
         if self.quotas.is_counting:
             await asyncio.to_thread(self._recount)
         with ExitStack() as stack:
-            listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
+            listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             await self._open_health(stack)
-            on_listening(_bound(self._address, listeners[0]))
+            on_listening(bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
             following = [asyncio.create_task(each) for each in (self._follow_settings(), self._drop_expired())]
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -277,24 +279,54 @@ class Service:
                 _log.warning("can't accept a connection now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._connections += 1
-            guest = self.doors.enter(str(self._connections), address_of(peer), host_of(peer))
-            if guest is None:
-                _turn_away(sock)
-                continue
-            try:
-                self._start(self._set_up(sock, peer), guest, gateway, loop)
-            except OSError as error:
-                self.doors.leave(guest)
-                sock.close()
-                _log.debug("a connection was gone before it was taken: %s", error)
+            host = host_of(peer)
+            if not self.live.proxies.speaks_for_others(host, ProxyHeader.PROXY_PROTOCOL):
+                self._admit(sock, host, gateway, loop)
+            elif len(self._introducing) >= self.live.limits.connections_max:
+                turn_away(sock)
+            else:
+                task = loop.create_task(self._introduce(sock, host, gateway))
+                self._introducing.add(task)
+                task.add_done_callback(self._introducing.discard)
 
-    def _set_up(self, sock: socket.socket, peer: object) -> socket.socket:
+    async def _introduce(self, sock: socket.socket, host: str, gateway: Gateway) -> None:
+        """Let a connection in as that of whom a proxy speaks for."""
+        try:
+            async with asyncio.timeout(self.live.limits.head_s_max):
+                client = await read_proxy_header(sock, host)
+        except (OSError, TimeoutError, ValueError) as error:
+            _log.warning("a connection of the proxy %s is closed: %s", host, error or "its header came too slowly")
+            sock.close()
+            return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        self._admit(sock, client, gateway, asyncio.get_running_loop())
+
+    def _admit(self, sock: socket.socket, host: str, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+        """Take a connection from an address, if there is room for one."""
+        self._connections += 1
+        account, number = account_of(host), str(self._connections)
+        if self.live.proxies.speaks_for_others(host, ProxyHeader.X_FORWARDED_FOR):
+            # Its connections are of many clients: no bound of one address holds for them together.
+            account = f"{account}#{number}"
+        guest = self.doors.enter(number, account, host)
+        if guest is None:
+            turn_away(sock)
+            return
+        try:
+            self._start(self._set_up(sock), guest, gateway, loop)
+        except OSError as error:
+            self.doors.leave(guest)
+            sock.close()
+            _log.debug("a connection was gone before it was taken: %s", error)
+
+    def _set_up(self, sock: socket.socket) -> socket.socket:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
+            if host_of(sock.getpeername()) in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
         is_near = sock.family == socket.AF_UNIX and not self._address.path
         if self.live.tls is not None and not is_near:
@@ -319,6 +351,9 @@ class Service:
 
     async def _drain(self, gateway: Gateway, drain_s_max: float) -> None:
         """Close idle connections, wait for busy ones, then end those too."""
+        for task in self._introducing:
+            task.cancel()
+        await asyncio.gather(*self._introducing, return_exceptions=True)
         busy = gateway.drain()
         for guest, task in self._tasks.items():
             if guest not in busy:
@@ -337,36 +372,3 @@ class Service:
         self.scheduler.check()
         self.quotas.check()
         assert self.scheduler.slots_used == 0
-
-
-def _listener(address: Address) -> socket.socket:
-    if address.path:
-        path = Path(address.path)
-        if path.is_socket():
-            # Left by a server that was killed: one that lives answers.
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(address.path) == 0:
-                    raise OSError(errno.EADDRINUSE, f"another server listens on {address}")
-            path.unlink()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address.path)
-    else:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def _bound(address: Address, listener: socket.socket) -> Address:
-    return address if address.path else address._replace(port=listener.getsockname()[1])
-
-
-def _turn_away(sock: socket.socket) -> None:
-    with sock:
-        try:
-            sock.send(_BUSY, socket.MSG_DONTWAIT)
-        except OSError as error:
-            _log.debug("a connection too many went away: %s", error)

@@ -13,6 +13,7 @@ import msgspec
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
 from kvtide.server.pace import Pace
+from kvtide.server.proxies import Proxies, ProxyHeader
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
@@ -124,6 +125,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
+    # Addresses, networks or `unix` of proxies that are believed, and how they say whom they speak for.
+    trusted_proxies: tuple[str, ...] = ()
+    proxy_header: ProxyHeader | None = None
     # What tenants may have in this server's own tiers, by name; "*" for all others.
     quotas: Mapping[str, Quota] = {}
     is_open_to_all: bool = False
@@ -206,6 +210,7 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
             f"{address} can be reached by others and no grant asks them for a token: "
             "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
         )
+    Proxies(settings.trusted_proxies, settings.proxy_header)
     if settings.health is not None and parse_address(settings.health).path:
         raise ValueError(f"health is told on host:port, got {settings.health!r}")
     if not 0 <= settings.drain_delay_s <= DRAIN_DELAY_S_MAX:
