@@ -261,6 +261,10 @@ class Gateway:
             await self._reception.go_on(exchange)
         return found
 
+    async def keep_history(self) -> None:
+        """Keep an hour of the server's counters, until cancelled."""
+        await self._pages.keep_history()
+
     def leave(self) -> None:
         """Tell balancers to look elsewhere from now on."""
         self._pages.is_leaving = True

@@ -54,6 +54,16 @@ class Member:
         self._placement = Placement(pool)
 
     @property
+    def name(self) -> str:
+        """What this server is called in the pool."""
+        return self._me.name
+
+    @property
+    def placement(self) -> Placement | None:
+        """The pool's map, made ready for look-ups; None as long as none has come."""
+        return self._placement
+
+    @property
     def has_map(self) -> bool:
         """Whether a map of the pool has come."""
         return self._placement is not None

@@ -167,7 +167,7 @@ class Quotas:
     def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
         """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""
         seen: set[Namespace] = set()
-        for tier in stack.open_tiers:
+        for name, tier in stack.open_tiers.items():
             if not isinstance(tier, Reporting):
                 # It says nothing when objects go: what it has is not ours to count.
                 continue
@@ -177,7 +177,7 @@ class Quotas:
                     owner = _owner(tier, info.id, tenants, generation)
                     if owner is not None:
                         self.note(info.id.namespace, owner)
-                self._count(info.id, stack.tier_names.index(tier.name), info.size, info.last_use_s)
+                self._count(info.id, stack.tier_names.index(name), info.size, info.last_use_s)
 
     def is_expired(self, object_id: ObjectId) -> bool:
         """Tell whether an object is older than its tenant's quota lets it be."""

@@ -103,6 +103,11 @@ class Synchroniser:
         self._tries: Counter[ObjectId] = Counter()
         self.sent_objects = self.sent_bytes = self.given_up = 0
 
+    @property
+    def waiting(self) -> int:
+        """How many objects the centre has not got yet."""
+        return len(self._manifest)
+
     def open(self) -> None:
         """Read the manifest and start."""
         self._manifest.open()

@@ -29,6 +29,7 @@ from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
+from kvtide.server.outlook import Outlook
 from kvtide.server.pages import Observatory, Pages
 from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
@@ -177,7 +178,10 @@ class Service:
             await self._open_health(stack)
             on_listening(bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
-            following = [asyncio.create_task(each) for each in (self._follow_settings(), self._drop_expired())]
+            following = [
+                asyncio.create_task(each)
+                for each in (self._follow_settings(), self._drop_expired(), gateway.keep_history())
+            ]
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 self.health.is_draining = True
@@ -219,7 +223,8 @@ class Service:
         )
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, live, are_records_kept(live.settings))
-        pages = Pages(self._tier, self.scheduler, self.observatory, workers)
+        outlook = Outlook(self._member, region, self._clock)
+        pages = Pages(self._tier, self.scheduler, self.observatory, workers, self._local, outlook)
         settings = live.settings
         is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
         reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))

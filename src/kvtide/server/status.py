@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtide.server.metrics import Metrics, TenantTotals
+from kvtide.server.outlook import Outlook, PoolStatus, RegionStatus
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
 
@@ -66,6 +67,8 @@ class Status(msgspec.Struct, frozen=True):
     tenants: list[TenantStatus]
     namespaces: list[NamespaceStatus]
     links: list[LinkStatus]
+    pool: PoolStatus | None = None
+    region: RegionStatus | None = None
 
 
 def server_status(
@@ -74,9 +77,9 @@ def server_status(
     scheduler: Scheduler,
     uptime_s: float,
     version: str,
-    peers: Sequence[LinkStatus] = (),
+    outlook: Outlook | None = None,
 ) -> Status:
-    """Put together what the dashboard shows. `peers` are links beside that to the clients."""
+    """Put together what the dashboard shows."""
     tenants = _tenants(metrics, scheduler)
     clients = LinkStatus(
         "clients",
@@ -102,7 +105,9 @@ def server_status(
         tiers=list(tiers),
         tenants=tenants,
         namespaces=namespaces,
-        links=[clients, *peers],
+        links=[clients],
+        pool=outlook.pool() if outlook is not None else None,
+        region=outlook.region() if outlook is not None else None,
     )
 
 

@@ -78,7 +78,7 @@ _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
 _RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
 _NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
-_PAGES = frozenset({"/v1/status"})
+_PAGES = frozenset({"/v1/status", "/v1/history"})
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
