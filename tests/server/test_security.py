@@ -54,6 +54,7 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("GET", "/v1/history", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/healthz", None, (200,) * 7),
     ("GET", "/elsewhere", None, (401, 401, 401, 404, 404, 404, 404)),
