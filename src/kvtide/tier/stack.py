@@ -88,10 +88,10 @@ class TierStack:
         self._invalidations = invalidations
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
+        self.open_tiers: dict[str, Tier] = {}
         self._lock = threading.Lock()
         self._observer: Observer | None = None
         self._faults = TierFaults(tiers)
-        # Fastest first; those of one kind are numbered.
         self.tier_names = [self._faults.label(tier) for tier in tiers]
         self._ask = self._faults.ask
         self._flight = SingleFlight()
@@ -101,11 +101,6 @@ class TierStack:
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
         self._unwritten_bytes = 0
-
-    @property
-    def open_tiers(self) -> dict[str, Tier]:
-        """Return the tiers that could be opened, by name, the fastest first."""
-        return {self._faults.label(tier): tier for tier in self._open}
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -129,6 +124,7 @@ class TierStack:
                 self._open.append(tier)
             except (*TIER_FAULTS, RuntimeError) as error:  # the last: no thread to be had
                 self._faults.note(tier, "open", error)
+        self.open_tiers = {self._faults.label(tier): tier for tier in self._open}
         self.demoter.open()
         evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
         if self._demote_to and evicting:
