@@ -47,10 +47,11 @@ def test_health_answers_when_every_connection_is_taken() -> None:
 
 
 def test_tier_that_cannot_be_opened_or_does_not_answer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     silent = socket.create_server(("127.0.0.1", 0))
-    tiers = ("memory://", f"disk://{tmp_path / 'file'}/store", f"http://127.0.0.1:{silent.getsockname()[1]}")
-    with running_server(health=HEALTH, tiers=tiers, records=tmp_path / "records") as server:
+    tiers = ("memory://", f"disk://{tmp_path}", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    with running_server(health=HEALTH, tiers=tiers) as server:
+        # As if the disk had not been there at the start.
+        server.store.open_tiers.pop("disk")
         status, found = is_ready(server)
         assert (status, found["parts"]) == (503, {"tier memory": False, "tier disk": False, "tier http": False})
         assert ask(server.service.health_port, "/livez")[0] == 200

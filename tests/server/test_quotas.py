@@ -52,6 +52,7 @@ def test_full_quota_is_a_507_that_names_it_and_others_go_on(tiers: tuple[str, ..
         assert put(server, 4)[0] == 201
         metrics = ask(server, "GET", "/metrics")[1].decode()
         assert held(server) == Stored("victim", 3, 3 * SIZE)
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
         server.service.quotas.check()
     assert f'kvtide_tenant_stored_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
     assert f'kvtide_tenant_quota_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
@@ -70,6 +71,7 @@ def test_quota_holds_over_a_restart_and_a_raised_generation(tmp_path: Path) -> N
     with running_server(**settings) as server:
         assert (held(server), held(server, "attacker")) == (Stored("victim", 3, 3 * SIZE), Stored("attacker", 1, SIZE))
         assert put(server, 3)[0] == 507
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
         server.service.quotas.check()
 
 
@@ -80,6 +82,7 @@ def test_what_is_evicted_counts_no_longer() -> None:
         found = held(server)
         tier = server.store.tier_stats()[0]
         assert found is not None and found.objects == tier.objects < 30
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
         server.service.quotas.check()
 
 
