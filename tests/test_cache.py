@@ -143,12 +143,12 @@ def test_loads_are_counted_as_decisions_and_told_to_the_store(
     cache, metas = open_cache(tmp_path), metas_of(layout, 4)
     fill(cache, metas[:3])
     cache.load(metas, Collector())
-    assert cache.stats().decisions == "abandoned:not_there=1,load:in_time=3"
+    assert cache.stats().decisions == "abandoned:not_there=16,load:in_time=48"
     cache.close()
     other = open_cache(tmp_path)
     disk = other.tiers._tiers[1]
     assert isinstance(disk, DiskTier)
-    assert decisions_text(disk.decisions()) == "abandoned:not_there=1,load:in_time=3"
+    assert decisions_text(disk.decisions()) == "abandoned:not_there=16,load:in_time=48"
 
 
 def test_slow_tier_does_not_hold_up_what_memory_has(

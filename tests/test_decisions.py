@@ -17,7 +17,9 @@ from kvtide.decisions import (
 from kvtide.stream.plan import Way
 from kvtide.tier import DiskTier
 from kvtide.tier.journal import RemovalJournal
+from kvtide.types import Namespace
 
+NAMESPACE = Namespace(b"n" * 32)
 COUNTS = {Decided(Choice.LOAD, Why.IN_TIME): 12, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
 
 
@@ -57,26 +59,30 @@ def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
     assert all(why.meaning for why in Why)
 
 
-def test_counter_tells_each_block_once() -> None:
+def test_counter_tells_each_token_once() -> None:
     counter, told = DecisionCounter(), []
-    counter.add(Choice.LOAD, Why.IN_TIME, 12)
-    counter.tell(told.append)
-    counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3)
-    counter.add(Choice.ABANDONED, Why.DEADLINE, 0)
-    counter.tell(told.append)
-    counter.tell(told.append)
-    assert told == [{kind: count} for kind, count in COUNTS.items()]
+
+    def tell() -> None:
+        counter.tell(lambda namespace, counts: told.append((namespace, counts)))
+
+    counter.add(Choice.LOAD, Why.IN_TIME, 12, NAMESPACE)
+    tell()
+    counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3, NAMESPACE)
+    counter.add(Choice.ABANDONED, Why.DEADLINE, 0, NAMESPACE)
+    tell()
+    tell()
+    assert told == [(NAMESPACE, {kind: count}) for kind, count in COUNTS.items()]
     assert counter.counts() == COUNTS
-    with pytest.raises(ValueError, match="0 blocks or more"):
-        counter.add(Choice.LOAD, Why.IN_TIME, -1)
+    with pytest.raises(ValueError, match="0 tokens or more"):
+        counter.add(Choice.LOAD, Why.IN_TIME, -1, NAMESPACE)
 
 
 def test_store_remembers_what_several_processes_decided(tmp_path: Path) -> None:
     for _ in range(2):
         tier = DiskTier(tmp_path, 1 << 20, SystemClock(), lambda key: False)
         tier.open()
-        tier.note_decisions(COUNTS)
-        tier.note_decisions({})
+        tier.note_decisions(NAMESPACE, COUNTS)
+        tier.note_decisions(NAMESPACE, {})
         assert tier.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] % 12 == 0
         tier.close()
     assert tier.decisions() == {kind: 2 * count for kind, count in COUNTS.items()}

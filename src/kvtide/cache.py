@@ -66,7 +66,7 @@ class _Placement:
     def __init__(self, index: Index) -> None:
         self._index = index
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         self._index.place(object_id.key, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
@@ -107,7 +107,7 @@ class Cache:
         # Blocks that were found too coarse, and when.
         self._coarse: OrderedDict[ObjectId, float] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        # What engines decide about stored blocks; told to the tiers in the background.
+        # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
 
     def open(self) -> None:
@@ -202,9 +202,10 @@ class Cache:
         report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
             self._note_coarse(metas[report.blocks].id)
-        self.decisions.add(Choice.LOAD, Why.IN_TIME, report.blocks)
         why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
-        self.decisions.add(Choice.ABANDONED, why, len(metas) - report.blocks)
+        for position, meta in enumerate(metas):
+            decided = (Choice.LOAD, Why.IN_TIME) if position < report.blocks else (Choice.ABANDONED, why)
+            self.decisions.add(*decided, meta.layout.tokens, meta.id.namespace)
         return report
 
     def _note_coarse(self, object_id: ObjectId) -> None:

@@ -1,4 +1,4 @@
-"""What engines decided about stored blocks and why: values, a text of them, and a counter.
+"""What engines decided about the tokens of prompts and why: values, a text of them, and a counter.
 
 Invariant: there are few kinds, so that counts of all of them stay small wherever they are kept or sent.
 """
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtide.stream.plan import Way
+from kvtide.types import Namespace
 
 __all__ = ["DECISIONS_TEXT_MAX", "Choice", "Decided", "DecisionCounter", "Why", "decisions_text", "parse_decisions"]
 
@@ -21,7 +22,7 @@ _COUNT_MAX = 10**9
 
 
 class Choice(StrEnum):
-    """What was done about a stored block. ABANDONED: a load that was begun and not finished."""
+    """What was done about the tokens of a full block of a prompt. ABANDONED: a load that was begun and not finished."""
 
     LOAD = "load"
     RECOMPUTE = "recompute"
@@ -38,6 +39,7 @@ class Why(StrEnum):
     LINK_SLOWER = "link_slower"
     DEADLINE = "deadline"
     NOT_THERE = "not_there"
+    ABSENT = "absent"
 
     @classmethod
     def of(cls, way: Way) -> Why:
@@ -67,6 +69,7 @@ _MEANINGS: Mapping[Why, str] = MappingProxyType(
         Why.LINK_SLOWER: "loading would not have been faster",
         Why.DEADLINE: "the deadline passed",
         Why.NOT_THERE: "gone, damaged, or its store did not answer",
+        Why.ABSENT: "nothing was stored",
     }
 )
 
@@ -79,7 +82,7 @@ class Decided(NamedTuple):
 
 
 def decisions_text(counts: Mapping[Decided, int]) -> str:
-    """Return the text of counts of blocks, as `parse_decisions` reads it: `load:in_time=12,recompute:link_slower=3`."""
+    """Return the text of counts of tokens, as `parse_decisions` reads it: `load:in_time=3072,recompute:absent=512`."""
     return ",".join(
         f"{choice}:{why}={min(count, _COUNT_MAX)}" for (choice, why), count in sorted(counts.items()) if count
     )
@@ -100,29 +103,39 @@ def parse_decisions(text: str) -> dict[Decided, int]:
 
 
 class DecisionCounter:
-    """Counts blocks by what was decided about them. Thread-safe."""
+    """Counts tokens of prompts by what was decided about them, those to be told by namespace. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[Decided] = Counter()
-        self._unsent: Counter[Decided] = Counter()
+        self._unsent: dict[Namespace, Counter[Decided]] = {}
 
-    def add(self, choice: Choice, why: Why, blocks: int) -> None:
-        """Count blocks. ValueError for a negative number."""
-        if blocks < 0:
-            raise ValueError(f"a decision is about 0 blocks or more, got {blocks}")
-        with self._lock:
-            self._counts[Decided(choice, why)] += blocks
-            self._unsent[Decided(choice, why)] += blocks
+    def add(self, choice: Choice, why: Why, tokens: int, namespace: Namespace) -> None:
+        """Count tokens of a namespace. ValueError for a negative number."""
+        if tokens < 0:
+            raise ValueError(f"a decision is about 0 tokens or more, got {tokens}")
+        if tokens:
+            with self._lock:
+                self._counts[Decided(choice, why)] += tokens
+                self._unsent.setdefault(namespace, Counter())[Decided(choice, why)] += tokens
+
+    def add_restored(self, tokens: int, full_tokens: int, namespace: Namespace) -> None:
+        """Count tokens that were loaded, of the full blocks' ones of which nothing else was stored."""
+        self.add(Choice.LOAD, Why.IN_TIME, tokens, namespace)
+        self.add_absent(full_tokens - tokens, namespace)
+
+    def add_absent(self, tokens: int, namespace: Namespace) -> None:
+        """Count tokens of which nothing was stored; less than none are none."""
+        self.add(Choice.RECOMPUTE, Why.ABSENT, max(0, tokens), namespace)
 
     def counts(self) -> dict[Decided, int]:
         """Return all that was counted."""
         with self._lock:
-            return {kind: count for kind, count in self._counts.items() if count}
+            return dict(self._counts)
 
-    def tell(self, listener: Callable[[Mapping[Decided, int]], None]) -> None:
-        """Tell what was counted since this was called last, if anything was; whatever becomes of it, once."""
+    def tell(self, listener: Callable[[Namespace, Mapping[Decided, int]], None]) -> None:
+        """Tell what was counted of each namespace since this was called last; whatever becomes of it, once."""
         with self._lock:
-            unsent, self._unsent = self._unsent, Counter()
-        if counts := {kind: count for kind, count in unsent.items() if count}:
-            listener(counts)
+            unsent, self._unsent = self._unsent, {}
+        for namespace, counts in unsent.items():
+            listener(namespace, counts)

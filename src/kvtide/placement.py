@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ class PlacementKind(StrEnum):
 class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One server. `name` decides what it owns, so that it keeps its blocks when its address changes.
 
-    `socket_path` is where clients on `host` reach it without the network.
+    `socket_path` is where clients on `host` reach it without the network, `scheme` how others do.
     """
 
     name: _Name
@@ -50,6 +50,12 @@ class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: float = 1.0
     host: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
     socket_path: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
+    scheme: Literal["http", "https"] = "http"
+
+    @property
+    def origin(self) -> str:
+        """Scheme and address, as URLs begin."""
+        return f"{self.scheme}://{self.address}"
 
 
 class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -98,13 +98,13 @@ def test_explain_names_the_reason(store: Path, layout: BlockLayout, tmp_path: Pa
     kvtide("rm", metas_of(layout, 2)[1].id.key.hex(), "--store", store)
     tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
     tier.open()
-    tier.note_decisions({Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
+    tier.note_decisions(metas_of(layout, 1)[0].id.namespace, {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
     tier.close()
     result = kvtide_json("explain", "--tokens", tmp_path / "tokens.json", "--block-tokens", 16, "--store", store)
     assert (result["hit_tokens"], result["prompt_tokens"], result["full_blocks"]) == (16, 60, 3)
     assert "removed" in result["reason"]
     meaning = "loading would not have been faster"
-    decided = {"decision": "recompute", "reason": "link_slower", "meaning": meaning, "blocks": 5}
+    decided = {"decision": "recompute", "reason": "link_slower", "meaning": meaning, "tokens": 5}
     assert result["decided"] == [decided]
 
 

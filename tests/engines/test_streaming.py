@@ -235,7 +235,7 @@ def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: P
     assert torch.equal(first, second)
     assert cached.last is not None and cached.last.streamed is None
     assert cached.last.hit_tokens == 96
-    assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 6
+    assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 96
 
 
 def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -11,20 +12,29 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.servers import running_server
 
+from kvtide.bench.services import wait_until
 from kvtide.decisions import Choice, Decided, Why
+from kvtide.placement import PoolMap, PoolServer
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.dashboard import DASHBOARD_POLICY, dashboard_page
+from kvtide.server.history import History, Sample, history_body
+from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
+from kvtide.server.outlook import MemberStatus, PoolStatus, RegionStatus
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.server.status import LinkStatus, Status, server_status, status_body
+from kvtide.server.status import Status, server_status, status_body
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats
+from kvtide.tier.membership import StaticMembership
+from kvtide.types import Namespace
 
 BROWSER = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
@@ -41,6 +51,8 @@ FLAGS = [
     "--window-size=1280,1100",
 ]
 POLLS = 12
+UPTIME_S = 3600.0
+NAMESPACE = Namespace(bytes(range(32)))
 
 
 def made_up_status(polls: int = 0) -> Status:
@@ -54,24 +66,44 @@ def made_up_status(polls: int = 0) -> Status:
         for connection in range(4):
             scheduler.enqueue(tenant, f"{tenant}{connection}", 3 << 20, 0.0)
     scheduler.grant(0.0)
-    for _ in range(300 + 70 * polls):
-        metrics.count_hit()
-    for _ in range(100 + 30 * polls + (polls * 7919) % 23):
-        metrics.count_miss()
-    metrics.count_decisions({Decided(Choice.LOAD, Why.IN_TIME): 812})
+    counts = {
+        Decided(Choice.LOAD, Why.IN_TIME): 300 + 70 * polls,
+        Decided(Choice.RECOMPUTE, Why.ABSENT): 90 + 30 * polls + (polls * 7919) % 23,
+        Decided(Choice.ABANDONED, Why.DEADLINE): 10,
+    }
+    metrics.count_decisions("search", NAMESPACE, counts)
     metrics.connection_opened()
     tiers = [
         TierStats("memory", 120, 700 << 20, 1 << 30, 200, 200, 31, 0),
         TierStats("disk", 4000, 3 << 30, 16 << 30, 100, 100, 0, 2),
     ]
-    peers = [LinkStatus("west.example:7421", False, 0, 5 << 20, 9 << 20)]
-    return server_status(metrics, tiers, scheduler, 3600.0 + 2 * polls, "1.2.3", peers)
+    metrics.note_model("search", NAMESPACE, "<i>tiny</i> float16")
+    status = server_status(metrics, tiers, scheduler, UPTIME_S + 2 * polls, "1.2.3")
+    members = [
+        MemberStatus("rack-1", "http://10.0.0.1:7421", 1.0, 0.67, True, True),
+        MemberStatus("rack-2", "https://10.0.0.2:7421", 2.0, 0.66, False, False),
+    ]
+    region = RegionStatus(False, 2.5, 17, 400, 3 << 30, 1)
+    return msgspec.structs.replace(status, pool=PoolStatus(7, 2, members), region=region)
+
+
+def made_up_history() -> History:
+    """Return the hour before: busy for half an hour, with evictions in its last minutes, then quiet."""
+    history, now = History(), Sample.of(made_up_status())
+    for second in range(0, int(UPTIME_S), 5):
+        busy = min(1.0, second / 1800)
+        late = max(0.0, min(1.0, (second - 1500) / 300))
+        counts = (int(busy * now.loaded_tokens), {"absent": int(late * 90)}, int(busy * now.sent_bytes))
+        history.note(Sample(second, *counts, int(busy * now.received_bytes), int(late * now.evictions), 0))
+    return history
 
 
 class Pages(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/":
             self.answer(dashboard_page(), "text/html; charset=utf-8")
+        elif self.path == "/v1/history" and self.server.polls is not None:  # type: ignore[attr-defined]
+            self.answer(history_body(self.server.history), "application/json")  # type: ignore[attr-defined]
         elif self.path == "/v1/status" and self.server.polls is not None:  # type: ignore[attr-defined]
             self.answer(status_body(made_up_status(self.server.polls)), "application/json")  # type: ignore[attr-defined]
             self.server.polls += 1  # type: ignore[attr-defined]
@@ -93,7 +125,7 @@ class Pages(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as serving:
-        serving.polls = 0  # type: ignore[attr-defined]
+        serving.polls, serving.history = 0, History()  # type: ignore[attr-defined]
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         yield serving
@@ -117,6 +149,11 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
 
 
+def shown_of(page: str) -> str:
+    """Return the page's text without what is hidden."""
+    return text_of(re.sub(r"<section[^>]* hidden[^>]*>.*?</section>", "", page, flags=re.DOTALL)).replace("&quot;", '"')
+
+
 @needs_browser
 def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     page = browse(server, tmp_path, "--dump-dom")
@@ -128,18 +165,66 @@ def test_page_shows_what_the_server_says(server: ThreadingHTTPServer, tmp_path: 
         "120 objects, 50.0 % hits, 31 evicted",
         "0 evicted, 2 faults",
         "8 of 8 slots, policy vtc; 8 bodies wait, 48.0 MiB to send",
-        "812 blocks loaded, 0 recomputed",
+        " deadline ",
+        "000102030405 &lt;i&gt;tiny&lt;/i&gt; float16 search",
+        "2 servers, 2 copies of each block, epoch 7",
+        "rack-1 (this one) up 67.0 % 1",
+        "rack-2 down 66.0 % 2",
+        "This region knows all that the centre wrote until 2.5 s ago; 17 objects wait for it",
         "search 2 48.0 %",
-        "west.example:7421 down",
     ):
         assert shown in text, (shown, text)
     # 400 MiB for the first tenant and its parts for the others, every two seconds.
     assert re.search(r"Sent 417 MiB/s", text)
-    assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ in the last", text)
+    assert re.search(r"Hit rate \d\d\.\d % \d+ of \d+ tokens in the last", text)
     assert "&lt;b&gt;eval&lt;/b&gt;" in page
-    assert page.count("<polyline") == 3
+    assert page.count("<polyline") == 4
+    assert "Nobody has asked yet" not in shown_of(page)
     assert 'aria-valuetext="68.4 %"' in page
     assert 'aria-label="8 of 8 send slots in use"' in page
+
+
+@needs_browser
+def test_page_shows_the_hour_before_it_was_opened(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    server.history = made_up_history()  # type: ignore[attr-defined]
+    page = browse(server, tmp_path, "--dump-dom")
+    line = re.findall(r'<polyline[^>]*points="([^"]*)"', page)
+    # Ten minutes of samples every 5 s beside the polls.
+    assert max(each.count(" ") for each in line) > 110
+    history = made_up_history().samples()
+    assert len(history) <= 181
+    assert history[0].uptime_s <= 60 and history[-1].uptime_s == 3595
+    assert [each.uptime_s for each in history] == sorted(each.uptime_s for each in history)
+
+
+@needs_browser
+def test_empty_server_says_how_to_connect(tmp_path: Path) -> None:
+    with running_server() as serving:
+        page = browse_at(f"{serving.url}/", tmp_path, "--dump-dom", "--timeout=4000")
+    text = shown_of(page)
+    assert f'attach(model, "{serving.url}")' in text
+    assert "no client has told of tokens yet" in text
+    assert 'id="pool-card" class="card half" aria-labelledby="pool-title" hidden=""' in page
+
+
+def test_server_keeps_its_history_and_sees_its_pool() -> None:
+    with running_server() as other:
+        servers = (PoolServer("a", "127.0.0.1:1"), PoolServer("b", str(other.address)))
+        member = Member(servers[0], StaticMembership(PoolMap(3, servers)))
+        member.open()
+        with running_server(member) as serving:
+
+            def asked(path: str) -> dict[str, Any]:
+                with urlopen(f"{serving.url}{path}") as answer:
+                    found: dict[str, Any] = json.loads(answer.read())
+                    return found
+
+            wait_until(lambda: asked("/v1/status")["pool"]["members"][1]["is_up"] is True, "a look around", 20)
+            pool = asked("/v1/status")["pool"]
+            assert (pool["epoch"], [each["is_up"] for each in pool["members"]]) == (3, [False, True])
+            assert [each["is_here"] for each in pool["members"]] == [True, False]
+            assert asked("/v1/history")["samples"][0]["missed_tokens"] == {}
+        member.close()
 
 
 @needs_browser
@@ -152,6 +237,7 @@ def test_page_says_that_it_needs_a_token(server: ThreadingHTTPServer, tmp_path: 
 def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
     token = new_token()
     grant = Grant(tenant="search", scopes=list(Scope), token_sha256=token_digest(token))
+    told = "load:in_time=512,recompute:absent=256"
     with running_server(grants=(grant,)) as serving:
         connection = HTTPConnection(serving.address.host, serving.address.port, timeout=20)
         for method, number in (("PUT", 1), ("GET", 1), ("GET", 1), ("GET", 2)):
@@ -159,12 +245,14 @@ def test_real_server_is_shown_to_whoever_has_the_token(tmp_path: Path) -> None:
             body = object_bytes(number, 300_000) if method == "PUT" else None
             connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
             connection.getresponse().read()
+        connection.request("GET", "/v1", headers={"Authorization": f"Bearer {token}", "Kvtide-Decisions": told})
+        connection.getresponse().read()
         connection.close()
         page = browse_at(f"http://admin:{token}@{serving.address}/", tmp_path, "--dump-dom", "--timeout=4000")
     text = text_of(page)
     for shown in (
         "live",
-        "66.7 % 2 of 3 since the start",
+        "66.7 % 512 of 768 tokens",
         "memory 293 KiB of 1.0 GiB 1 object,",
         "search 1",
         "586 KiB",

@@ -257,9 +257,9 @@ def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
     head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
-            sock.sendall(head)
+            sock.sendall(head + b"x")
         wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent or free", 5.0)
-        answer = exchange(server, head)
+        answer = exchange(server, head + b"x")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in answer
     wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be lent or free", 5.0)
@@ -269,7 +269,7 @@ def test_connections_above_the_bound_are_turned_away() -> None:
     limits = ServerLimits(connections_max=2)
     with running_server(limits=limits) as server, server.connect() as one, server.connect() as two:
         for sock in (one, two):
-            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n")
             assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
         assert exchange(server, b"").startswith(b"HTTP/1.1 503 ")
 
@@ -313,11 +313,12 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
         ask(server, "PUT", path_of(object_id(1)), data)
         with server.connect() as idle, server.connect() as busy:
             busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+            busy.sendall(object_bytes(2)[:10])
             wait_until(lambda: server.service.buffers.lent_bytes > 0, "the buffers to be lent or free", 5.0)
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             assert idle.recv(1) == b""
-            busy.sendall(object_bytes(2))
+            busy.sendall(object_bytes(2)[10:])
             assert busy.recv(1000).startswith(b"HTTP/1.1 201 ")
             stopping.join()
     with running_server(tiers=(f"disk://{tmp_path}",)) as again:
@@ -327,16 +328,19 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
 
 def test_pages_tell_what_happened(server: RunningServer) -> None:
     ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    ask(server, "GET", path_of(object_id(1)))
+    for asked in ("bytes=0-99", "bytes=100-199", "bytes=200-"):
+        ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})
+    ask(server, "HEAD", path_of(object_id(1)))
+    ask(server, "HEAD", path_of(object_id(2)))
     ask(server, "GET", path_of(object_id(2)))
     ask(server, "PUT", path_of(object_id(2)), damaged(2, 999))
     metrics = ask(server, "GET", "/metrics")[1].decode()
-    assert 'kvtide_lookups_total{result="hit"} 1.0' in metrics
-    assert 'kvtide_lookups_total{result="miss"} 1.0' in metrics
+    assert 'kvtide_object_reads_total{result="found",tenant="(open)"} 1.0' in metrics
+    assert 'kvtide_object_reads_total{result="absent",tenant="(open)"} 1.0' in metrics
     assert "kvtide_corrupt_objects_total 1.0" in metrics
     assert 'kvtide_sent_bytes_total{tenant="(open)"} 1000.0' in metrics
     status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert (status["hits"], status["misses"], status["slots_used"]) == (1, 1, 0)
+    assert (status["reads"], status["slots_used"]) == ({"found": 1, "absent": 1}, 0)
     assert b"<html" in ask(server, "GET", "/")[1]
 
 
@@ -356,14 +360,18 @@ def test_events_follow_objects(server: RunningServer) -> None:
 def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningServer) -> None:
     tier = http_tier(server.url, SystemClock())
     tier.open()
-    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
-    tier.note_decisions({Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
-    tier.note_decisions({})
+    name = object_id(1).namespace
+    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
+    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
+    tier.note_decisions(name, {})
     tier.close()
     metrics = ask(server, "GET", "/metrics")[1].decode()
-    assert 'kvtide_decisions_total{decision="load",reason="both_ends"} 8.0' in metrics
-    assert 'kvtide_decisions_total{decision="recompute",reason="link_slower"} 2.0' in metrics
+    labels = f'namespace="{name.hex()[:12]}",reason="both_ends",tenant="(open)"'
+    assert f'kvtide_prompt_tokens_total{{decision="load",{labels}}} 8.0' in metrics
+    for path in ("/v1/bad", path_of(object_id(9)), "/nothing"):
+        # What comes with a request that is refused does not count.
+        ask(server, "GET", path, headers={"Kvtide-Decisions": "load:both_ends=5"})
     status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert status["decisions"] == {"load": 8, "recompute": 2, "abandoned": 0}
+    assert (status["loaded_tokens"], status["missed_tokens"]) == (8, {"link_slower": 2})
     for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
         assert ask(server, "GET", "/v1", headers={"Kvtide-Decisions": nonsense})[0].status == 400

@@ -12,10 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtide.decisions import Choice, Why
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.quotas import Quota, QuotaCollector, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 FILE = Path(__file__).parents[2] / "examples" / "grafana.json"
 # Labels that Prometheus itself adds.
@@ -36,8 +38,13 @@ def labels_of() -> dict[str, set[str]]:
     metrics.count_sent("a", 1)
     metrics.count_received("a", 1)
     metrics.count_wait("a", 1.0)
-    metrics.count_decisions({(Choice.LOAD, Why.IN_TIME): 1})
+    metrics.count_read("a")
+    metrics.count_decisions("a", Namespace(bytes(32)), {Decided(Choice.LOAD, Why.IN_TIME): 1})
     tiers = [TierStats("memory", *range(7))]
+    quotas = Quotas(lambda: {"a": Quota(bytes_max=1)}, lambda: 0.0)
+    quotas.note(Namespace(bytes(32)), "a")
+    quotas.placed(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), 0, 1)
+    registry.register(QuotaCollector(quotas, lambda: {"a": Quota(bytes_max=1)}, str))
     registry.register(SourceCollector(lambda: tiers, Scheduler(SchedulerSettings(), random.Random(0))))
     families = text_string_to_metric_families(metrics_body(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}

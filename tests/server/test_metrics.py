@@ -10,6 +10,9 @@ from kvtide.decisions import Choice, Decided, Why
 from kvtide.server.metrics import OTHER_TENANTS, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
+from kvtide.types import Namespace
+
+NAMESPACE = Namespace(b"\x11" * 32)
 
 
 @pytest.fixture
@@ -24,27 +27,31 @@ def metrics(registry: CollectorRegistry) -> Metrics:
 
 def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metrics) -> None:
     metrics.count_request(Route.OBJECT, 200)
-    metrics.count_hit()
-    metrics.count_hit()
-    metrics.count_miss()
+    metrics.count_read("a")
+    metrics.count_read("b")
+    for reason in (None, "evicted", "anything"):
+        metrics.count_absent("a", reason)
     metrics.count_sent("a", 700)
     metrics.count_received("a", 30)
     metrics.count_wait("a", 0.015)
     metrics.count_corrupt()
-    metrics.count_decisions({Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
+    metrics.count_decisions("a", NAMESPACE, {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
+    metrics.count_decisions("a", NAMESPACE, {Decided(Choice.LOAD, Why.IN_TIME): 7})
+    metrics.note_model("a", NAMESPACE, "a model")
     body = metrics_body(registry).decode()
     for line in (
         'kvtide_requests_total{route="object",status="200"} 1.0',
-        'kvtide_lookups_total{result="hit"} 2.0',
+        'kvtide_object_reads_total{result="found",tenant="a"} 1.0',
+        'kvtide_object_reads_total{result="evicted",tenant="a"} 1.0',
         'kvtide_sent_bytes_total{tenant="a"} 700.0',
         'kvtide_queue_wait_seconds_bucket{le="0.02",tenant="a"} 1.0',
         "kvtide_corrupt_objects_total 1.0",
-        'kvtide_decisions_total{decision="recompute",reason="link_slower"} 5.0',
+        'kvtide_prompt_tokens_total{decision="recompute",namespace="111111111111",reason="link_slower",tenant="a"} 5.0',
     ):
         assert line in body
-    assert metrics.lookups() == (2, 1)
+    assert metrics.reads() == {"found": 2, "absent": 1, "evicted": 1, "removed": 1}
+    assert metrics.namespaces() == [("a", "1" * 12, "a model", 7, {"link_slower": 5})]
     assert metrics.corrupt_objects() == 1
-    assert metrics.decisions() == {Choice.LOAD: 0, Choice.RECOMPUTE: 5, Choice.ABANDONED: 0}
     assert metrics.tenants() == [("a", 700, 30, 1, 0.015, 0.02)]
 
 
@@ -64,6 +71,17 @@ def test_tenants_beyond_the_bound_share_a_label(registry: CollectorRegistry, met
     totals = {total.tenant: total.sent_bytes for total in metrics.tenants()}
     assert totals == {"tenant-0": 1, "tenant-1": 1, OTHER_TENANTS: 998}
     assert metrics_body(registry).count(b"kvtide_sent_bytes_total{") == 3
+
+
+def test_namespaces_beyond_the_bound_share_a_label(registry: CollectorRegistry, metrics: Metrics) -> None:
+    for number in range(100):
+        namespace = Namespace(number.to_bytes(32, "big"))
+        metrics.count_decisions("a", Namespace(namespace[::-1]), {Decided(Choice.LOAD, Why.IN_TIME): 1})
+        metrics.note_model("a", Namespace(namespace[::-1]), f"model {number}")
+    metrics.count_decisions("b", NAMESPACE, {Decided(Choice.LOAD, Why.IN_TIME): 1})
+    assert [each.loaded_tokens for each in metrics.namespaces()] == [*[1] * 16, 84, 1]
+    assert [each.namespace for each in metrics.namespaces()][-2:] == ["(others)", "1" * 12]
+    assert metrics_body(registry).count(b"kvtide_prompt_tokens_total{") == 18
 
 
 def test_server_without_tokens_counts_under_one_name(metrics: Metrics) -> None:

@@ -243,3 +243,27 @@ def test_link_rate_must_be_a_number(rate: float) -> None:
 def test_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match="expected one of fifo, lottery, drr, vtc"):
         policy_named("random", SLICE_BYTES, random.Random(0))
+
+
+def bytes_before_small(policy: str, seed: int, addresses: tuple[str, str]) -> int:
+    """Queue 20 bodies of 16 MiB from one address, then one of 512 KiB; return what goes out until that is out."""
+    scheduler = Scheduler(SchedulerSettings(policy=policy, slots=1, tenant_slots_max=1), random.Random(seed))
+    for number in range(20):
+        scheduler.enqueue("", f"large-{number}", 16 << 20, 0.0, address=addresses[0])
+    small, sent = scheduler.enqueue("", "small", 512 << 10, 0.0, address=addresses[1]), 0
+    while small.ended_s is None:
+        (part,) = scheduler.grant(0.0)
+        scheduler.finish(part, part.size, 0.0)
+        sent += part.size
+    return sent
+
+
+@pytest.mark.parametrize("policy", ["lottery", *BYTE_FAIR])
+def test_addresses_share_where_there_are_no_tenants(policy: str) -> None:
+    apart = [bytes_before_small(policy, seed, ("10.0.0.1", "10.0.0.2")) for seed in range(200)]
+    # Drawn with a probability of 0.72 each time: 0.4 bodies of 16 MiB on average before it.
+    assert sum(apart) / len(apart) < 12 << 20
+    scheduler = Scheduler(SchedulerSettings(policy=policy), random.Random(0))
+    scheduler.enqueue("", "1", 100, 0.0, address="10.0.0.1")
+    scheduler.enqueue("", "2", 100, 0.0, address="10.0.0.1")
+    assert [load.waiting_sends for load in scheduler.loads()] == [2]

@@ -19,7 +19,7 @@ from tests.servers import RunningServer, running_server
 from kvtide.bench.services import wait_until
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_access_log
+from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_log
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -54,6 +54,7 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
+    ("GET", "/v1/history", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/healthz", None, (200,) * 7),
     ("GET", "/elsewhere", None, (401, 401, 401, 404, 404, 404, 404)),
@@ -303,14 +304,14 @@ def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
         held.sendall("\r\n".join([*lines, "", ""]).encode() + b"x")
         wait_until(lambda: server.service.buffers.lent_bytes > 0, "the first upload to hold its buffer")
         status, reason = ask(server, "PUT", OBJECT, "writer", object_bytes(1, size))
-        assert (status, b"for a tenant" in reason) == (429, True)
+        assert (status, b"of a tenant" in reason) == (429, True)
         assert ask(server, "PUT", OBJECT, "other", object_bytes(1, size))[0] == 201
         assert ask(server, "PUT", OBJECT, "writer", bytes((1 << 20) + 1))[0] == 413
 
 
 def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
     path, logger = tmp_path / "access", logging.getLogger(ACCESS_LOGGER)
-    write_access_log(path)
+    write_log(ACCESS_LOGGER, path)
     try:
         with running_server(grants=GRANTS) as server:
             data = object_bytes(1)
@@ -329,6 +330,7 @@ def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
         ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)
     ]  # fmt: skip
     assert [line.route for line in lines] == ["object"] * 4
+    assert {line.address for line in lines} == {"127.0.0.1"}
     assert (lines[0].received_bytes, lines[1].sent_bytes) == (len(data), len(data))
     assert not any(
         secret in text for secret in (*TOKENS.values(), object_id(1).key.hex(), object_id(1).namespace.hex())
@@ -337,4 +339,4 @@ def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
 
 def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
-        write_access_log(tmp_path / "absent" / "access")
+        write_log(ACCESS_LOGGER, tmp_path / "absent" / "access")

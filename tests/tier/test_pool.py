@@ -14,6 +14,7 @@ from tests.servers import RunningServer, running_server
 from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.errors import TierUnavailable
 from kvtide.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.server.member import Member
@@ -170,6 +171,17 @@ def test_server_that_left_is_asked_once_more(pool: Pool, tier: PoolTier) -> None
     for name in ("server-1", "server-2"):
         pool.servers[name].stop()
     assert wrong_or_missing(tier) == []
+
+
+def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier: PoolTier) -> None:
+    pool.servers[min(pool.servers)].stop()
+    tier.note_decisions(object_id(1).namespace, {Decided(Choice.LOAD, Why.IN_TIME): 16})
+
+    def told() -> list[int]:
+        metrics = [server.service.observatory.metrics for server in pool.servers.values()]
+        return [each.loaded_tokens for one in metrics for each in one.namespaces()]
+
+    wait_until(lambda: told() == [16], "the server to count", 10)
 
 
 def test_dead_server_costs_no_hit(pool: Pool, tier: PoolTier) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtide.bench import codec_speed, disk, fairness, index, server, stack, valkey
+from kvtide.bench import codec_speed, disk, fairness, index, server, siege, stack, valkey
 from kvtide.cli.bench_engine import bench_engine, bench_offload
 from kvtide.cli.bench_importance import bench_importance
 from kvtide.cli.bench_stream import bench_stream
@@ -96,6 +96,18 @@ def bench_fairness(
     """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
     setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
     emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+
+
+@app.command("siege")
+def bench_siege(
+    attack: Annotated[
+        list[str] | None, typer.Option("--attack", help=f"One of {', '.join(siege.ATTACKS)}; several times.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a tenant's reads take while others try to stop the server, and whether it ends when told to."""
+    emit(siege.run(quick, attack or tuple(siege.ATTACKS)), siege.render, as_json)
 
 
 @app.command("server")

@@ -230,12 +230,12 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class DecidedRow(msgspec.Struct, frozen=True):
-    """What engines did with blocks of this store, as far back as its journal goes."""
+    """What engines did with tokens of prompts beside this store, as far back as its journal goes."""
 
     decision: str
     reason: str
     meaning: str
-    blocks: int
+    tokens: int
 
 
 class ExplainRow(msgspec.Struct, frozen=True):
@@ -302,12 +302,12 @@ def explain(
         seconds = f"loading {_seconds(row.decision.load_s)}, computing {_seconds(row.decision.recompute_s)}"
         CONSOLE.print(f"{row.decision.way}: {row.decision.reason} ({seconds}, both {_seconds(row.decision.both_s)})")
     for past in row.decided:
-        CONSOLE.print(f"decided before: {past.decision} {past.blocks} blocks, {past.meaning}")
+        CONSOLE.print(f"decided before: {past.decision} {past.tokens} tokens, {past.meaning}")
 
 
 def _decided_rows(tier: DiskTier) -> list[DecidedRow]:
     counts = sorted(tier.decisions().items())
-    return [DecidedRow(kind.choice, kind.why, kind.why.meaning, blocks) for kind, blocks in counts]
+    return [DecidedRow(kind.choice, kind.why, kind.why.meaning, tokens) for kind, tokens in counts]
 
 
 def _seconds(value: float | None) -> str:

@@ -9,9 +9,22 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
+from kvtide.decisions import Choice, DecisionCounter, Why
 from kvtide.engines.pages import Pages
+from kvtide.fetch.context import ContextReport
+from kvtide.types import Namespace
 
-__all__ = ["StreamedPrefill"]
+__all__ = ["StreamedPrefill", "count_streamed"]
+
+
+def count_streamed(counter: DecisionCounter, report: ContextReport, full_tokens: int, namespace: Namespace) -> None:
+    """Count what became of a prompt's full blocks: loaded, computed although stored, or stored nowhere."""
+    if report.decision is not None:
+        loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
+        why = Why.of(report.decision.way)
+        counter.add(Choice.LOAD, why, loaded, namespace)
+        counter.add(Choice.RECOMPUTE, why, report.stored_tokens - loaded, namespace)
+    counter.add_absent(full_tokens - report.stored_tokens, namespace)
 
 
 class _StoppedError(Exception):

@@ -22,13 +22,12 @@ from kvtide.cache import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
-from kvtide.decisions import Choice, Why
 from kvtide.engines.fingerprint import ModelIdentity, NamespaceSettings, model_layout
 from kvtide.engines.generation import FirstToken, bypass_reason
 from kvtide.engines.learning import Learner
 from kvtide.engines.pages import Pages, block_bits
 from kvtide.engines.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
-from kvtide.engines.streaming import StreamedPrefill
+from kvtide.engines.streaming import StreamedPrefill, count_streamed
 from kvtide.engines.ways import Way, Ways
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
 from kvtide.fetch.selective import SelectiveLoad
@@ -245,6 +244,7 @@ class CachedModel:
             with selection.active(self.model):
                 output = self.model.generate(input_ids, **arguments)
         self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
+        self.cache.decisions.add_restored(report.hit_tokens, self._full_tokens(prompt), self.namespace)
         return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
     def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
@@ -294,6 +294,7 @@ class CachedModel:
             found = self.cache.guarded("stream", partial(self._stream, prompt, *self._streaming), None)
             if found is not None:
                 return found
+        self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * self.layout.tokens, self.namespace)
         past = DynamicCache(config=self.model.config)
         stored_bytes = 0
         if hits:
@@ -315,14 +316,13 @@ class CachedModel:
         wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
         with self.keeper.paused() if self.keeper is not None else nullcontext():
             streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
-        if streamed.decision is not None:
-            loaded = streamed.tokens - streamed.computed_tokens if streamed.fetch is not None else 0
-            why, blocks = Why.of(streamed.decision.way), loaded // self.layout.tokens
-            self.cache.decisions.add(Choice.LOAD, why, blocks)
-            self.cache.decisions.add(Choice.RECOMPUTE, why, streamed.stored_tokens // self.layout.tokens - blocks)
+        count_streamed(self.cache.decisions, streamed, self._full_tokens(prompt), self.namespace)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
+
+    def _full_tokens(self, prompt: np.ndarray[Any, Any]) -> int:
+        return (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
 
     def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
         if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:

@@ -32,6 +32,7 @@ __all__ = [
     "generation_namespace",
     "new_token",
     "tenant_namespace",
+    "tenants_named",
     "token_digest",
 ]
 
@@ -76,11 +77,16 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Caller(NamedTuple):
-    """Who asks. `tenant` is empty where the server asks nobody for a token."""
+    """Who asks. `tenant` is empty where the server asks nobody for a token.
+
+    `owner` is the tenant on whose account that is. A name that no grant lists has no account of its own, since there is
+    no end of such names: it is on the account of the grant, or of nobody.
+    """
 
     tenant: str
     scopes: frozenset[Scope]
     on_behalf_of: frozenset[str] = frozenset()
+    owner: str = ""
 
     def may_act_for(self, tenant: str) -> bool:
         """Tell whether the caller may ask for this tenant: itself, or one that its grant names."""
@@ -90,7 +96,8 @@ class Caller(NamedTuple):
         """Return a tenant for whom the caller asks, without sight of the server. RequestRefused (403) if it may not."""
         if not _TENANT.fullmatch(tenant) or not self.may_act_for(tenant):
             raise RequestRefused(403, "the token may not ask for that tenant")
-        return Caller(tenant, self.scopes - {Scope.ADMIN})
+        owner = tenant if tenant in self.on_behalf_of else self.owner
+        return Caller(tenant, self.scopes - {Scope.ADMIN}, owner=owner)
 
     def require(self, scope: Scope) -> None:
         """RequestRefused (403) unless the caller may do this."""
@@ -109,6 +116,12 @@ def new_token() -> str:
 def token_digest(token: str) -> str:
     """Return what a configuration keeps of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+def tenants_named(grants: Sequence[Grant]) -> list[str]:
+    """Return the tenants that grants name, in order: whose they are and for whom they may ask."""
+    names = [name for grant in grants for name in (grant.tenant, *grant.on_behalf_of)]
+    return [name for name in dict.fromkeys(names) if name != _EVERYBODY]
 
 
 def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
@@ -148,7 +161,7 @@ class Gate:
         grant = self._of_token(token) if token else self._names.get(common_name or "")
         if grant is None or (grant.expires_s and grant.expires_s <= self._clock.wall_s()):
             raise RequestRefused(401, "a token is needed that this server knows")
-        return Caller(grant.tenant, frozenset(grant.scopes), frozenset(grant.on_behalf_of))
+        return Caller(grant.tenant, frozenset(grant.scopes), frozenset(grant.on_behalf_of), grant.tenant)
 
     def _of_token(self, token: str) -> Grant | None:
         digest = token_digest(token).encode()

@@ -1,7 +1,7 @@
-"""Page-aligned buffers for bodies on their way in, of many sizes under one cap, kept for the next body.
+"""Page-aligned buffers for bodies, of many sizes under one cap, kept for the next body.
 
-Invariant: free + lent <= bytes_max and no tenant has more than its share, in whole buffers; a buffer is lent to one
-holder at a time.
+Invariant: free + lent <= bytes_max, and no tenant takes so much that it has more than its share, or than is then left
+for the others; a buffer is lent to one holder at a time.
 """
 
 from __future__ import annotations
@@ -49,16 +49,21 @@ class BodyBuffers:
         """Return the bytes that are lent now."""
         return self._lent_bytes
 
-    def take(self, size: int, tenant: str = "") -> memoryview | None:
-        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if the cap is reached.
+    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
+        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if there is none for it.
 
-        QueueFull if the tenant has its share.
+        QueueFull if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that however
+        many tenants take what they may, the next one finds some. `returning_bytes` of what the tenant holds don't
+        count: they come back when the new buffer is here.
         """
         wanted = _buffer_bytes(size)
         with self._lock:
-            held = self._tenants.get(tenant, 0)
-            if tenant and held + wanted > self._tenant_bytes_max:
-                raise QueueFull(f"uploads may hold {self._tenant_bytes_max} bytes of buffers for a tenant, {held} are")
+            held = self._tenants.get(tenant, 0) - returning_bytes
+            share = min(self._tenant_bytes_max, self._bytes_max - self._lent_bytes - wanted + returning_bytes)
+            if tenant and held + wanted > share:
+                if not held:
+                    return None
+                raise QueueFull(f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held")
             free = self._free.get(wanted)
             if free:
                 self._free_bytes -= wanted
@@ -99,5 +104,5 @@ class BodyBuffers:
             assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
             assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
             assert self._lent_bytes >= sum(self._tenants.values())
-            assert all(0 < held <= self._tenant_bytes_max for held in self._tenants.values())
+            assert all(0 < held <= self._bytes_max for held in self._tenants.values())
             assert self._free_bytes + self._lent_bytes <= self._bytes_max

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["DASHBOARD_CONTENT_TYPE", "DASHBOARD_POLICY", "dashboard_page"]
+__all__ = ["DASHBOARD_HEADERS", "DASHBOARD_POLICY", "dashboard_page"]
 
-DASHBOARD_CONTENT_TYPE = "text/html; charset=utf-8"
 # Content-Security-Policy of the page: its own script and style, and requests to its own server.
 DASHBOARD_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+DASHBOARD_HEADERS = (
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Content-Security-Policy", DASHBOARD_POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
 )
 
 

@@ -1,19 +1,26 @@
-"""The requests about many objects: batched look-up, listings, what a tenant has."""
+"""The requests about many objects: batched look-up, listings, what a tenant has.
+
+Listings walk through everybody's objects in slices, so that whoever asks for one waits between them for its turn.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.names import Names
-from kvtide.tier import TierStack
-from kvtide.types import Namespace, ObjectId
+from kvtide.tier import ObjectInfo, TierStack
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
-from kvtide.wire.protocol import ExistsAnswer, ListedObject, ListRoute, LookUps, ObjectList, TenantView
+from kvtide.wire.protocol import ListedObject, ListRoute, ObjectList, TenantView
 
 __all__ = ["Listing"]
 
 _EMBEDDED_MAX = 4096
+# A millisecond or two of Python's, in which nothing else happens.
+_SLICE_OBJECTS = 512
 
 
 class Listing:
@@ -25,30 +32,46 @@ class Listing:
         # What the objects of stored namespaces say that these are called.
         self._embedded: dict[Namespace, Namespace] = {}
 
-    def exists(self, tenant: str, namespace: Namespace, asked: LookUps) -> ExistsAnswer:
-        """Return which of a tenant's objects are here; where only leading ones matter, none behind a gap."""
+    def present(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return which of a tenant's objects are here."""
         stored = self._names.place(tenant, namespace)
-        ids = [ObjectId(stored, key) for key in asked.keys]
-        if asked.leading_only:
-            leading = len(self._tier.run_places(ids))
-            return ExistsAnswer([True] * leading + [False] * (len(ids) - leading), leading)
-        present = [self._tier.contains(object_id) for object_id in ids]
-        return ExistsAnswer(present, next((n for n, is_here in enumerate(present) if not is_here), len(present)))
+        return self._tier.contains_each([ObjectId(stored, key) for key in keys])
 
-    def objects(self, tenant: str, route: ListRoute) -> ObjectList:
-        """Return the next objects of a tenant's namespace in the order of keys."""
+    def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return True for each leading object that is here, and False for the first one that is not."""
+        stored = self._names.place(tenant, namespace)
+        count = len(self._tier.run_places([ObjectId(stored, key) for key in keys]))
+        return ([True] * count + [False])[: len(keys)]
+
+    def objects(self, tenant: str, route: ListRoute) -> Iterator[ObjectList | None]:
+        """Yield the next objects of a tenant's namespace in the order of keys, after None for each slice of work."""
         stored = self._names.place(tenant, route.namespace)
-        found = (info for info in self._tier.objects() if info.id.namespace == stored and info.id.key > route.after)
-        first = heapq.nsmallest(route.limit, found, key=lambda info: info.id.key)
-        return ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
+        first: list[ObjectInfo] = []
+        for infos in self._slices():
+            found = [info for info in infos if info.id.namespace == stored and info.id.key > route.after]
+            first = heapq.nsmallest(route.limit, [*first, *found], key=lambda info: info.id.key) if found else first
+            yield None
+        yield ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
 
-    def tenant(self, caller: Caller) -> TenantView:
-        """Return the namespaces in which a tenant has objects, as it names them, and the counters for an admin."""
-        samples = {info.id.namespace: info.id for info in self._tier.objects()}
+    def tenant(self, caller: Caller) -> Iterator[TenantView | None]:
+        """Yield the namespaces in which a tenant has objects, as it names them, and the counters for an admin.
+
+        None comes before for each slice of work.
+        """
+        samples: dict[Namespace, ObjectId] = {}
+        for infos in self._slices():
+            samples.update((info.id.namespace, info.id) for info in infos)
+            yield None
         names = (self._name(stored, sample) for stored, sample in samples.items())
         mine = {name for name in names if name is not None and self._names.place(caller.tenant, name) in samples}
         tier = self._tier.stats() if Scope.ADMIN in caller.scopes else None
-        return TenantView(sorted(name.hex() for name in mine), tier)
+        yield TenantView(sorted(name.hex() for name in mine), tier)
+
+    def _slices(self) -> Iterator[list[ObjectInfo]]:
+        """Yield what everybody has, a few objects at a time."""
+        infos = self._tier.objects()
+        while infos_now := list(islice(infos, _SLICE_OBJECTS)):
+            yield infos_now
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
         """Return what the owner calls a stored namespace, as one of its objects says."""

@@ -18,7 +18,7 @@ _CLOSE_S_MAX = 5.0
 class Redirect(NamedTuple):
     """Who keeps a block that this server does not keep, under which epoch."""
 
-    address: str
+    origin: str
     epoch: int
 
 
@@ -53,6 +53,21 @@ class Member:
     def _adopt(self, pool: PoolMap) -> None:
         self._placement = Placement(pool)
 
+    @property
+    def name(self) -> str:
+        """What this server is called in the pool."""
+        return self._me.name
+
+    @property
+    def placement(self) -> Placement | None:
+        """The pool's map, made ready for look-ups; None as long as none has come."""
+        return self._placement
+
+    @property
+    def has_map(self) -> bool:
+        """Whether a map of the pool has come."""
+        return self._placement is not None
+
     def redirect(self, key: BlockKey) -> Redirect | None:
         """Return where a block is kept; None if that is here, as far as is known."""
         placement = self._placement
@@ -63,4 +78,4 @@ class Member:
         names, is_member = {owner.name for owner in owners}, any(each.name == self._me.name for each in servers)
         if self._me.name in names or not is_member:
             return None
-        return Redirect(owners[0].address, placement.map.epoch)
+        return Redirect(owners[0].origin, placement.map.epoch)

@@ -1,6 +1,8 @@
 """What the server counts, as Prometheus metrics in a registry that is passed in.
 
-Labels are bounded: tiers, routes and decisions are few, and tenants beyond `tenants_max` share one label.
+Labels are bounded: tiers, routes and reasons are few, tenants beyond `tenants_max` share one label, and so do each
+tenant's namespaces beyond `namespaces_max`. What a hit is, clients say, who know what prompts asked for: a request is
+no look-up of a prompt's, since stores ask too and a load takes several ranges of an object.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from prometheus_client.registry import Collector
 from kvtide.decisions import Choice, Decided
 from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats
+from kvtide.types import Namespace
 
 __all__ = [
     "METRICS_CONTENT_TYPE",
     "OTHER_TENANTS",
     "Metrics",
+    "NamespaceTotals",
     "Route",
     "SourceCollector",
     "TenantTotals",
@@ -32,12 +36,18 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
 OTHER_TENANTS = "(others)"
 _NO_TENANT = "(open)"
+_OTHER_NAMESPACES = "(others)"
+_NO_NAMESPACE = "(none)"
+# As many digits of a namespace tell it from the others.
+_NAMESPACE_DIGITS = 12
+# Why an object that was asked for is not here, as far as tiers remember; whatever else they say is `removed`.
+_REMOVED_REASONS = frozenset({"evicted", "corrupt", "expired"})
 # From one slice at 100 Gbit/s to the longest wait that a client accepts.
 _WAIT_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Route(StrEnum):
-    """What a request is for. OTHER is a path that the server does not have."""
+    """What a request is for. OTHER is a path that the server does not have, MALFORMED a head that is none."""
 
     OBJECT = "object"
     EXISTS = "exists"
@@ -49,6 +59,7 @@ class Route(StrEnum):
     DASHBOARD = "dashboard"
     STATUS = "status"
     OTHER = "other"
+    MALFORMED = "malformed"
 
 
 class TenantTotals(NamedTuple):
@@ -62,17 +73,35 @@ class TenantTotals(NamedTuple):
     wait_s_p99: float | None
 
 
+class NamespaceTotals(NamedTuple):
+    """One namespace's tokens as clients say: loaded, and by reason not. `model` is what its last object calls it."""
+
+    tenant: str
+    namespace: str
+    model: str
+    loaded_tokens: int
+    missed_tokens: dict[str, int]
+
+
 class Metrics:
     """The counters of one server. Thread-safe. What tiers and scheduler count themselves, `SourceCollector` reads."""
 
-    def __init__(self, registry: CollectorRegistry, tenants_max: int = 64) -> None:
-        if tenants_max <= 0:
-            raise ValueError(f"tenants_max must be positive, got {tenants_max}")
+    def __init__(self, registry: CollectorRegistry, tenants_max: int = 64, namespaces_max: int = 16) -> None:
+        if tenants_max <= 0 or namespaces_max <= 0:
+            raise ValueError(f"tenants_max and namespaces_max must be positive, got {tenants_max}, {namespaces_max}")
         self._tenants_max = tenants_max
+        self._namespaces_max = namespaces_max
         self._lock = threading.Lock()
         self._tenants: dict[str, str] = {}
+        # Each tenant label's namespace labels, with what their objects call the model.
+        self._models: dict[str, dict[str, str]] = {}
         self._requests = Counter("kvtide_requests", "Requests answered", ["route", "status"], registry=registry)
-        self._lookups = Counter("kvtide_lookups", "Objects asked for", ["result"], registry=registry)
+        self._reads = Counter(
+            "kvtide_object_reads",
+            "Objects that were read or not here, once each",
+            ["tenant", "result"],
+            registry=registry,
+        )
         self._sent = Counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"], registry=registry)
         self._received = Counter("kvtide_received_bytes", "Body bytes received", ["tenant"], registry=registry)
         self._waits = Histogram(
@@ -83,24 +112,26 @@ class Metrics:
             registry=registry,
         )
         self._corrupt = Counter("kvtide_corrupt_objects", "Objects that failed a check", registry=registry)
-        self._decisions = Counter(
-            "kvtide_decisions", "Blocks that clients loaded or recomputed", ["decision", "reason"], registry=registry
+        self._tokens = Counter(
+            "kvtide_prompt_tokens",
+            "Tokens of prompts' full blocks that clients loaded or recomputed",
+            ["tenant", "namespace", "decision", "reason"],
+            registry=registry,
         )
         self._connections = Gauge("kvtide_connections", "Open connections", registry=registry)
-        for result in ("hit", "miss"):
-            self._lookups.labels(result)
 
     def count_request(self, route: Route, status: int) -> None:
         """Count an answered request."""
         self._requests.labels(route, str(status)).inc()
 
-    def count_hit(self) -> None:
-        """Count an object that was asked for and here."""
-        self._lookups.labels("hit").inc()
+    def count_read(self, tenant: str) -> None:
+        """Count an object whose beginning was sent: once, whatever ranges of it follow."""
+        self._reads.labels(self.label(tenant), "found").inc()
 
-    def count_miss(self) -> None:
-        """Count an object that was asked for and absent."""
-        self._lookups.labels("miss").inc()
+    def count_absent(self, tenant: str, reason: str | None) -> None:
+        """Count an object that was to be read and is not here, by why it went if that is remembered."""
+        why = "absent" if reason is None else reason if reason in _REMOVED_REASONS else "removed"
+        self._reads.labels(self.label(tenant), why).inc()
 
     def count_sent(self, tenant: str, size: int) -> None:
         """Count body bytes that went out."""
@@ -118,10 +149,25 @@ class Metrics:
         """Count an object that failed a check."""
         self._corrupt.inc()
 
-    def count_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Count blocks about which a client says that it decided."""
+    def count_decisions(self, tenant: str, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Count tokens about which a client says that it decided."""
         for (choice, why), count in counts.items():
-            self._decisions.labels(choice, why).inc(count)
+            self._tokens.labels(*self._labels(tenant, namespace), choice, why).inc(count)
+
+    def note_model(self, tenant: str, namespace: Namespace, model: str) -> None:
+        """Remember what an object of a namespace calls its model: a text for people, from whoever stored it."""
+        label, name = self._labels(tenant, namespace)
+        with self._lock:
+            self._models[label][name] = model if name != _OTHER_NAMESPACES else ""
+
+    def _labels(self, tenant: str, namespace: Namespace) -> tuple[str, str]:
+        label, name = self.label(tenant), namespace.hex()[:_NAMESPACE_DIGITS] or _NO_NAMESPACE
+        with self._lock:
+            names = self._models.setdefault(label, {})
+            if name not in names and len(names) >= self._namespaces_max:
+                name = _OTHER_NAMESPACES
+            names.setdefault(name, "")
+        return label, name
 
     def connection_opened(self) -> None:
         """Count a connection in."""
@@ -140,10 +186,25 @@ class Metrics:
                 self._tenants[tenant] = tenant or _NO_TENANT
             return self._tenants[tenant]
 
-    def lookups(self) -> tuple[int, int]:
-        """Return hits and misses."""
-        counts = {sample.labels["result"]: int(sample.value) for sample in _samples(self._lookups, "_total")}
-        return counts["hit"], counts["miss"]
+    def reads(self) -> dict[str, int]:
+        """Return how many objects were read (`found`), or were not here, by reason."""
+        counts: dict[str, int] = {}
+        for each in _samples(self._reads, "_total"):
+            counts[each.labels["result"]] = counts.get(each.labels["result"], 0) + int(each.value)
+        return counts
+
+    def namespaces(self) -> list[NamespaceTotals]:
+        """Return what clients said of each namespace, and those that have objects from clients that said nothing."""
+        with self._lock:
+            models = [(tenant, name, model) for tenant, names in self._models.items() for name, model in names.items()]
+        found = {(tenant, name): NamespaceTotals(tenant, name, model, 0, {}) for tenant, name, model in models}
+        for each in _samples(self._tokens, "_total"):
+            key, why, count = (each.labels["tenant"], each.labels["namespace"]), each.labels["reason"], int(each.value)
+            if each.labels["decision"] == Choice.LOAD:
+                found[key] = found[key]._replace(loaded_tokens=found[key].loaded_tokens + count)
+            else:
+                found[key].missed_tokens[why] = found[key].missed_tokens.get(why, 0) + count
+        return list(found.values())
 
     def corrupt_objects(self) -> int:
         """Return how many objects failed a check."""
@@ -152,13 +213,6 @@ class Metrics:
     def connections(self) -> int:
         """Return how many connections are open."""
         return int(next(_samples(self._connections, "")).value)
-
-    def decisions(self) -> dict[Choice, int]:
-        """Return what clients decided."""
-        counts = dict.fromkeys(Choice, 0)
-        for each in _samples(self._decisions, "_total"):
-            counts[Choice(each.labels["decision"])] += int(each.value)
-        return counts
 
     def tenants(self) -> list[TenantTotals]:
         """Return each label's counters, those of the tenants above the bound in one."""

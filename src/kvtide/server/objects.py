@@ -6,28 +6,30 @@ lent object is given back, whatever happens to the connection.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
 
-from kvtide.errors import CorruptPayload, QueueFull, RequestRefused, TierFull
+from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.exchange import Exchange, Headers
+from kvtide.server.lending import Lending
+from kvtide.server.live import Live
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
+from kvtide.server.quotas import Quotas
+from kvtide.server.receive import receive
 from kvtide.server.records import Records
 from kvtide.server.regions import Region
 from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
+from kvtide.server.workers import Workers
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
-from kvtide.tier.lend import Lender, LentObject
+from kvtide.tier.lend import LentObject
 from kvtide.types import ObjectId
-from kvtide.wire import HEADER_BYTES, object_bytes, object_quality, parse_object, version_tag
+from kvtide.wire import HEADER_BYTES, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -45,7 +47,6 @@ from kvtide.wire.records import RecordKind, RecordName
 
 __all__ = ["ObjectRequests"]
 
-_Result = TypeVar("_Result")
 _REASON_CHARACTERS_MAX = 16
 
 
@@ -58,10 +59,12 @@ class ObjectRequests:
         records: Records,
         names: Names,
         sender: Sender,
+        lending: Lending,
         buffers: BodyBuffers,
-        limits: ServerLimits,
+        live: Live,
         metrics: Metrics,
-        workers: Executor,
+        workers: Workers,
+        quotas: Quotas,
         member: Member | None = None,
         region: Region | None = None,
     ) -> None:
@@ -70,11 +73,17 @@ class ObjectRequests:
         self._names = names
         self._metrics = metrics
         self._sender = sender
+        self._lending = lending
         self._buffers = buffers
-        self._limits = limits
+        self._live = live
         self._workers = workers
+        self._quotas = quotas
         self._member = member
         self._region = region
+
+    @property
+    def _limits(self) -> ServerLimits:
+        return self._live.limits
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
@@ -87,38 +96,27 @@ class ObjectRequests:
         else:
             await self._delete(exchange, object_id)
 
-    async def _in_thread(self, action: Callable[[], _Result], undo: Callable[[_Result], None] | None = None) -> _Result:
-        """Run what may wait for a tier. If we are cancelled meanwhile, its result goes to `undo`."""
-        future = asyncio.get_running_loop().run_in_executor(self._workers, action)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if undo is not None:
-                future.add_done_callback(partial(_undo, undo))
-            raise
-
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        region = self._region
+        region, method = self._region, exchange.head.method
         central = region.central if region is not None else None
         if central is not None and central.is_too_old_for(exchange.head.headers):
             # The object can't be out of date, but its namespace's generation can.
-            await self._in_thread(central.require_latest)
+            await self._workers.read(exchange.owner, central.require_latest)
         stored = await self._stored(exchange, object_id, 404)
+        if self._quotas.is_expired(stored):
+            await self._workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
-        # A thread takes ten times as long as what it would do here.
-        lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
-        if lent is None:
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+        lent = await self._lending.lend(exchange, tier, stored)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._in_thread(partial(region.latest.bring, stored))
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+            await self._lending.bring(exchange, region.latest, stored)
+            lent = await self._lending.lend(exchange, tier, stored)
         if lent is None:
-            self._metrics.count_miss()
             if not await self._is_sent_on(exchange, object_id):
-                await self._reply_absent(exchange, stored)
+                reason = await self._reply_absent(exchange, stored)
+                if method == "GET":
+                    self._metrics.count_absent(exchange.caller.tenant, reason)
             return
-        self._metrics.count_hit()
         try:
             await self._send(exchange, lent)
         finally:
@@ -135,20 +133,23 @@ class ObjectRequests:
         is_centre = self._region is None or self._region.central is None
         if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
             record = RecordName(RecordKind.GENERATION, name.hex())
-            await self._in_thread(partial(self._records.write, tenant, record, str(meant)))
+            await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(meant)))
+            exchange.change = f"wrote generation/{record.name}: {meant}"
         # Read once: it may rise at any moment.
         known = self._records.generation(tenant, name)
         if meant is not None and meant != known:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
-        return ObjectId(self._names.place(tenant, name, known), object_id.key)
+        found = ObjectId(self._names.place(tenant, name, known), object_id.key)
+        self._quotas.note(found.namespace, tenant)
+        return found
 
     async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
         """Send a request on to who keeps the object in our pool. False if that is nobody else."""
         there = self._member.redirect(object_id.key) if self._member else None
         if there is None:
             return False
-        place: Headers = [("Location", f"http://{there.address}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
+        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
 
@@ -164,10 +165,12 @@ class ObjectRequests:
         as_of_s = self._region.as_of_s() if self._region else None
         return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
 
-    async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> None:
-        reason = await self._in_thread(partial(self._tier.removed_reason, stored))
+    async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> str | None:
+        """Say that an object is not here, and why if that is remembered. Return the reason."""
+        reason = await self._workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
         known: Headers = [(REMOVED_HEADER, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
+        return reason
 
     async def _send(self, exchange: Exchange, lent: LentObject) -> None:
         headers, tag = exchange.head.headers, etag(version_tag(lent.head))
@@ -176,7 +179,7 @@ class ObjectRequests:
             await exchange.reply(304, headers=common)
             return
         part, status = ByteRange(0, lent.size), 200
-        if "range" in headers:
+        if "range" in headers and headers.get("if-range", tag) == tag:
             part, status = parse_range(headers["range"], lent.size), 206
             common.append(("Content-Range", f"bytes {part.start}-{part.stop - 1}/{lent.size}"))
         count = part.stop - part.start
@@ -184,6 +187,9 @@ class ObjectRequests:
         if exchange.head.method == "HEAD":
             await exchange.reply(status, headers=common, length=count)
             return
+        if part.start == 0:
+            # Whoever loads layer by layer reads an object in several ranges.
+            self._metrics.count_read(exchange.caller.tenant)
         head = exchange.begin(status, count, common)
         exchange.wait_s = await self._sender.send(
             Order(
@@ -192,10 +198,13 @@ class ObjectRequests:
                 lent=lent,
                 part=part,
                 tenant=exchange.caller.tenant,
+                owner=exchange.owner,
                 client=exchange.client,
+                share=exchange.share,
                 priority=exchange.priority,
-                start_deadline_s=exchange.start_deadline_s,
-                deadline_s=exchange.arrived_s + self._limits.body_s_max(count),
+                pace=self._limits.pace(exchange.stream.now_s()),
+                on_start=exchange.started,
+                is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
             )
         )
         exchange.status, exchange.sent_bytes = status, count
@@ -213,20 +222,22 @@ class ObjectRequests:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
-        if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
-            await exchange.reply(200)
-            return
-        buffer = self._buffer_for(tenant, size)
-        body, give_back = buffer[:size], partial(self._buffers.give_back, buffer, tenant)
-        try:
-            await exchange.read_body(body, self._limits.body_s_max(size))
-        except BaseException:
-            give_back()
-            raise
+        if "expect" in exchange.head.headers:
+            look = partial(self._tier.contains, stored)
+            if await self._workers.read(exchange.owner, look):
+                await exchange.reply(200)
+                return
+        with self._quotas.room(tenant, size):
+            await self._store_body(exchange, object_id, stored, size)
+
+    async def _store_body(self, exchange: Exchange, object_id: ObjectId, stored: ObjectId, size: int) -> None:
+        tenant = exchange.caller.tenant
+        body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
-        store = partial(_store, self._tier, stored, object_id, body, give_back)
+        note = partial(self._metrics.note_model, tenant, object_id.namespace)
+        store = partial(_store, self._tier, stored, object_id, body, give_back, note)
         try:
-            is_new = await self._in_thread(store)
+            is_new = await self._workers.write(exchange.owner, store, give_back)
         except RequestRefused as error:
             if error.status == 422:
                 self._metrics.count_corrupt()
@@ -234,60 +245,17 @@ class ObjectRequests:
         self._metrics.count_received(tenant, size)
         await exchange.reply(201 if is_new else 200)
 
-    def _buffer_for(self, tenant: str, size: int) -> memoryview:
-        """Return a buffer for an upload. RequestRefused: 429 if the tenant has its share, 503 if all are in use."""
-        try:
-            buffer = self._buffers.take(size, tenant)
-        except QueueFull as error:
-            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
-        if buffer is None:
-            raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-        return buffer
-
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
         stored = await self._stored(exchange, object_id, 404)
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
-        if await self._in_thread(partial(self._tier.delete, stored, reason)):
+        if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
+            exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
             await exchange.reply(204)
         else:
             await self._reply_absent(exchange, stored)
-
-
-def _undo(undo: Callable[[_Result], None], future: asyncio.Future[_Result]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        undo(future.result())
-
-
-def _release(lent: LentObject | None) -> None:
-    if lent is not None:
-        lent.release()
-
-
-def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers) -> LentObject | None:
-    """Lend an object, out of a buffer of ours where the tier that has it can't lend."""
-    if isinstance(tier, Lender):
-        lent = tier.lend(stored)
-        if lent is not None:
-            return lent
-    head = bytearray(HEADER_BYTES)
-    came = tier.get_into(stored, memoryview(head))
-    if came is None:
-        return None
-    size = object_bytes(head[:came])
-    buffer = buffers.take(size)
-    if buffer is None:
-        raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-    try:
-        if tier.get_into(stored, buffer[:size]) != size:
-            buffers.give_back(buffer)
-            return None
-    except BaseException:
-        buffers.give_back(buffer)
-        raise
-    return LentObject(size, bytes(head), (buffer[:size],), None, partial(buffers.give_back, buffer))
 
 
 def _stored_quality(tier: Tier, stored: ObjectId) -> float:
@@ -295,8 +263,17 @@ def _stored_quality(tier: Tier, stored: ObjectId) -> float:
     return object_quality(head[: tier.get_into(stored, memoryview(head)) or 0])
 
 
-def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, release: Callable[[], None]) -> bool:
-    """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
+def _store(
+    tier: Tier,
+    stored: ObjectId,
+    claimed: ObjectId,
+    body: memoryview,
+    release: Callable[[], None],
+    note_model: Callable[[str], None],
+) -> bool:
+    """Verify a body and store it, in the place of a coarser one too; say what it calls its model.
+
+    False if one as good was here already.
 
     RequestRefused if it is not the object that it claims to be, or there is no room.
     """
@@ -304,7 +281,9 @@ def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, re
         is_here = tier.contains(stored)
         if is_here and object_quality(body) >= _stored_quality(tier, stored):
             return False
-        parse_object(body, claimed).sections()
+        parsed = parse_object(body, claimed)
+        parsed.sections()
+        note_model(parsed.meta.model)
         put = tier.replace if is_here and isinstance(tier, Replacing) else tier.put_from
         is_stored = put(stored, body)
     except CorruptPayload as error:

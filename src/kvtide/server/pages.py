@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 from prometheus_client import CollectorRegistry
 
 import kvtide
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Scope
-from kvtide.server.dashboard import DASHBOARD_CONTENT_TYPE, DASHBOARD_POLICY, dashboard_page
+from kvtide.server.dashboard import DASHBOARD_HEADERS, dashboard_page
 from kvtide.server.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
 from kvtide.server.exchange import Exchange
+from kvtide.server.history import SAMPLE_S, History, Sample, history_body
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
+from kvtide.server.outlook import Outlook
+from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
-from kvtide.server.status import server_status, status_body
+from kvtide.server.status import Status, server_status, status_body
+from kvtide.server.workers import Workers
 from kvtide.tier import TierStack, TierStats
+from kvtide.tier.base import Reporting
 from kvtide.types import Namespace, ObjectId
 
 __all__ = ["PAGES", "Observatory", "Pages"]
@@ -29,6 +33,7 @@ PAGES = {
     "/events": Route.EVENTS,
     "/": Route.DASHBOARD,
     "/v1/status": Route.STATUS,
+    "/v1/history": Route.STATUS,
 }
 # How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
 _EVENTS_POLL_S = 0.2
@@ -38,7 +43,12 @@ _HEARTBEAT_S = 15.0
 class Observatory:
     """Counters and events of one server, and the observer of its tiers."""
 
-    def __init__(self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str) -> None:
+    def __init__(
+        self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str, quotas: Quotas, is_region: bool
+    ) -> None:
+        self.quotas = quotas
+        # A region's own tiers are a stack in this one: quotas count those.
+        self._is_region = is_region
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.events = EventLog(epoch)
@@ -47,12 +57,16 @@ class Observatory:
         self._names = names
         self.registry.register(SourceCollector(lambda: self.tier_stats, scheduler))
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        if not self._is_region:
+            self.quotas.placed(object_id, tier, size)
         self._append(EventKind.STORED, object_id, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """Note that an object left a tier."""
+        if not self._is_region:
+            self.quotas.removed(object_id, tier)
         self._append(EventKind.REMOVED, object_id, tier)
 
     def invalidated(self, namespace: Namespace) -> None:
@@ -68,18 +82,31 @@ class Observatory:
 class Pages:
     """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
 
-    def __init__(self, tier: TierStack, scheduler: Scheduler, observatory: Observatory, workers: Executor) -> None:
+    def __init__(
+        self,
+        tier: TierStack,
+        scheduler: Scheduler,
+        observatory: Observatory,
+        workers: Workers,
+        local: TierStack,
+        outlook: Outlook,
+    ) -> None:
+        self._local = local
+        self._outlook = outlook
+        self._history = History()
         self._tier = tier
         self._scheduler = scheduler
         self._observatory = observatory
         self._workers = workers
         self._started_s = asyncio.get_running_loop().time()
         self.is_draining = False
+        # Requests are still taken, and balancers told to look elsewhere.
+        self.is_leaving = False
 
     async def answer(self, exchange: Exchange, path: str) -> None:
         """Answer GET or HEAD. RequestRefused (404) for a page that there is not."""
         if path == "/healthz":
-            if self.is_draining:
+            if self.is_leaving or self.is_draining:
                 raise RequestRefused(503, "draining", retry_after_s=1.0)
             await exchange.reply(200, b"ok\n")
             return
@@ -89,20 +116,34 @@ class Pages:
         if path == "/events":
             await self._stream_events(exchange)
         elif path == "/":
-            policy = ("Content-Security-Policy", DASHBOARD_POLICY)
-            await exchange.reply(200, dashboard_page(), [("Content-Type", DASHBOARD_CONTENT_TYPE), policy])
+            await exchange.reply(200, dashboard_page(), DASHBOARD_HEADERS)
+        elif path == "/v1/history":
+            await exchange.reply(200, history_body(self._history), [("Content-Type", "application/json")])
         else:
             # Tiers may ask the disk for this, so not here.
-            loop = asyncio.get_running_loop()
-            stats = await loop.run_in_executor(self._workers, self._tier.tier_stats)
+            stats = await self._workers.read(exchange.owner, self._tier.tier_stats)
             self._observatory.tier_stats = stats
             if path == "/metrics":
                 body, kind = metrics_body(self._observatory.registry), METRICS_CONTENT_TYPE
             else:
-                uptime_s = loop.time() - self._started_s
-                status = server_status(self._observatory.metrics, stats, self._scheduler, uptime_s, kvtide.__version__)
-                body, kind = status_body(status), "application/json"
+                body, kind = status_body(self._status(stats)), "application/json"
             await exchange.reply(200, body, [("Content-Type", kind)])
+
+    def _status(self, stats: Sequence[TierStats]) -> Status:
+        uptime_s = asyncio.get_running_loop().time() - self._started_s
+        metrics = self._observatory.metrics
+        return server_status(metrics, stats, self._scheduler, uptime_s, kvtide.__version__, self._outlook)
+
+    def _own_stats(self) -> list[TierStats]:
+        """Return the counters of this server's own tiers, without asking another one."""
+        return [tier.stats() for tier in self._local.open_tiers.values() if isinstance(tier, Reporting)]
+
+    async def keep_history(self) -> None:
+        """Note the counters every SAMPLE_S, and look around, until cancelled."""
+        while True:
+            self._history.note(Sample.of(self._status(await asyncio.to_thread(self._own_stats))))
+            await self._outlook.look()
+            await asyncio.sleep(SAMPLE_S)
 
     async def _stream_events(self, exchange: Exchange) -> None:
         """Send events from behind `Last-Event-ID` on until the reader goes away or the server ends."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
@@ -14,14 +10,14 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.central_records import CentralRecords
 from kvtide.server.exchange import Exchange
+from kvtide.server.live import Live
 from kvtide.server.records import Records, WriteCondition
 from kvtide.server.settings import ServerLimits
+from kvtide.server.workers import Workers
 from kvtide.wire.protocol import AS_OF_HEADER, is_tag_matched
 from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordName, RecordsRoute, checked_value
 
 __all__ = ["RecordRequests"]
-
-_Result = TypeVar("_Result")
 
 
 class RecordRequests:
@@ -31,13 +27,17 @@ class RecordRequests:
     """
 
     def __init__(
-        self, records: Records, central: CentralRecords | None, workers: Executor, limits: ServerLimits, are_kept: bool
+        self, records: Records, central: CentralRecords | None, workers: Workers, live: Live, are_kept: bool
     ) -> None:
         self._records = records
         self._central = central
         self._workers = workers
-        self._limits = limits
+        self._live = live
         self._are_kept = are_kept
+
+    @property
+    def _limits(self) -> ServerLimits:
+        return self._live.limits
 
     async def answer(self, exchange: Exchange, route: RecordName | RecordsRoute) -> None:
         """Answer GET, HEAD or PUT. RequestRefused if that is an error."""
@@ -47,7 +47,7 @@ class RecordRequests:
             return
         exchange.caller.require(Scope.READ)
         if self._central is not None and self._central.is_too_old_for(exchange.head.headers):
-            await self._in_thread(self._central.require_latest)
+            await self._workers.read(exchange.owner, self._central.require_latest)
         if isinstance(route, RecordsRoute):
             await self._list(exchange, route)
             return
@@ -58,13 +58,10 @@ class RecordRequests:
             raise RequestRefused(404, "no such record")
         await self._reply(exchange, record)
 
-    async def _in_thread(self, action: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, action)
-
     async def _list(self, exchange: Exchange, route: RecordsRoute) -> None:
         caller = exchange.caller
         look = partial(self._records.changes, caller.may_act_for, route.after)
-        found = await self._in_thread(look)
+        found = await self._workers.read(exchange.owner, look)
         version = found.records[-1].version if found.records else route.after
         headers = [("ETag", f'"{version}"'), *self._as_of()]
         if not found.records and is_tag_matched(exchange.head.headers.get("if-none-match", ""), f'"{version}"'):
@@ -95,7 +92,7 @@ class RecordRequests:
         if not self._are_kept:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
         body = bytearray(size)
-        await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
+        await exchange.read_body(memoryview(body), self._limits.pace(exchange.stream.now_s()))
         value = checked_value(name.kind, body)
         if self._central is not None:
             said = [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
@@ -103,7 +100,9 @@ class RecordRequests:
         else:
             condition = WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
             write = partial(self._records.write, caller.tenant, name, value, condition)
-        await self._reply_written(exchange, await self._in_thread(write))
+        record = await self._workers.write(exchange.owner, write)
+        exchange.change = f"wrote {name.kind}/{name.name}: {value}"
+        await self._reply_written(exchange, record)
 
     async def _reply_written(self, exchange: Exchange, record: Record) -> None:
         body = record.value.encode() + b"\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,12 @@ class CentralTier(WrappedTier):
         """Ask the centre in one request."""
         return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the centre in one request."""
+        if isinstance(self.tier, Batched):
+            return self.tier.contains_each(object_ids)
+        return [self.contains(object_id) for object_id in object_ids]
+
     def is_wanted(self, object_id: ObjectId) -> bool:
         """Tell whether an object that waits is of its namespace's present generation."""
         name = self._manifest.name(object_id.namespace)
@@ -96,6 +102,11 @@ class Synchroniser:
         self._buffer = memoryview(b"")
         self._tries: Counter[ObjectId] = Counter()
         self.sent_objects = self.sent_bytes = self.given_up = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many objects the centre has not got yet."""
+        return len(self._manifest)
 
     def open(self) -> None:
         """Read the manifest and start."""
@@ -150,9 +161,16 @@ class Synchroniser:
 
 
 def read_whole(
-    tier: Tier, object_id: ObjectId, buffer: memoryview, size_max: int
+    tier: Tier,
+    object_id: ObjectId,
+    buffer: memoryview,
+    size_max: int,
+    take: Callable[[int], memoryview] = aligned_buffer,
 ) -> tuple[memoryview | None, memoryview]:
-    """Read an object of unknown size; return it, or None if it is not there, and the buffer, grown if it must be."""
+    """Read an object of unknown size; return it, or None if it is not there, and the buffer, or a larger one.
+
+    `take` gives that.
+    """
     head = memoryview(bytearray(HEADER_BYTES))
     came = tier.get_into(object_id, head)
     if came != HEADER_BYTES:
@@ -161,7 +179,7 @@ def read_whole(
     if not HEADER_BYTES <= size <= size_max:
         return None, buffer
     if size > len(buffer):
-        buffer = aligned_buffer(size)
+        buffer = take(size)
     return (buffer[:size] if tier.get_into(object_id, buffer[:size]) == size else None), buffer
 
 
@@ -183,15 +201,15 @@ class Latest:
         for source in self._sources:
             source.close()
 
-    def bring(self, object_id: ObjectId) -> bool:
-        """Copy an object into our store from whoever has it. False if nobody has.
+    def bring(self, object_id: ObjectId, take: Callable[[int], memoryview] = aligned_buffer) -> bool:
+        """Copy an object into our store from whoever has it, through memory that `take` gives. False if nobody has.
 
         RequestRefused (503) if it was not found and somebody could not be asked: then nobody knows.
         """
         problem: TierUnavailable | None = None
         for source in self._sources:
             try:
-                found, _ = read_whole(source, object_id, memoryview(b""), self._settings.object_bytes_max)
+                found, _ = read_whole(source, object_id, memoryview(b""), self._settings.object_bytes_max, take)
             except TierUnavailable as error:
                 problem = error
                 continue

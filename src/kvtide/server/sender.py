@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.metrics import Metrics
+from kvtide.server.pace import Pace
 from kvtide.server.scheduler import Scheduler, Send, Slice
 from kvtide.server.stream import Stream
+from kvtide.server.workers import Workers
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 
@@ -25,21 +26,30 @@ __all__ = ["Order", "Sender", "window"]
 _TLS_READ_BYTES = 256 << 10
 # One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
 _WARM_STEP_BYTES = 64 << 10
+# How often a reader that takes nothing is asked whether it is in somebody's way.
+_LOOK_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
 class Order:
-    """A body to be sent: which bytes of what, to whom, behind which head, begun and ended until when."""
+    """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
+
+    `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
+    `share` says whose share of the link it takes; empty for the tenant's.
+    """
 
     stream: Stream
     head: bytes
     lent: LentObject
     part: ByteRange
     tenant: str
+    owner: str
     client: str
+    share: str
     priority: int
-    start_deadline_s: float
-    deadline_s: float
+    pace: Pace
+    on_start: Callable[[], None]
+    is_in_the_way: Callable[[], bool]
     # Whether sending would wait for the disk.
     is_cold: bool = field(init=False)
 
@@ -54,7 +64,7 @@ class Sender:
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
-        workers: Executor,
+        workers: Workers,
         stall_s_max: float,
         metrics: Metrics,
     ) -> None:
@@ -68,7 +78,7 @@ class Sender:
         self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, order: Order) -> float:
-        """Send head and body; return how long they waited for a slot. RequestRefused (429, 504) if nothing was sent.
+        """Send head and body; return how long they waited for a slot. RequestRefused (429) if nothing was sent.
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
@@ -77,30 +87,35 @@ class Sender:
         send = self._enqueue(order, stop - position)
         try:
             while position < stop:
-                piece = await self._slice(send, order, position == order.part.start)
+                piece = await self._slice(send, order)
                 sent = 0
                 try:
                     if position == order.part.start:
+                        order.on_start()
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
-                        await order.stream.send_all(order.head, order.deadline_s, has_more=True)
+                        await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
                     sent = await self._send_slice(order, position, position + piece.size)
                 finally:
                     self.scheduler.finish(piece, sent, self._loop.time())
                 position += sent
+                order.pace.moved(sent, self._loop.time())
+                if order.pace.due_s <= self._loop.time():
+                    raise TimeoutError
                 if sent < piece.size:
                     # Nobody waits for a slot behind a peer that takes nothing.
                     self._leave(send)
-                    if not await order.stream.is_writable(order.deadline_s):
-                        raise TimeoutError
+                    await self._resumed(order)
                     send = self._enqueue(order, stop - position)
             return wait_s
         finally:
             self._leave(send)
 
     def _enqueue(self, order: Order, size: int) -> Send:
+        # Where nobody shows a token a tenant is what anybody calls himself.
+        tenant, now_s = "" if order.share else order.tenant, self._loop.time()
         try:
-            return self.scheduler.enqueue(order.tenant, order.client, size, self._loop.time(), order.priority)
+            return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
         except QueueFull as error:
             raise RequestRefused(429, str(error), retry_after_s=1.0) from error
 
@@ -108,22 +123,28 @@ class Sender:
         self.scheduler.cancel(send)
         self._pump()
 
-    async def _slice(self, send: Send, order: Order, is_first: bool) -> Slice:
+    async def _resumed(self, order: Order) -> None:
+        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds."""
+        while not order.is_in_the_way():
+            look_s = self._loop.time() + _LOOK_AGAIN_S
+            if await order.stream.is_writable(min(look_s, order.pace.due_s)):
+                return
+            if order.pace.due_s < look_s:
+                break
+        raise TimeoutError
+
+    async def _slice(self, send: Send, order: Order) -> Slice:
         waiting: asyncio.Future[Slice] = self._loop.create_future()
         self._waiting[send] = waiting
         self._pump()
         if waiting.done():
             return waiting.result()
-        timer = self._loop.call_at(order.start_deadline_s if is_first else order.deadline_s, _expire, waiting)
+        waits_since_s = self._loop.time()
         try:
             return await waiting
-        except TimeoutError:
-            if is_first:
-                raise RequestRefused(504, "the deadline passed before the answer could begin") from None
-            raise
         finally:
-            timer.cancel()
             self._waiting.pop(send, None)
+            order.pace.paused(self._loop.time() - waits_since_s)
 
     def _pump(self) -> None:
         """Tell those whose slices were granted, now and when the link has room again."""
@@ -151,10 +172,10 @@ class Sender:
             return await self._send_views(order.stream, window(order.lent.views, position, stop))
         file = FilePart(file.descriptor, file.offset + position)
         if not order.stream.can_send_files:
-            return await self._send_encrypted(order.stream, file, stop - position)
+            return await self._send_encrypted(order, file, stop - position)
         if order.is_cold:
             warm = partial(_warm, file, stop - position, order.part.stop - position)
-            await self._loop.run_in_executor(self._workers, warm)
+            await self._workers.read(order.owner, warm)
         return await self._send_file(order.stream, file, stop - position)
 
     async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
@@ -179,15 +200,15 @@ class Sender:
         await stream.send_steps(step, self._stall_s_max)
         return done
 
-    async def _send_encrypted(self, stream: Stream, file: FilePart, count: int) -> int:
+    async def _send_encrypted(self, order: Order, file: FilePart, count: int) -> int:
         done = 0
         while done < count:
             wanted = min(_TLS_READ_BYTES, count - done)
             read = partial(os.pread, file.descriptor, wanted, file.offset + done)
-            data = await self._loop.run_in_executor(self._workers, read)
+            data = await self._workers.read(order.owner, read)
             if len(data) < wanted:
                 raise ConnectionAbortedError("the object was evicted while it was sent")
-            sent = await self._send_views(stream, [memoryview(data)])
+            sent = await self._send_views(order.stream, [memoryview(data)])
             done += sent
             if sent < wanted:
                 break
@@ -203,11 +224,6 @@ def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
             found.append(part)
         at += len(view)
     return found
-
-
-def _expire(waiting: asyncio.Future[Slice]) -> None:
-    if not waiting.done():
-        waiting.set_exception(TimeoutError())
 
 
 def _is_cached(file: FilePart, part: ByteRange) -> bool:

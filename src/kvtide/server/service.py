@@ -6,46 +6,62 @@ import asyncio
 import errno
 import logging
 import random
+import resource
 import secrets
 import socket
-import ssl
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.server.auth import Gate
+from kvtide.server.access import AccessLog
+from kvtide.server.auth import tenants_named
 from kvtide.server.bodies import BodyBuffers
+from kvtide.server.doors import Doors, Guest, account_of, connections_for, host_of
 from kvtide.server.gateway import Gateway
+from kvtide.server.health import Health
+from kvtide.server.lending import Lending
+from kvtide.server.listeners import bound, listener_on, turn_away
 from kvtide.server.listing import Listing
+from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
+from kvtide.server.outlook import Outlook
 from kvtide.server.pages import Observatory, Pages
-from kvtide.server.rates import Rates
+from kvtide.server.proxies import ProxyHeader, read_proxy_header
+from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
+from kvtide.server.reception import Reception
 from kvtide.server.record_requests import RecordRequests
 from kvtide.server.records import Records
 from kvtide.server.regions import Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.sender import Sender
-from kvtide.server.settings import Address, ServerSettings, TlsSettings, are_records_kept, parse_address, records_path
+from kvtide.server.settings import Address, ServerSettings, are_records_kept, parse_address, records_path
+from kvtide.server.sites import Sites
 from kvtide.server.stream import Stream
+from kvtide.server.turns import Turns
+from kvtide.server.workers import Workers
 from kvtide.tier import TierStack, tiers_of
 
 __all__ = ["Backing", "Service", "backing_for"]
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
-# The system has no descriptor left: connections wait in the backlog meanwhile.
+# The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
+# and connections wait in the backlog meanwhile.
+_DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
 _ACCEPT_PAUSE_S = 0.1
+# How often the files of the settings are looked at.
+_SETTINGS_POLL_S = 2.0
+# How often objects are looked for that a quota lets be no longer; who asks for one finds it gone at once.
+_EXPIRY_S = 10.0
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 # A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
 # half as much throughput again. Over a network the kernel knows better.
 _LOOPBACK_SEND_BYTES = 256 << 10
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def _store_for(settings: ServerSettings, clock: Clock) -> TierStack:
@@ -94,8 +110,16 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
 class Service:
     """Serves what the caller has opened, until it is told to stop."""
 
-    def __init__(self, settings: ServerSettings, backing: Backing, clock: Clock, member: Member | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: ServerSettings,
+        backing: Backing,
+        clock: Clock,
+        member: Member | None = None,
+        source: SettingsFile | None = None,
+    ) -> None:
+        self.live = Live(settings, clock)
+        self._source = source
         self._member = member
         self._backing = backing
         self._tier = tier = backing.store
@@ -104,13 +128,33 @@ class Service:
         self._addresses = [self._address]
         if settings.socket_path is not None:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
-        self._tls = _tls_context(settings.tls) if settings.tls else None
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
+        # Connections of proxies that have not said yet whom they are of.
+        self._introducing: set[asyncio.Task[None]] = set()
+        self.health = Health(tier, backing.region, member, clock.monotonic_s)
+        self.health_port = 0
+        self._access_log = AccessLog(lambda: self.live.limits, clock)
+        limits = settings.limits
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
-        self.observatory = Observatory(tier, self.scheduler, backing.names, secrets.token_hex(4))
+        self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
+        # What is on this machine, and counts.
+        self._local = backing.region.local if backing.region is not None else tier
+        is_region = self._local is not tier
+        epoch = secrets.token_hex(4)
+        self.observatory = Observatory(tier, self.scheduler, backing.names, epoch, self.quotas, is_region)
+        if self.quotas.is_counting:
+            label = self.observatory.metrics.label
+            self.observatory.registry.register(QuotaCollector(self.quotas, lambda: self.live.settings.quotas, label))
+        for tenant in tenants_named(settings.grants):
+            # Before names that anybody may make up.
+            self.observatory.metrics.label(tenant)
         tier.observe(self.observatory)
+        if is_region:
+            self._local.observe(self.quotas)
         backing.records.on_raised = self.observatory.invalidated
 
     @property
@@ -123,151 +167,213 @@ class Service:
 
         OSError if the address can't be listened on. `on_listening` gets the address with the port that it really is.
         """
-        limits = self._settings.limits
         loop = asyncio.get_running_loop()
+        if self.quotas.is_counting:
+            await asyncio.to_thread(self._recount)
         with ExitStack() as stack:
-            listeners = [stack.enter_context(_listener(address)) for address in self._addresses]
-            workers = stack.enter_context(ThreadPoolExecutor(limits.io_threads, "kvtide-tiers"))
+            listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
+            workers = stack.enter_context(Workers(self.live.limits.io_threads))
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
-            on_listening(_bound(self._address, listeners[0]))
+            await self._open_health(stack)
+            on_listening(bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
+            following = [
+                asyncio.create_task(each)
+                for each in (self._follow_settings(), self._drop_expired(), gateway.keep_history())
+            ]
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*accepting, stopping):
+            if stopping in done:
+                self.health.is_draining = True
+                gateway.leave()
+                done, _ = await asyncio.wait(accepting, timeout=self.live.settings.drain_delay_s)
+            for task in (*accepting, stopping, *following):
                 task.cancel()
-            await asyncio.gather(*accepting, stopping, return_exceptions=True)
+            await asyncio.gather(*accepting, stopping, *following, return_exceptions=True)
             for task in accepting:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.
                     task.result()
             for listener in listeners:
                 listener.close()
-            await self._drain(gateway, limits.drain_s_max)
+            await self._drain(gateway, self.live.limits.drain_s_max)
+            self._access_log.flush()
         for address in self._addresses:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
 
-    def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Executor) -> Gateway:
-        limits, metrics = self._settings.limits, self.observatory.metrics
-        sender = Sender(self.scheduler, loop, workers, limits.stall_s_max, metrics)
+    def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Workers) -> Gateway:
+        live, metrics = self.live, self.observatory.metrics
+        sender = Sender(self.scheduler, loop, workers, live.limits.stall_s_max, metrics)
         _, stored, names, region = self._backing
+        lending = Lending(self.buffers, live.limits, metrics, workers)
         objects = ObjectRequests(
-            self._tier, stored, names, sender, self.buffers, limits, metrics, workers, self._member, region
+            self._tier,
+            stored,
+            names,
+            sender,
+            lending,
+            self.buffers,
+            live,
+            metrics,
+            workers,
+            self.quotas,
+            self._member,
+            region,
         )
         central = region.central if region else None
-        records = RecordRequests(stored, central, workers, limits, are_records_kept(self._settings))
-        pages = Pages(self._tier, self.scheduler, self.observatory, workers)
-        gate = Gate(self._settings.grants, self._clock)
-        listing, rates = Listing(self._tier, names), Rates(limits.tenant_requests_s_max)
-        return Gateway(gate, objects, records, listing, pages, rates, limits, metrics, workers, self._clock)
+        records = RecordRequests(stored, central, workers, live, are_records_kept(live.settings))
+        outlook = Outlook(self._member, region, self._clock)
+        pages = Pages(self._tier, self.scheduler, self.observatory, workers, self._local, outlook)
+        settings = live.settings
+        is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
+        reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
+        listing = Listing(self._tier, names)
+        return Gateway(
+            reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log
+        )
+
+    async def _open_health(self, stack: ExitStack) -> None:
+        stack.callback(self.health.close)
+        if self.live.settings.health is not None:
+            where = parse_address(self.live.settings.health)
+            self.health_port = await self.health.open(where.host, where.port)
+
+    def reload(self) -> None:
+        """Read the settings anew; those that can't be used change nothing. Call it on the event loop."""
+        if self._source is None:
+            _log.warning("there is no file of settings to read anew")
+            return
+        # What is read now is no news to who looks at the files.
+        self._source.has_changed(self.live.settings)
+        try:
+            waiting = self.live.adopt(self._source.read())
+        except ValueError as error:
+            _log.error("the settings stay as they are: %s", error)
+            return
+        self.scheduler.adopt(self.live.settings.sending)
+        _log.info("settings read anew%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
+
+    def _recount(self) -> None:
+        settings = self.live.settings
+        tenants = {*settings.quotas, *tenants_named(settings.grants)}
+        self.quotas.recount(self._local, sorted(tenants - {OTHERS}), self._backing.records.generation)
+
+    async def _drop_expired(self) -> None:
+        while self.quotas.is_counting:
+            await asyncio.sleep(_EXPIRY_S)
+            for object_id in await asyncio.to_thread(self.quotas.expired):
+                await asyncio.to_thread(self._local.delete, object_id, "expired")
+
+    async def _follow_settings(self) -> None:
+        while self._source is not None:
+            if self._source.has_changed(self.live.settings):
+                self.reload()
+            await asyncio.sleep(_SETTINGS_POLL_S)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
+                # Without a pause whoever connects without one would be all that happens here.
+                await asyncio.sleep(0)
                 sock, peer = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}:
+                if error.errno in _DEAF:
                     raise
                 _log.warning("can't accept a connection now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if len(self._tasks) >= self._settings.limits.connections_max:
-                _turn_away(sock)
-                continue
-            self._connections += 1
-            try:
-                self._start(self._set_up(sock, peer), gateway, loop)
-            except OSError as error:
-                sock.close()
-                _log.debug("a connection was gone before it was taken: %s", error)
+            host = host_of(peer)
+            if not self.live.proxies.speaks_for_others(host, ProxyHeader.PROXY_PROTOCOL):
+                self._admit(sock, host, gateway, loop)
+            elif len(self._introducing) >= self.live.limits.connections_max:
+                turn_away(sock)
+            else:
+                task = loop.create_task(self._introduce(sock, host, gateway))
+                self._introducing.add(task)
+                task.add_done_callback(self._introducing.discard)
 
-    def _set_up(self, sock: socket.socket, peer: object) -> socket.socket:
+    async def _introduce(self, sock: socket.socket, host: str, gateway: Gateway) -> None:
+        """Let a connection in as that of whom a proxy speaks for."""
+        try:
+            async with asyncio.timeout(self.live.limits.head_s_max):
+                client = await read_proxy_header(sock, host)
+        except (OSError, TimeoutError, ValueError) as error:
+            _log.warning("a connection of the proxy %s is closed: %s", host, error or "its header came too slowly")
+            sock.close()
+            return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        self._admit(sock, client, gateway, asyncio.get_running_loop())
+
+    def _admit(self, sock: socket.socket, host: str, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+        """Take a connection from an address, if there is room for one."""
+        self._connections += 1
+        account, number = account_of(host), str(self._connections)
+        if self.live.proxies.speaks_for_others(host, ProxyHeader.X_FORWARDED_FOR):
+            # Its connections are of many clients: no bound of one address holds for them together.
+            account = f"{account}#{number}"
+        guest = self.doors.enter(number, account, host)
+        if guest is None:
+            turn_away(sock)
+            return
+        try:
+            self._start(self._set_up(sock), guest, gateway, loop)
+        except OSError as error:
+            self.doors.leave(guest)
+            sock.close()
+            _log.debug("a connection was gone before it was taken: %s", error)
+
+    def _set_up(self, sock: socket.socket) -> socket.socket:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if isinstance(peer, tuple) and peer[0] in _LOOPBACK:
+            if host_of(sock.getpeername()) in _LOOPBACK:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
         is_near = sock.family == socket.AF_UNIX and not self._address.path
-        if self._tls is not None and not is_near:
-            return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        if self.live.tls is not None and not is_near:
+            return self.live.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return sock
 
-    def _start(self, sock: socket.socket, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        client = str(self._connections)
-        task = loop.create_task(gateway.serve(Stream(sock, loop), client))
-        self._tasks[task] = client
-        task.add_done_callback(self._end)
+    def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+        stream = Stream(sock, loop)
+        task = self._tasks[guest] = loop.create_task(gateway.serve(stream, guest))
+        task.add_done_callback(partial(self._end, guest, stream))
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+    def _cut(self, guest: Guest) -> None:
+        self._tasks[guest].cancel()
+
+    def _end(self, guest: Guest, stream: Stream, task: asyncio.Task[None]) -> None:
+        # A task that was cut before it began has closed nothing.
+        stream.close()
+        del self._tasks[guest]
+        self.doors.leave(guest)
         if not task.cancelled() and task.exception() is not None:
             _log.error("a connection ended with a fault of ours", exc_info=task.exception())
 
     async def _drain(self, gateway: Gateway, drain_s_max: float) -> None:
         """Close idle connections, wait for busy ones, then end those too."""
+        for task in self._introducing:
+            task.cancel()
+        await asyncio.gather(*self._introducing, return_exceptions=True)
         busy = gateway.drain()
-        for task, client in list(self._tasks.items()):
-            if client not in busy:
+        for guest, task in self._tasks.items():
+            if guest not in busy:
                 task.cancel()
         if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks), timeout=drain_s_max)
+            _, late = await asyncio.wait(list(self._tasks.values()), timeout=drain_s_max)
             for task in late:
                 task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def check(self) -> None:
         """AssertionError if buffers or send slots are lost. Call it while no request is under way."""
         self.buffers.check()
+        self.doors.check()
         assert self.buffers.lent_bytes == 0, f"{self.buffers.lent_bytes} bytes of buffers are lent to nobody"
         self.scheduler.check()
+        self.quotas.check()
         assert self.scheduler.slots_used == 0
-
-
-def _listener(address: Address) -> socket.socket:
-    if address.path:
-        path = Path(address.path)
-        if path.is_socket():
-            # Left by a server that was killed: one that lives answers.
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(address.path) == 0:
-                    raise OSError(errno.EADDRINUSE, f"another server listens on {address}")
-            path.unlink()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address.path)
-    else:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def _bound(address: Address, listener: socket.socket) -> Address:
-    return address if address.path else address._replace(port=listener.getsockname()[1])
-
-
-def _turn_away(sock: socket.socket) -> None:
-    with sock:
-        try:
-            sock.send(_BUSY, socket.MSG_DONTWAIT)
-        except OSError as error:
-            _log.debug("a connection too many went away: %s", error)
-
-
-def _tls_context(settings: TlsSettings) -> ssl.SSLContext:
-    """Return a context of TLS 1.2 and up. ValueError if a file can't be used."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(settings.cert_file, settings.key_file)
-        if settings.client_ca_file is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(settings.client_ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use the TLS files {settings.cert_file}, {settings.key_file}: {error}") from error
-    return context

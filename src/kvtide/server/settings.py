@@ -12,6 +12,9 @@ import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
+from kvtide.server.pace import Pace
+from kvtide.server.proxies import Proxies, ProxyHeader
+from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
@@ -29,6 +32,7 @@ __all__ = [
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
 CONNECTION_BYTES = 64 << 10
+DRAIN_DELAY_S_MAX = 600.0
 DEFAULT_LISTEN = "127.0.0.1:7421"
 
 
@@ -41,20 +45,27 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     object_bytes_max: int = 256 << 20
     # Bodies on their way in, and out of tiers that can't lend, all connections together.
     buffer_bytes_max: int = 512 << 20
-    # Of these, what one tenant's uploads hold; who asks nobody for a token has no tenants.
+    # Of these, what one tenant's bodies hold; who asks nobody for a token has no tenants.
     tenant_buffer_bytes_max: int = 256 << 20
     connections_max: int = 4096
+    # Of one tenant, or of one address until a request of theirs was let in, and where nobody is asked for a token.
+    tenant_connections_max: int = 1024
     # Threads that wait for tiers.
     io_threads: int = 4
     # Each tenant's requests a second, with a burst of as many.
     tenant_requests_s_max: float = 10_000.0
+    # Answers a second that say to somebody of one address that no such token is known.
+    stranger_requests_s_max: float = 100.0
     idle_s_max: float = 300.0
     head_s_max: float = 10.0
-    # Bodies, in and out, may be slower than this for `head_s_max` seconds.
+    # Bodies, in and out, may be slower than this for `head_s_max` seconds at a time.
     rate_bytes_s_min: float = 64 << 10
     # A peer that takes nothing for so long gives its send slot back until it does.
     stall_s_max: float = 0.05
     drain_s_max: float = 30.0
+    # Lines of the access log for requests that were let in, and for those of strangers and heads that are none.
+    log_lines_s_max: float = 200.0
+    stranger_log_lines_s_max: float = 10.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -70,9 +81,19 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the most memory that a server with memory tiers of these bounds takes."""
         return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
 
-    def body_s_max(self, size: int) -> float:
-        """Return how long a body may take."""
-        return self.head_s_max + size / self.rate_bytes_s_min
+    @property
+    def lent_bytes_max(self) -> int:
+        """Return how much of the memory tier readers hold at a time: the rest can be evicted."""
+        return max(1, self.memory_bytes_max // 2)
+
+    @property
+    def tenant_lent_bytes_max(self) -> int:
+        """Return how much of the memory tier one tenant's readers hold at a time, but for one object alone."""
+        return max(1, self.memory_bytes_max // 4)
+
+    def pace(self, now_s: float) -> Pace:
+        """Return how slow a body may be that begins now."""
+        return Pace(self.head_s_max, self.rate_bytes_s_min, now_s)
 
 
 class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +108,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """All that `kvtide serve` needs."""
 
     listen: str = DEFAULT_LISTEN
+    # Where others reach the server, host:port or https://host:port, if that is not where it listens.
+    advertise: str | None = None
     # Where clients on this machine reach the server besides, without the network and without TLS.
     socket_path: Path | None = None
     tiers: tuple[str, ...] = ("memory://",)
@@ -102,9 +125,20 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
+    # Addresses, networks or `unix` of proxies that are believed, and how they say whom they speak for.
+    trusted_proxies: tuple[str, ...] = ()
+    proxy_header: ProxyHeader | None = None
+    # What tenants may have in this server's own tiers, by name; "*" for all others.
+    quotas: Mapping[str, Quota] = {}
     is_open_to_all: bool = False
+    # Where liveness and readiness are told, host:port, in the clear and to everybody; nowhere without it.
+    health: str | None = None
+    # For so long after SIGTERM requests are still taken, while readiness says no: balancers need it to look elsewhere.
+    drain_delay_s: float = 0.0
     # One line of JSON for each request; none without it.
     access_log: Path | None = None
+    # One line of JSON for each object that was deleted and record that was written; none without it.
+    audit_log: Path | None = None
 
 
 class Address(NamedTuple):
@@ -176,6 +210,11 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
             f"{address} can be reached by others and no grant asks them for a token: "
             "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
         )
+    Proxies(settings.trusted_proxies, settings.proxy_header)
+    if settings.health is not None and parse_address(settings.health).path:
+        raise ValueError(f"health is told on host:port, got {settings.health!r}")
+    if not 0 <= settings.drain_delay_s <= DRAIN_DELAY_S_MAX:
+        raise ValueError(f"drain_delay_s is from 0 to {DRAIN_DELAY_S_MAX:g}, got {settings.drain_delay_s!r}")
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
     return settings

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from kvtide.server.metrics import Metrics, TenantTotals
+from kvtide.server.outlook import Outlook, PoolStatus, RegionStatus
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
 
-__all__ = ["LinkStatus", "Status", "TenantStatus", "server_status", "status_body"]
+__all__ = ["LinkStatus", "NamespaceStatus", "Status", "TenantStatus", "server_status", "status_body"]
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
@@ -25,6 +27,16 @@ class TenantStatus(msgspec.Struct, frozen=True):
     unsent_bytes: int
     wait_s_mean: float | None
     wait_s_p99: float | None
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """One namespace's tokens as clients say, since the server began; `model` is what its objects call it."""
+
+    tenant: str
+    namespace: str
+    model: str
+    loaded_tokens: int
+    missed_tokens: dict[str, int]
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -42,16 +54,21 @@ class Status(msgspec.Struct, frozen=True):
 
     version: str
     uptime_s: float
-    hits: int
-    misses: int
+    # Of prompts' full blocks, as clients say: from any tier of theirs or ours, and by reason not.
+    loaded_tokens: int
+    missed_tokens: dict[str, int]
+    # What was read here, once an object: `found`, or why not.
+    reads: dict[str, int]
     corrupt_objects: int
     policy: str
     slots: int
     slots_used: int
     tiers: list[TierStats]
     tenants: list[TenantStatus]
+    namespaces: list[NamespaceStatus]
     links: list[LinkStatus]
-    decisions: dict[str, int]
+    pool: PoolStatus | None = None
+    region: RegionStatus | None = None
 
 
 def server_status(
@@ -60,9 +77,9 @@ def server_status(
     scheduler: Scheduler,
     uptime_s: float,
     version: str,
-    peers: Sequence[LinkStatus] = (),
+    outlook: Outlook | None = None,
 ) -> Status:
-    """Put together what the dashboard shows. `peers` are links beside that to the clients."""
+    """Put together what the dashboard shows."""
     tenants = _tenants(metrics, scheduler)
     clients = LinkStatus(
         "clients",
@@ -71,20 +88,26 @@ def server_status(
         sum(tenant.sent_bytes for tenant in tenants),
         sum(tenant.received_bytes for tenant in tenants),
     )
-    hits, misses = metrics.lookups()
+    namespaces = [NamespaceStatus(*totals) for totals in metrics.namespaces()]
+    missed: Counter[str] = Counter()
+    for each in namespaces:
+        missed.update(each.missed_tokens)
     return Status(
         version=version,
         uptime_s=uptime_s,
-        hits=hits,
-        misses=misses,
+        loaded_tokens=sum(each.loaded_tokens for each in namespaces),
+        missed_tokens=dict(missed),
+        reads=metrics.reads(),
         corrupt_objects=metrics.corrupt_objects(),
         policy=scheduler.settings.policy,
         slots=scheduler.settings.slots,
         slots_used=scheduler.slots_used,
         tiers=list(tiers),
         tenants=tenants,
-        links=[clients, *peers],
-        decisions={str(decision): count for decision, count in metrics.decisions().items()},
+        namespaces=namespaces,
+        links=[clients],
+        pool=outlook.pool() if outlook is not None else None,
+        region=outlook.region() if outlook is not None else None,
     )
 
 

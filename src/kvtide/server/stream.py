@@ -11,21 +11,30 @@ import os
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtide.errors import RequestRefused
+from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "common_name"]
 
 # The loop is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.
 LINGER_BYTES_MAX = 1 << 20
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def common_name(certificate: Mapping[str, Any] | None) -> str | None:
+    """Return the common name in a certificate as `ssl` tells it; None for none, and for several: which one counts?"""
+    subject = certificate.get("subject", ()) if certificate else ()
+    # A tuple of relative names, each a tuple of pairs.
+    names = [value for part in subject for name, value in part if name == "commonName"]
+    return str(names[0]) if len(names) == 1 else None
 
 
 class Stream:
@@ -36,6 +45,8 @@ class Stream:
         self._loop = loop
         self._descriptor = sock.fileno()
         self._pending = b""
+        # When the first byte of the last head came, or was found behind the request before.
+        self.head_began_s = loop.time()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._wake_bytes = 1
         self._can_set_wake_bytes = sock.family in {socket.AF_INET, socket.AF_INET6} and not self._is_tls
@@ -54,11 +65,7 @@ class Stream:
         if not isinstance(self._sock, ssl.SSLSocket):
             return None
         await self._until_done(self._sock.do_handshake, deadline_s)
-        certificate = self._sock.getpeercert()
-        subject = certificate.get("subject", ()) if certificate else ()
-        # A tuple of relative names, each a tuple of pairs.
-        names = dict(pair for part in subject for pair in part)  # type: ignore[misc, unused-ignore]
-        return str(names["commonName"]) if "commonName" in names else None
+        return common_name(self._sock.getpeercert())
 
     async def read_head(self, idle_deadline_s: float, head_s_max: float) -> bytes | None:
         """Return the bytes of the next head, its empty line included; None if the peer closed before one began.
@@ -68,7 +75,8 @@ class Stream:
         """
         deadline_s, searched = idle_deadline_s, 0
         if self._pending:
-            deadline_s = self._loop.time() + head_s_max
+            self.head_began_s = self._loop.time()
+            deadline_s = self.head_began_s + head_s_max
         while (end := self._pending.find(HEAD_END, max(0, searched - len(HEAD_END)))) < 0:
             searched = len(self._pending)
             if searched > HEAD_BYTES_MAX:
@@ -79,14 +87,20 @@ class Stream:
                     raise ConnectionResetError("the peer closed within a head")
                 return None
             if not searched:
-                deadline_s = self._loop.time() + head_s_max
+                self.head_began_s = self._loop.time()
+                deadline_s = self.head_began_s + head_s_max
             self._pending += data
         end += len(HEAD_END)
         head, self._pending = self._pending[:end], self._pending[end:]
         return head
 
-    async def read_into(self, view: memoryview, deadline_s: float) -> None:
-        """Fill `view`. ConnectionResetError if the peer closes before that."""
+    async def is_readable(self, deadline_s: float) -> None:
+        """Wait until bytes are here, or the end. TimeoutError if the peer sends none until the deadline."""
+        if not self._pending and not (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            await self._wait(BlockingIOError(), deadline_s, is_send=False)
+
+    async def read_into(self, view: memoryview, pace: Pace) -> None:
+        """Fill `view`. ConnectionResetError if the peer closes before that, TimeoutError if it falls behind `pace`."""
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
@@ -99,15 +113,16 @@ class Stream:
             if not came:
                 raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
             done += came
+            pace.moved(came, self._loop.time())
             self._set_wake_bytes(min(len(view) - done, WAKE_BYTES) or 1)
             return done == len(view)
 
         if self._is_tls:
             while done < len(view):
-                await self._until_done(read, deadline_s)
+                await self._until_done(read, pace.due_s)
         elif done < len(view):
             try:
-                await self._drive(read, deadline_s - self._loop.time(), is_send=False)
+                await self._drive(read, lambda: pace.due_s, is_send=False)
             finally:
                 self._set_wake_bytes(1)
 
@@ -153,22 +168,28 @@ class Stream:
         """Call `step`, which sends what the socket takes, until it is True or the peer takes nothing for so long."""
         if step():
             return
+        due_s = self._loop.time() + stall_s_max
+
+        def stalling() -> bool:
+            nonlocal due_s
+            is_done = step()
+            due_s = self._loop.time() + stall_s_max
+            return is_done
+
         try:
-            await self._drive(step, stall_s_max, is_send=True, is_stall=True)
+            await self._drive(stalling, lambda: due_s, is_send=True)
         except TimeoutError:
             return
 
-    async def _drive(self, step: Callable[[], bool], wait_s_max: float, is_send: bool, is_stall: bool = False) -> None:
-        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError after `wait_s_max`.
+    async def _drive(self, step: Callable[[], bool], due_s: Callable[[], float], is_send: bool) -> None:
+        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError when it is `due_s()`.
 
-        A stall begins anew with every call. One registration and one timer for all calls: resuming a coroutine, which
-        registers again, for each of them cost half of the time that a body took in Python.
+        Steps may put that off. One registration and one timer for all calls: resuming a coroutine, which registers
+        again, for each of them cost half of the time that a body took in Python.
         """
         waiter = self._loop.create_future()
-        due_s = self._loop.time() + wait_s_max
 
         def ready() -> None:
-            nonlocal due_s
             if waiter.done():
                 return
             try:
@@ -180,18 +201,19 @@ class Stream:
                 return
             if is_done:
                 waiter.set_result(None)
-            elif is_stall:
-                due_s = self._loop.time() + wait_s_max
 
         def expire() -> None:
+            if not is_send:
+                # What came is too little to have woken us.
+                ready()
             if waiter.done():
                 return
-            if self._loop.time() < due_s:
-                timers.append(self._loop.call_at(due_s, expire))
+            if self._loop.time() < due_s():
+                timers.append(self._loop.call_at(due_s(), expire))
             else:
                 waiter.set_exception(TimeoutError())
 
-        timers = deque([self._loop.call_at(due_s, expire)], maxlen=1)
+        timers = deque([self._loop.call_at(due_s(), expire)], maxlen=1)
         (self._loop.add_writer if is_send else self._loop.add_reader)(self._descriptor, ready)
         try:
             await waiter

@@ -70,6 +70,9 @@ class TierSuite:
             assert tier.count_leading([object_id(number) for number in (3, 1, 0, 4, 3)]) == 3
             assert tier.count_leading([object_id(number) for number in (4, 3)]) == 0
             assert tier.count_leading([]) == 0
+            asked = [object_id(number) for number in (2, 1, 4, 0, 3)]
+            assert tier.contains_each(asked) == [False, True, False, True, True]
+            assert tier.contains_each([]) == []
 
     def test_absent_object_is_a_miss(self, tier: Tier) -> None:
         assert not tier.contains(object_id(1))

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.decisions import Decided
 from kvtide.index import Record
-from kvtide.types import BlockKey, ObjectId, TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
     "Batched",
@@ -92,6 +92,9 @@ class Batched(Protocol):
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each of these objects whether it is here now."""
+
 
 @runtime_checkable
 class Recorded(Protocol):
@@ -105,8 +108,8 @@ class Recorded(Protocol):
 class Noting(Protocol):
     """A tier that remembers what engines decided, or tells who does."""
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Add to the counts. TierUnavailable if they are lost."""
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Add to the counts of tokens. TierUnavailable if they are lost."""
 
 
 @runtime_checkable
@@ -142,8 +145,8 @@ class Observer(Protocol):
     Called from any thread, possibly under a tier's locks: it must not call the stack.
     """
 
-    def placed(self, object_id: ObjectId, tier: int) -> None:
-        """An object was stored in a tier."""
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
+        """An object of so many bytes was stored in a tier."""
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """An object is no longer in a tier."""

@@ -25,7 +25,7 @@ from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.lend import LentObject
 from kvtide.tier.log import SegmentLog
 from kvtide.tier.record import RecordState, stamp_ms
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import NO_LABEL
 
 __all__ = ["DiskTier"]
@@ -176,7 +176,7 @@ class DiskTier:
         except OSError as error:
             _log.debug("removal not noted: %s", error)
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Add to the journal, which all processes on this directory share; where it can't be written they are lost."""
         try:
             self._journal.note_decisions(counts, self._clock.wall_s())
@@ -184,7 +184,7 @@ class DiskTier:
             _log.debug("decisions not noted in %s: %s", self.root, error)
 
     def decisions(self) -> dict[Decided, int]:
-        """Return what was decided about blocks of this store, as far back as the journal goes."""
+        """Return what was decided about tokens beside this store, as far back as the journal goes."""
         return self._journal.decisions()
 
     def removed_reason(self, object_id: ObjectId) -> str | None:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
-from pathlib import Path
-from typing import NamedTuple, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from itertools import groupby, islice, takewhile
+from typing import TypeVar
 
 import msgspec
 
@@ -24,8 +21,9 @@ from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
-from kvtide.tier.link import Answer, Endpoint, Patience
+from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
+from kvtide.tier.servers import servers_of
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
@@ -39,7 +37,7 @@ from kvtide.wire.protocol import (
     TenantView,
 )
 
-__all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
+__all__ = ["HttpTier", "Naming", "http_tier"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -48,7 +46,6 @@ _Result = TypeVar("_Result")
 Naming = Callable[[ObjectId], tuple[ObjectId, Sequence[tuple[str, str]]]]
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -103,18 +100,29 @@ class HttpTier:
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
         asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
-        if not asked:
-            return 0
+        return self._exists(asked, leading_only=True).leading if asked else 0
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the server in one request for each namespace, and for each EXISTS_KEYS_MAX objects of it."""
+        present: list[bool] = []
+        for _, group in groupby(object_ids, lambda each: each.namespace):
+            while asked := list(islice(group, EXISTS_KEYS_MAX)):
+                present += self._exists(asked, leading_only=False).present
+        return present
+
+    def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
+        """Ask for objects of one namespace."""
         names = [self._naming(object_id) for object_id in asked]
-        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=True)
-        target, headers = f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1]
-        answer = self._any("POST", target, headers, msgspec.json.encode(question))
+        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=leading_only)
+        target, body = f"/v1/{names[0][0].namespace.hex()}/exists", msgspec.json.encode(question)
+        answer = self._any("POST", target, names[0][1], body)
         if answer.status != 200:
             raise self._refused("POST", answer)
-        leading = _decoded(answer, ExistsAnswer).leading
-        if not 0 <= leading <= len(asked):
-            raise TierUnavailable(f"asked for {len(asked)} objects, the server says that it has {leading}")
-        return leading
+        found = _decoded(answer, ExistsAnswer)
+        if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
+            told = f"of {len(found.present)}, and that it has {found.leading}"
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells {told}")
+        return found
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer`, by one range."""
@@ -197,13 +205,15 @@ class HttpTier:
         ]
         return any(answer.status == 204 for answer in answers)
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
-        """Tell the first server that answers; it counts them for whom our token names."""
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""
         text = decisions_text(counts)
         if text:
-            answer = self._any("GET", "/v1", [(DECISIONS_HEADER, text)])
+            name, headers = self._naming(ObjectId(namespace, BlockKey(namespace)))
+            target, question = f"/v1/{name.namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
+            answer = self._any("POST", target, [*headers, (DECISIONS_HEADER, text)], question)
             if answer.status != 200:
-                raise self._refused("GET", answer)
+                raise self._refused("POST", answer)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
@@ -320,74 +330,3 @@ def http_tier(
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, naming)
-
-
-class Servers(NamedTuple):
-    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
-
-    endpoints: list[Endpoint]
-    headers: list[tuple[str, str]]
-    takes_evicted: bool
-
-
-def servers_of(url: str) -> Servers:
-    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
-
-    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
-    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
-    """
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = options.keys() - _OPTIONS
-    if "@" in parts.netloc:
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
-    if unknown or parts.fragment:
-        raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
-    tls = _tls_context(options) if parts.scheme == "https" else None
-    headers = []
-    if "token_file" in options:
-        headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
-    if takes_evicted is None:
-        raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    return Servers(_endpoints(url, tls), headers, takes_evicted)
-
-
-def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
-    parts = urlsplit(url)
-    if parts.scheme == "http+unix":
-        if parts.netloc or not parts.path:
-            raise ValueError(f"expected http+unix:///path, got {url!r}")
-        return [Endpoint("", 0, unquote(parts.path))]
-    if parts.path not in {"", "/"}:
-        raise ValueError(f"a remote store's URL has no path, got {url!r}")
-    found = []
-    for name in parts.netloc.split(","):
-        host, colon, port = name.rpartition(":")
-        if not host or not colon:
-            raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
-        if not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) <= 0xFFFF:
-            raise ValueError(f"a remote store's port is a number from 1 to 65535, got {port!r} in {url!r}")
-        found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
-    return found
-
-
-def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=options.get("ca_file"))
-        if "cert_file" in options:
-            context.load_cert_chain(options["cert_file"], options.get("key_file"))
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use the TLS files of the remote store: {error}") from error
-    return context
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read the token file {path}: {error}") from error
-    if not token.isprintable() or not token:
-        raise ValueError(f"the token file {path} holds no token")
-    return token

@@ -35,7 +35,7 @@ class RemovalJournal:
             self._append(lines)
 
     def note_decisions(self, counts: Mapping[Decided, int], wall_s: float) -> None:
-        """Note how many blocks engines decided about. OSError if the file can't be written."""
+        """Note how many tokens engines decided about. OSError if the file can't be written."""
         if counts:
             self._append([f"{wall_s:.0f} decided {decisions_text(counts)}\n".encode()])
 

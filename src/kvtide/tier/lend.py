@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from functools import cache
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
+from kvtide.tier.base import Tier
 from kvtide.types import ObjectId
 
-__all__ = ["FilePart", "Lender", "LentObject", "joined"]
+__all__ = ["FilePart", "Lender", "LentObject", "is_lender", "joined"]
 
 
 class FilePart(NamedTuple):
@@ -44,6 +46,20 @@ class Lender(Protocol):
 
     def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
         """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
+
+
+class LendingTier(Tier, Lender, Protocol):
+    """A tier that lends objects."""
+
+
+@cache
+def _lends(kind: type) -> bool:
+    return issubclass(kind, Lender)
+
+
+def is_lender(tier: Tier) -> TypeGuard[LendingTier]:
+    """Tell whether a tier lends. Its class is asked once: a look at the protocol takes a tenth of a small GET."""
+    return _lends(type(tier))
 
 
 def joined(views: Sequence[memoryview], size: int) -> bytes:

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PlacementKind, PoolMap, PoolServer
@@ -46,12 +46,12 @@ class _Polled:
         """Nothing is held."""
 
 
-def server_at(address: str) -> PoolServer:
+def server_at(address: str, scheme: Literal["http", "https"] = "http") -> PoolServer:
     """Return a server that is named by where it listens. ValueError without a port."""
     host, colon, port = address.rpartition(":")
     if not host or not colon or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) < 1 << 16:
         raise ValueError(f"expected HOST:PORT of a server, got {address!r}")
-    return PoolServer(address, address)
+    return PoolServer(address, address, scheme=scheme)
 
 
 class StaticMembership(_Polled):
@@ -83,8 +83,15 @@ class DnsMembership(_Polled):
     """Every address that a name has is a server. The epoch counts the changes that this process saw."""
 
     def __init__(
-        self, host: str, port: int, replicas: int, kind: PlacementKind, resolve: Callable[..., object] | None = None
+        self,
+        host: str,
+        port: int,
+        replicas: int,
+        kind: PlacementKind,
+        resolve: Callable[..., object] | None = None,
+        scheme: Literal["http", "https"] = "http",
     ) -> None:
+        self._scheme = scheme
         self._host = host
         self._port = port
         self._replicas = replicas
@@ -101,7 +108,8 @@ class DnsMembership(_Polled):
         assert isinstance(found, list)
         hosts = sorted({entry[4][0] for entry in found})
         servers = tuple(
-            server_at(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}") for host in hosts
+            server_at(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}", self._scheme)
+            for host in hosts
         )
         known = self._known
         if known is None or known.servers != servers:

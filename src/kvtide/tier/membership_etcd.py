@@ -8,19 +8,21 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvtide.errors import TierUnavailable
 from kvtide.placement import SERVERS_MAX, PlacementKind, PoolMap, PoolServer
 
-__all__ = ["EtcdMembership"]
+__all__ = ["EtcdAccess", "EtcdMembership"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +32,29 @@ LEASE_S = 5
 ANSWER_BYTES_MAX = 8 << 20
 
 
+class EtcdAccess(NamedTuple):
+    """How etcd is reached: under TLS if there is a context, as a user if it has a name."""
+
+    tls: ssl.SSLContext | None = None
+    user: str = ""
+    password: str = ""
+
+
 class EtcdMembership:
     """The map of the servers below a prefix. ValueError from `read` if none is there."""
 
-    def __init__(self, endpoints: Sequence[str], prefix: str, replicas: int, kind: PlacementKind) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        prefix: str,
+        replicas: int,
+        kind: PlacementKind,
+        access: EtcdAccess | None = None,
+    ) -> None:
         self._endpoints = list(endpoints)
+        self._access = access or EtcdAccess()
+        # What etcd gave for user and password.
+        self._token = ""
         self._prefix = f"{prefix}/"
         self._replicas = replicas
         self._kind = kind
@@ -114,13 +134,33 @@ class EtcdMembership:
         return decoded
 
     def _open(self, path: str, body: dict[str, object], timeout_s: float) -> Any:
+        """Send a question, as our user if there is one; a token that is over is asked for anew."""
+        if self._access.user and not self._token:
+            self._authenticate()
+        try:
+            return self._open_as(path, body, timeout_s)
+        except _Unauthenticated:
+            self._authenticate()
+            return self._open_as(path, body, timeout_s)
+
+    def _authenticate(self) -> None:
+        self._token = ""
+        words = {"name": self._access.user, "password": self._access.password}
+        with self._open_as("/v3/auth/authenticate", words, REQUEST_S_MAX) as answer:
+            self._token = str(json.loads(answer.read(ANSWER_BYTES_MAX)).get("token", ""))
+
+    def _open_as(self, path: str, body: Mapping[str, object], timeout_s: float) -> Any:
         problem: Exception | None = None
-        data = json.dumps(body).encode()
+        data, scheme = json.dumps(body).encode(), "https" if self._access.tls else "http"
+        headers = {"Content-Type": "application/json", **({"Authorization": self._token} if self._token else {})}
         for endpoint in list(self._endpoints):
-            request = urllib.request.Request(f"http://{endpoint}{path}", data, {"Content-Type": "application/json"})
+            request = urllib.request.Request(f"{scheme}://{endpoint}{path}", data, headers)
             try:
-                return urllib.request.urlopen(request, timeout=timeout_s)
+                return urllib.request.urlopen(request, timeout=timeout_s, context=self._access.tls)
             except urllib.error.HTTPError as error:
+                if error.code == HTTPStatus.UNAUTHORIZED and self._token:
+                    error.close()
+                    raise _Unauthenticated(f"etcd at {endpoint} takes our token no longer") from error
                 error.close()
                 raise TierUnavailable(f"etcd at {endpoint} answered {error.code} to {path}") from error
             except TimeoutError:
@@ -130,6 +170,10 @@ class EtcdMembership:
                 # The next call begins with another one.
                 self._endpoints.append(self._endpoints.pop(0))
         raise TierUnavailable(f"no etcd of {', '.join(self._endpoints)} can be reached: {problem}")
+
+
+class _Unauthenticated(TierUnavailable):
+    """Etcd takes a token no longer."""
 
 
 def _b64(data: bytes) -> str:

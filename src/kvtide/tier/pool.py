@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from kvtide.clock import Clock
+from kvtide.decisions import Decided
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.placement import Placement, PoolMap, PoolServer, less_loaded
-from kvtide.tier.base import Batched, Buffer, ObjectInfo, Tier, TierStats
+from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier, TierStats
 from kvtide.tier.membership import Membership, Watcher
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["PoolTier"]
 
@@ -170,6 +171,10 @@ class PoolTier:
                         del waiting[object_id]
         return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask for one object after the other."""
+        return [self.contains(object_id) for object_id in object_ids]
+
     def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
         """Return how many leading ones of these objects a server has; None if it does not answer."""
         member, ids = asked
@@ -286,6 +291,16 @@ class PoolTier:
         members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
         asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
         return any(is_deleted for _, is_deleted in asked)
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell one server that answers; the pool's figures are the sums over its servers."""
+
+        def tell(member: _Member) -> bool:
+            if isinstance(member.tier, Noting):
+                member.tier.note_decisions(namespace, counts)
+            return True
+
+        self._each(self._now().members, tell, until=bool)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the first owner that knows one."""

@@ -11,8 +11,8 @@ import threading
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.http import Servers, servers_of
 from kvtide.tier.link import Endpoint, Link, Patience
+from kvtide.tier.servers import Servers, servers_of
 from kvtide.tier.source import Take
 from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head

@@ -20,6 +20,7 @@ from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
+    Batched,
     Buffer,
     Checked,
     Noting,
@@ -37,10 +38,10 @@ from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.flight import SingleFlight
 from kvtide.tier.invalidation import Invalidations
-from kvtide.tier.lend import Lender, LentObject
+from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.runs import run_places
-from kvtide.types import ObjectId
+from kvtide.types import Namespace, ObjectId
 
 __all__ = ["TierStack"]
 
@@ -87,9 +88,11 @@ class TierStack:
         self._invalidations = invalidations
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
+        self.open_tiers: dict[str, Tier] = {}
         self._lock = threading.Lock()
         self._observer: Observer | None = None
         self._faults = TierFaults(tiers)
+        self.tier_names = [self._faults.label(tier) for tier in tiers]
         self._ask = self._faults.ask
         self._flight = SingleFlight()
         self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
@@ -98,11 +101,6 @@ class TierStack:
         self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
         self._unwritten_bytes = 0
-
-    @property
-    def tier_names(self) -> list[str]:
-        """Return the tiers' names, fastest first; those of one kind are numbered."""
-        return [self._faults.label(tier) for tier in self._tiers]
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -126,6 +124,7 @@ class TierStack:
                 self._open.append(tier)
             except (*TIER_FAULTS, RuntimeError) as error:  # the last: no thread to be had
                 self._faults.note(tier, "open", error)
+        self.open_tiers = {self._faults.label(tier): tier for tier in self._open}
         self.demoter.open()
         evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
         if self._demote_to and evicting:
@@ -165,6 +164,22 @@ class TierStack:
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
         return next(self.places(object_id), None) is not None
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
+        present = [False] * len(object_ids)
+        for tier in self._open:
+            numbers = [number for number, is_here in enumerate(present) if not is_here]
+            asked = [object_ids[number] for number in numbers]
+            if not asked:
+                break
+            if isinstance(tier, Batched):
+                found = self._ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
+            else:
+                found = [self._ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
+            for number, is_here in zip(numbers, found, strict=True):
+                present[number] = is_here
+        return present
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
@@ -215,7 +230,7 @@ class TierStack:
 
     def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
         for position, tier in enumerate(self._open):
-            lent = self._ask(tier, "read", partial(lend, tier), None) if isinstance(tier, Lender) else None
+            lent = self._ask(tier, "read", partial(lend, tier), None) if is_lender(tier) else None
             if lent is not None:
                 if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
                     self.prefetch([object_id], lent.size)
@@ -240,12 +255,12 @@ class TierStack:
         return is_stored
 
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
-        is_stored = False
-        for tier in tiers:
-            if self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False):
-                is_stored = True
-                if self._observer is not None:
-                    self._observer.placed(object_id, self._tiers.index(tier))
+        return True in [self._put(tier, object_id, buffer, partial(tier.put_from, object_id, buffer)) for tier in tiers]
+
+    def _put(self, tier: Tier, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
+        is_stored = self._ask(tier, "write", write, False)
+        if is_stored and self._observer is not None:
+            self._observer.placed(object_id, self._tiers.index(tier), len(buffer))
         return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -341,13 +356,12 @@ class TierStack:
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
-        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
-        return any(done)
+        return True in [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
 
-    def note_decisions(self, counts: Mapping[Decided, int]) -> None:
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
         for tier in (each for each in self._open if isinstance(each, Noting)):
-            self._ask(tier, "note", partial(tier.note_decisions, counts), None)
+            self._ask(tier, "note", partial(tier.note_decisions, namespace, counts), None)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason of the slowest tier that knows one: it had the object last."""
@@ -360,7 +374,8 @@ class TierStack:
         for tier in self._open:
             for info in tier.objects():
                 if info.id not in seen:
-                    seen.add(info.id)
+                    if tier is not self._open[-1]:
+                        seen.add(info.id)
                     yield info
 
     def records(self) -> Iterator[tuple[int, Iterator[Record]]]:

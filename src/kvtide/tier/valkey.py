@@ -98,8 +98,12 @@ class ValkeyTier:
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask each owner once for all of its objects."""
-        replies = self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))
-        return next((number for number, reply in enumerate(replies) if reply != 1), len(replies))
+        present = self.contains_each(object_ids)
+        return next((number for number, is_here in enumerate(present) if not is_here), len(present))
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask each owner once for all of its objects."""
+        return [reply == 1 for reply in self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))]
 
     def get_many_into(self, object_ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> list[int | None]:
         """Read whole objects, each into its buffer, without waiting for one before the next is asked for.

@@ -29,7 +29,9 @@ HEAD_BYTES_MAX = 8 << 10
 HEADERS_MAX = 64
 HEAD_END = b"\r\n\r\n"
 # A second one of these would let two readers understand two things. llhttp refuses a second Content-Length.
-_ONCE = frozenset({"authorization", "content-range", "etag", "host", "if-none-match", "range", "transfer-encoding"})
+_ONCE = frozenset(
+    {"authorization", "content-range", "etag", "host", "if-none-match", "if-range", "range", "transfer-encoding"}
+)
 _NO_BODY = frozenset({204, 304})
 
 Headers = Sequence[tuple[str, str | int]]
@@ -96,7 +98,11 @@ def _fed(parser: httptools.HttpRequestParser | httptools.HttpResponseParser, fou
         if isinstance(error.__context__, RequestRefused):
             raise error.__context__ from None
         raise RequestRefused(400, f"malformed head: {error}") from error
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+    except httptools.HttpParserUpgrade as error:
+        # A request stays one of HTTP/1.1 if the wish to speak something else is not met; CONNECT has no other meaning.
+        if not isinstance(parser, httptools.HttpRequestParser) or parser.get_method() == b"CONNECT":
+            raise RequestRefused(400, "malformed head: nothing but HTTP/1.1 is spoken here") from error
+    except httptools.HttpParserError as error:
         raise RequestRefused(400, f"malformed head: {type(error).__name__} {error}") from error
     finally:
         found.parser = None

@@ -78,7 +78,7 @@ _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
 _RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
 _NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
-_PAGES = frozenset({"/v1/status"})
+_PAGES = frozenset({"/v1/status", "/v1/history"})
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -274,7 +274,7 @@ class LookUps(NamedTuple):
     leading_only: bool
 
 
-def parse_look_ups(body: bytes | bytearray) -> LookUps:
+def parse_look_ups(body: bytes | bytearray | memoryview) -> LookUps:
     """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
     try:
         question = msgspec.json.decode(body, type=ExistsQuestion)

@@ -15,6 +15,7 @@ from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_p
 from kvtide import loading
 from kvtide.cache import Cache
 from kvtide.clock import SystemClock
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.engines.paged.orders import StepOrders, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.pages import CellOrder, keys_values
@@ -167,6 +168,17 @@ def test_blocks_loaded_twice_are_kept(engines: Callable[..., ToyEngine]) -> None
     engines().compute("a", PROMPT)
     second = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)
     assert [_loads(second, request) for request in "bcd"] == [3, 3, 0]
+
+
+def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[..., ToyEngine]) -> None:
+    first, second = engines(), engines()
+    first.compute("a", PROMPT[: 2 * BLOCK + 1])
+    for _ in range(3):
+        second.ask("b", PROMPT)
+    second.finish("b")
+    for engine, absent in ((first, 2), (second, 1)):
+        counted = engine.scheduler.cache.decisions.counts()
+        assert counted == {Decided(Choice.RECOMPUTE, Why.ABSENT): absent * BLOCK}
 
 
 def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine]) -> None:

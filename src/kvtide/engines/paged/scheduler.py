@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtide.cache import Cache
 from kvtide.clock import Clock
-from kvtide.decisions import Choice, Why
+from kvtide.decisions import Choice, Decided, Why
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
@@ -103,12 +103,21 @@ class SchedulerHalf:
         if hits is None:
             return None
         fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
+        absent = len(blocks) * self._block_tokens - computed_tokens - max(0, fresh)
+        # A look-up that goes on without us was given up.
+        why = Why.DEADLINE if request in self._lookups else Why.ABSENT
+        self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, why), absent)
         if fresh <= 0 or self._pace.is_load_faster(fresh, self._clock.monotonic_s()):
             return max(0, fresh)
-        if not sequence.is_left_alone:
-            sequence.is_left_alone = True
-            self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, -(-fresh // self._block_tokens))
+        self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
         return 0
+
+    def _count(self, sequence: TrackedSequence, block: BlockRef, decided: Decided, tokens: int) -> None:
+        """Count a decision about a request once for each shard, however often the engine asks."""
+        if decided not in sequence.counted:
+            sequence.counted.add(decided)
+            for object_id in block.ids:
+                self.cache.decisions.add(*decided, tokens, object_id.namespace)
 
     def _stored(self, request: str, blocks: Sequence[BlockRef]) -> int | None:
         now_s = self._clock.monotonic_s()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kvtide.decisions import Decided
 from kvtide.engines.paged.orders import BlockRef
 from kvtide.keys import KeyChain, NamespaceSpec
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -46,8 +47,8 @@ class TrackedSequence:
         self.settled = 0
         # A request whose load has failed is not made to wait for a second one.
         self.may_load = True
-        # Whether it was decided, and counted, that computing is faster.
-        self.is_left_alone = False
+        # What was decided, and counted, about what is not loaded.
+        self.counted: set[Decided] = set()
         # What the engine had computed itself when it last asked for a match.
         self.computed_tokens = 0
 

@@ -1,7 +1,8 @@
 """What is scheduled, and what the scheduler asks of a policy.
 
 A **send** is one response body on its way to one client, a **slice** the part of it that holds a send slot, a **flow**
-all that one tenant has to send. Policies choose between flows and never see clients: connections do not buy a share.
+all that one owner has to send: a tenant, or a client's address on a server that asks nobody for a token. Policies
+choose between flows and never see clients: connections do not buy a share.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Flow", "Send", "SendPolicy", "Slice"]
+__all__ = ["Flow", "Owner", "Send", "SendPolicy", "Slice"]
+
+
+class Owner(NamedTuple):
+    """Who shares the send slots: a tenant, or an address where nobody shows a token and `tenant` tells nobody apart."""
+
+    tenant: str
+    address: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class Send:
     """One body to send. The scheduler changes it; others read it.
 
-    `turn` orders the sends of a tenant: its arrival, and after each slice the next free number, so that they rotate.
+    `turn` orders the sends of an owner: its arrival, and after each slice the next free number, so that they rotate.
     """
 
-    tenant: str
+    owner: Owner
     client: str
     size: int
     priority: int
@@ -32,6 +41,11 @@ class Send:
     sent_bytes: int = 0
     is_in_flight: bool = False
     is_cancelled: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose body it is; empty where nobody shows a token."""
+        return self.owner.tenant
 
     @property
     def wait_s(self) -> float:
@@ -55,13 +69,13 @@ class Slice:
 
 
 class Flow:
-    """What one tenant has to send. Lives from its first send until it has none left.
+    """What one owner has to send. Lives from its first send until it has none left.
 
     A client's sends keep their order and one of them is under way at a time, so that bodies never mix on a connection.
     """
 
-    def __init__(self, tenant: str, weight: float) -> None:
-        self.tenant = tenant
+    def __init__(self, owner: Owner, weight: float) -> None:
+        self.owner = owner
         self.weight = weight
         self.in_flight = 0
         self.sends = 0
@@ -146,10 +160,10 @@ class SendPolicy(ABC):
         """Return one of the flows that could send now, never none."""
 
     def enter(self, flow: Flow) -> None:  # noqa: B027  (most policies have nothing to note)
-        """Note that a tenant that had nothing to send has something now."""
+        """Note that an owner that had nothing to send has something now."""
 
     def leave(self, flow: Flow) -> None:  # noqa: B027
-        """Note that a tenant has nothing left to send."""
+        """Note that an owner has nothing left to send."""
 
     def charge(self, flow: Flow, size: int) -> None:  # noqa: B027
         """Note that so many bytes of a flow have been granted, or, if negative, were granted and not sent."""

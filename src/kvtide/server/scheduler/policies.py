@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from kvtide.server.scheduler.base import Flow, SendPolicy
+from kvtide.server.scheduler.base import Flow, Owner, SendPolicy
 
 __all__ = ["POLICIES", "DrrPolicy", "FifoPolicy", "LotteryPolicy", "VtcPolicy", "policy_named"]
 
-# Tenants without anything to send of which a policy still knows something.
-_LEFT_TENANTS_MAX = 1024
+# Owners without anything to send of which a policy still knows something.
+_LEFT_OWNERS_MAX = 1024
 _CREDIT_SLICES = 8
 
 
@@ -31,7 +31,7 @@ class LotteryPolicy(SendPolicy):
     """Whole bodies, drawn: the fewer requests of a client wait, the likelier it is.
 
     As in the report: take the number of requests that each client has waiting, invert each, softmax the list. What is a
-    client there is a tenant here. It counts requests, not bytes, and since the inverses lie in (0, 1], no one is more
+    client there is an owner here. It counts requests, not bytes, and since the inverses lie in (0, 1], no one is more
     than e times likelier than another.
     """
 
@@ -68,11 +68,11 @@ class DrrPolicy(SendPolicy):
 
     def enter(self, flow: Flow) -> None:
         """Put the flow last, with one quantum less what it had overdrawn: debts are kept, claims are not."""
-        self._deficits[flow] = self._quantum_bytes * flow.weight + min(0.0, self._left.pop(flow.tenant, 0.0))
+        self._deficits[flow] = self._quantum_bytes * flow.weight + min(0.0, self._left.pop(flow.owner, 0.0))
 
     def leave(self, flow: Flow) -> None:
         """Take the flow out of the round."""
-        self._left.note(flow.tenant, self._deficits.pop(flow))
+        self._left.note(flow.owner, self._deficits.pop(flow))
 
     def charge(self, flow: Flow, size: int) -> None:
         """Take the bytes off what the flow may send."""
@@ -107,11 +107,11 @@ class VtcPolicy(SendPolicy):
 
     def enter(self, flow: Flow) -> None:
         """Go on where the flow left, or begin at the highest counter."""
-        self._served[flow] = self._left.pop(flow.tenant, self._highest)
+        self._served[flow] = self._left.pop(flow.owner, self._highest)
 
     def leave(self, flow: Flow) -> None:
         """Remember the counter."""
-        self._left.note(flow.tenant, self._served.pop(flow))
+        self._left.note(flow.owner, self._served.pop(flow))
 
     def charge(self, flow: Flow, size: int) -> None:
         """Count the bytes, each at one over the weight."""
@@ -127,12 +127,12 @@ class VtcPolicy(SendPolicy):
         return max(self._served[flow], self._highest - self._credit_bytes / flow.weight)
 
 
-class _Left(dict[str, float]):
-    """What tenants without anything to send had, the last `_LEFT_TENANTS_MAX` that left."""
+class _Left(dict[Owner, float]):
+    """What owners without anything to send had, the last `_LEFT_OWNERS_MAX` that left."""
 
-    def note(self, tenant: str, value: float) -> None:
-        self[tenant] = value
-        if len(self) > _LEFT_TENANTS_MAX:
+    def note(self, owner: Owner, value: float) -> None:
+        self[owner] = value
+        if len(self) > _LEFT_OWNERS_MAX:
             del self[next(iter(self))]
 
 

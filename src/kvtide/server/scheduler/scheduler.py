@@ -1,4 +1,4 @@
-"""Who may send next: a fixed number of send slots, shared between tenants by a policy.
+"""Who may send next: a fixed number of send slots, shared between owners by a policy.
 
 No I/O, no threads, no clock of its own: the caller serialises its calls and passes the time. Invariant: every byte that
 was enqueued is sent, in flight, waiting or dropped, and never two of these.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.errors import QueueFull
-from kvtide.server.scheduler.base import Flow, Send, Slice
+from kvtide.server.scheduler.base import Flow, Owner, Send, Slice
 from kvtide.server.scheduler.policies import policy_named
 
 __all__ = ["Scheduler", "SchedulerSettings", "TenantLoad"]
@@ -54,7 +54,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class TenantLoad(NamedTuple):
-    """What one tenant has in the scheduler."""
+    """What one tenant, or one address without a token, has in the scheduler."""
 
     tenant: str
     waiting_sends: int
@@ -68,12 +68,22 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, rng: random.Random) -> None:
         self.settings = settings
         self._policy = policy_named(settings.policy, settings.slice_bytes, rng)
-        self._flows: dict[str, Flow] = {}
+        self._flows: dict[Owner, Flow] = {}
         self._in_flight: set[Slice] = set()
         self._turns = 0
         # When the link will have sent what was granted, if it sends at its rate.
         self._link_free_s = -math.inf
         self._enqueued_bytes = self._sent_bytes = self._dropped_bytes = 0
+
+    def adopt(self, settings: SchedulerSettings) -> None:
+        """Share by other settings from the next grant on; who has more than a new bound lets in keeps it meanwhile.
+
+        AssertionError for another policy or slice.
+        """
+        assert (settings.policy, settings.slice_bytes) == (self.settings.policy, self.settings.slice_bytes)
+        self.settings = settings
+        for flow in self._flows.values():
+            flow.weight = settings.weights.get(flow.owner.tenant, 1.0)
 
     @property
     def slots_used(self) -> int:
@@ -81,26 +91,30 @@ class Scheduler:
         return len(self._in_flight)
 
     def loads(self) -> list[TenantLoad]:
-        """Return what each tenant has here that has anything."""
+        """Return what each owner has here that has anything; several of one tenant are several loads."""
         return [
-            TenantLoad(flow.tenant, flow.waiting, flow.in_flight, flow.unsent_bytes) for flow in self._flows.values()
+            TenantLoad(flow.owner.tenant, flow.waiting, flow.in_flight, flow.unsent_bytes)
+            for flow in self._flows.values()
         ]
 
-    def enqueue(self, tenant: str, client: str, size: int, now_s: float, priority: int = 0) -> Send:
+    def enqueue(self, tenant: str, client: str, size: int, now_s: float, priority: int = 0, address: str = "") -> Send:
         """Queue a body of `size` bytes behind the others of its client, which is one connection.
 
-        A higher priority goes before the tenant's other clients and takes nothing from other tenants. QueueFull if the
-        tenant has as much here as it may; ValueError for a body without bytes.
+        The owner is the tenant, or where nobody shows a token the client's address. A higher priority goes before the
+        owner's other clients and takes nothing from other owners. QueueFull if the owner has as much here as it may;
+        ValueError for a body without bytes.
         """
         if size <= 0:
             raise ValueError(f"a send has at least one byte, got {size}")
-        flow = self._flows.get(tenant)
+        owner = Owner(tenant, address)
+        flow = self._flows.get(owner)
         if flow is not None and flow.sends >= self.settings.tenant_sends_max:
-            raise QueueFull(f"tenant {tenant!r} has {flow.sends} sends waiting, the most that it may have")
+            whose = address or f"tenant {tenant!r}"
+            raise QueueFull(f"{whose} has {flow.sends} sends waiting, the most that it may have")
         if flow is None:
-            flow = self._flows[tenant] = Flow(tenant, self.settings.weights.get(tenant, 1.0))
+            flow = self._flows[owner] = Flow(owner, self.settings.weights.get(tenant, 1.0))
             self._policy.enter(flow)
-        send = Send(tenant, client, size, priority, now_s, self._next_turn())
+        send = Send(owner, client, size, priority, now_s, self._next_turn())
         flow.add(send)
         self._enqueued_bytes += size
         return send
@@ -145,7 +159,7 @@ class Scheduler:
             raise ValueError(f"{part} is not in flight")
         if not 0 <= sent_bytes <= part.size:
             raise ValueError(f"expected 0 to {part.size} sent bytes, got {sent_bytes}")
-        send, flow = part.send, self._flows[part.send.tenant]
+        send, flow = part.send, self._flows[part.send.owner]
         self._in_flight.remove(part)
         self._policy.charge(flow, sent_bytes - part.size)
         self._link_free_s -= self._link_s(part.size - sent_bytes)
@@ -166,7 +180,7 @@ class Scheduler:
             return
         send.is_cancelled = True
         if not send.is_in_flight:
-            self._drop(self._flows[send.tenant], send)
+            self._drop(self._flows[send.owner], send)
 
     def _may_send(self, flow: Flow) -> bool:
         return flow.is_ready and flow.in_flight < self.settings.tenant_slots_max
@@ -188,7 +202,7 @@ class Scheduler:
         self._dropped_bytes += send.unsent_bytes
         flow.remove(send)
         if not flow.sends:
-            del self._flows[flow.tenant]
+            del self._flows[flow.owner]
             self._policy.leave(flow)
 
     def _next_turn(self) -> int:

@@ -1,0 +1,250 @@
+"""What each tenant has stored in this server's own tiers, and may: bytes, objects, and for how long.
+
+Invariant: an object counts once, for the tenant that stored it, from when a tier has it until none has it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import generation_namespace, tenant_namespace
+from kvtide.tier import TierStack
+from kvtide.tier.base import Reporting, Tier
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import HEADER_BYTES, embedded_namespace
+
+__all__ = ["OTHERS", "Quota", "QuotaCollector", "Quotas", "Stored"]
+
+# The quota of every tenant that has none of its own.
+OTHERS = "*"
+# Objects that are counted at all, some 300 bytes of bookkeeping each.
+COUNTED_MAX = 1 << 20
+# Stored namespaces whose tenant is known.
+_NAMESPACES_MAX = 1 << 16
+# Generations of a namespace that a recount recognises; objects of earlier ones count for nobody, and are evicted.
+_GENERATIONS_MAX = 8
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may have here; None is as much as there is room for. ValueError for one that is not positive."""
+
+    bytes_max: int | None = None
+    objects_max: int | None = None
+    # Objects are gone so long after they were stored; after a restart so long after they were used last.
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} of a quota must be positive, got {value!r}")
+
+
+class Stored(NamedTuple):
+    """What one tenant has here."""
+
+    tenant: str
+    objects: int
+    bytes: int
+
+
+class _Entry(NamedTuple):
+    tenant: str
+    size: int
+    stored_s: float
+    # The tiers that have it, a bit each.
+    tiers: int
+
+
+class Quotas:
+    """Counts what tiers hold for each tenant, as an observer of their stack. Thread-safe.
+
+    `quotas` gives those that hold now; without any, nothing is counted.
+    """
+
+    def __init__(self, quotas: Callable[[], Mapping[str, Quota]], wall_s: Callable[[], float]) -> None:
+        self._quotas = quotas
+        self._wall_s = wall_s
+        self.is_counting = bool(quotas())
+        self._lock = threading.Lock()
+        self._tenants: OrderedDict[Namespace, str] = OrderedDict()
+        self._entries: dict[Namespace, dict[BlockKey, _Entry]] = {}
+        self._counted = 0
+        self._held: dict[str, Stored] = {}
+        # What is on its way in.
+        self._coming: dict[str, Stored] = {}
+
+    def _quota(self, tenant: str) -> Quota:
+        quotas = self._quotas()
+        return quotas.get(tenant) or quotas.get(OTHERS) or Quota()
+
+    def note(self, stored: Namespace, tenant: str) -> None:
+        """Remember whose a stored namespace is."""
+        if self.is_counting:
+            with self._lock:
+                self._tenants[stored] = tenant
+                self._tenants.move_to_end(stored)
+                if len(self._tenants) > _NAMESPACES_MAX:
+                    self._tenants.popitem(last=False)
+
+    @contextmanager
+    def room(self, tenant: str, size: int) -> Iterator[None]:
+        """Keep room for an object of a tenant while it comes. RequestRefused (507) that says which quota is full."""
+        if not self.is_counting:
+            yield
+            return
+        quota = self._quota(tenant)
+        with self._lock:
+            held, coming = self._held.get(tenant, Stored(tenant, 0, 0)), self._coming.get(tenant, Stored(tenant, 0, 0))
+            objects, total = held.objects + coming.objects, held.bytes + coming.bytes
+            for name, wanted, most in (
+                ("bytes_max", total + size, quota.bytes_max),
+                ("objects_max", objects + 1, quota.objects_max),
+                ("objects counted by this server", self._counted + 1, COUNTED_MAX),
+            ):
+                if most is not None and wanted > most:
+                    raise RequestRefused(507, f"the tenant's quota {name} is {most}, {wanted} were needed")
+            self._coming[tenant] = Stored(tenant, coming.objects + 1, coming.bytes + size)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._take_off(self._coming, tenant, size)
+
+    @staticmethod
+    def _take_off(counts: dict[str, Stored], tenant: str, size: int) -> None:
+        left = Stored(tenant, counts[tenant].objects - 1, counts[tenant].bytes - size)
+        if left.objects:
+            counts[tenant] = left
+        else:
+            del counts[tenant]
+
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
+        """Count an object that a tier has now."""
+        self._count(object_id, tier, size, self._wall_s())
+
+    def _count(self, object_id: ObjectId, tier: int, size: int, stored_s: float) -> None:
+        with self._lock:
+            known = self._entries.get(object_id.namespace, {}).get(object_id.key)
+            if known is not None:
+                self._entries[object_id.namespace][object_id.key] = known._replace(tiers=known.tiers | 1 << tier)
+                return
+            tenant = self._tenants.get(object_id.namespace)
+            if tenant is None or self._counted >= COUNTED_MAX:
+                return
+            entry = _Entry(tenant, size, stored_s, 1 << tier)
+            self._entries.setdefault(object_id.namespace, {})[object_id.key] = entry
+            self._counted += 1
+            held = self._held.get(tenant, Stored(tenant, 0, 0))
+            self._held[tenant] = Stored(tenant, held.objects + 1, held.bytes + size)
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """Take an object off that a tier has no longer, if it was the last that had it."""
+        with self._lock:
+            keys = self._entries.get(object_id.namespace, {})
+            entry = keys.get(object_id.key)
+            if entry is None:
+                return
+            left = entry.tiers & ~(1 << tier)
+            if left:
+                keys[object_id.key] = entry._replace(tiers=left)
+                return
+            del keys[object_id.key]
+            if not keys:
+                del self._entries[object_id.namespace]
+            self._counted -= 1
+            self._take_off(self._held, entry.tenant, entry.size)
+
+    def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
+        """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""
+        seen: set[Namespace] = set()
+        for name, tier in stack.open_tiers.items():
+            if not isinstance(tier, Reporting):
+                # It says nothing when objects go: what it has is not ours to count.
+                continue
+            for info in tier.objects():
+                if info.id.namespace not in seen:
+                    seen.add(info.id.namespace)
+                    owner = _owner(tier, info.id, tenants, generation)
+                    if owner is not None:
+                        self.note(info.id.namespace, owner)
+                self._count(info.id, stack.tier_names.index(name), info.size, info.last_use_s)
+
+    def is_expired(self, object_id: ObjectId) -> bool:
+        """Tell whether an object is older than its tenant's quota lets it be."""
+        entry = self._entries.get(object_id.namespace, {}).get(object_id.key) if self.is_counting else None
+        ttl_s = self._quota(entry.tenant).ttl_s if entry is not None else None
+        return entry is not None and ttl_s is not None and self._wall_s() - entry.stored_s > ttl_s
+
+    def expired(self) -> list[ObjectId]:
+        """Return the objects that are."""
+        with self._lock:
+            ids = [ObjectId(namespace, key) for namespace, keys in self._entries.items() for key in keys]
+        return [object_id for object_id in ids if self.is_expired(object_id)]
+
+    def stored(self) -> list[Stored]:
+        """Return what each tenant has."""
+        with self._lock:
+            return list(self._held.values())
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off. Call it while nothing is stored."""
+        with self._lock:
+            entries = [entry for keys in self._entries.values() for entry in keys.values()]
+            assert len(entries) == self._counted <= COUNTED_MAX
+            assert not self._coming
+            for tenant, held in self._held.items():
+                own = [entry.size for entry in entries if entry.tenant == tenant]
+                assert held == Stored(tenant, len(own), sum(own))
+
+
+def _owner(
+    tier: Tier, object_id: ObjectId, tenants: Sequence[str], generation: Callable[[str, Namespace], int]
+) -> str | None:
+    """Return whose a stored namespace is, as one of its objects tells; None if it is none of these."""
+    head = bytearray(HEADER_BYTES)
+    if tier.get_into(object_id, memoryview(head)) != HEADER_BYTES:
+        return None
+    name = embedded_namespace(bytes(head))
+    for tenant in tenants:
+        latest = generation(tenant, name)
+        for number in range(latest, max(-1, latest - _GENERATIONS_MAX), -1):
+            if generation_namespace(tenant_namespace(tenant, name), number) == object_id.namespace:
+                return tenant
+    return None
+
+
+class QuotaCollector(Collector):
+    """What tenants have and may have, whenever somebody asks for the metrics."""
+
+    def __init__(self, quotas: Quotas, limits: Callable[[], Mapping[str, Quota]], label: Callable[[str], str]) -> None:
+        self._stored = quotas.stored
+        self._limits = limits
+        self._label = label
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        objects = GaugeMetricFamily("kvtide_tenant_stored_objects", "Objects that a tenant has", labels=["tenant"])
+        stored = GaugeMetricFamily("kvtide_tenant_stored_bytes", "Bytes that a tenant has", labels=["tenant"])
+        counts: dict[str, Stored] = {}
+        for each in self._stored():
+            label = self._label(each.tenant)
+            before = counts.get(label, Stored(label, 0, 0))
+            counts[label] = Stored(label, before.objects + each.objects, before.bytes + each.bytes)
+        for each in counts.values():
+            objects.add_metric([each.tenant], each.objects)
+            stored.add_metric([each.tenant], each.bytes)
+        most = GaugeMetricFamily("kvtide_tenant_quota_bytes", "Bytes that a tenant may have", labels=["tenant"])
+        for tenant, quota in self._limits().items():
+            if quota.bytes_max is not None:
+                most.add_metric([tenant], quota.bytes_max)
+        yield from (objects, stored, most)

@@ -1,0 +1,78 @@
+"""Attackers for tests: connections that ask without pause, or hold what they have."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPResponse
+
+from tests.servers import RunningServer
+
+from kvtide.server.auth import Grant, Scope, new_token, token_digest
+from kvtide.types import ObjectId
+
+TOKENS = {name: new_token() for name in ("attacker", "second", "victim")}
+GRANTS = tuple(
+    Grant(tenant=name, scopes=list(Scope), token_sha256=token_digest(token)) for name, token in TOKENS.items()
+)
+
+
+def path_of(name: ObjectId) -> str:
+    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
+
+
+def head(method: str, path: str, who: str = "", **headers: object) -> bytes:
+    """A request's head; `Content_Length=5` goes as that header."""
+    lines = {"Host": "x", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    if who:
+        lines["Authorization"] = f"Bearer {TOKENS[who]}"
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{text}\r\n".encode()
+
+
+def ask(
+    server: RunningServer, method: str, path: str, who: str = "victim", body: bytes | None = None, **headers: str
+) -> tuple[HTTPResponse, bytes]:
+    """One request on a connection of its own."""
+    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    lines = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, {"Authorization": f"Bearer {TOKENS[who]}", **lines} if who else lines)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+@contextmanager
+def flood(server: RunningServer, request: bytes, connections: int = 1) -> Iterator[None]:
+    """Pipeline one request without pause, and read what comes, on each connection."""
+    is_over = threading.Event()
+    data = request * (65536 // len(request))
+
+    def run(action: str, sock: socket.socket) -> None:
+        try:
+            while not is_over.is_set():
+                if action == "send":
+                    sock.sendall(data)
+                elif not sock.recv(1 << 20):
+                    return
+        except OSError:
+            return
+
+    socks = [server.connect() for _ in range(connections)]
+    threads = [threading.Thread(target=run, args=(action, sock)) for sock in socks for action in ("send", "recv")]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for sock in socks:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for sock in socks:
+            sock.close()

@@ -1,0 +1,151 @@
+"""What an operator needs while clients, files and disks are not on his side: real servers over loopback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attacks.floods import GRANTS, ask, head
+from tests.servers import RunningServer, running_server
+
+from kvtide.bench.services import wait_until
+from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
+from kvtide.server.doors import account_of, host_of
+from kvtide.server.scheduler import SchedulerSettings
+from kvtide.server.settings import ServerLimits
+from kvtide.testing.tier_suite import object_bytes, object_id
+
+
+def connect(server: RunningServer, address: str = "127.0.0.1") -> HTTPConnection:
+    """Connect as a client of another address would."""
+    return HTTPConnection(server.address.host, server.address.port, timeout=30, source_address=(address, 0))
+
+
+def status_of(server: RunningServer) -> Any:
+    """Return the server's status, as JSON says it."""
+    connection = connect(server)
+    connection.request("GET", "/v1/status")
+    status = json.loads(connection.getresponse().read())
+    connection.close()
+    return status
+
+
+def path_of(number: int) -> str:
+    name = object_id(number)
+    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
+
+
+@pytest.mark.parametrize("policy", ["lottery", "vtc"])
+def test_small_object_passes_many_large_ones_of_another_address_on_an_open_server(policy: str) -> None:
+    # 20 MiB at 12 MB/s by one slot; drawn by addresses the small one waits for a few, with one queue for all 20.
+    sending = SchedulerSettings(policy=policy, slots=1, tenant_slots_max=1, link_bits_s=1e8)
+    finished: list[str] = []
+
+    def read(server: RunningServer, number: int, address: str) -> None:
+        connection = connect(server, address)
+        connection.request("GET", path_of(number))
+        assert len(connection.getresponse().read()) > 0
+        finished.append(address)
+        connection.close()
+
+    with running_server(sending=sending) as server:
+        connection = connect(server)
+        for number, size in ((1, 1 << 20), (2, 50_000)):
+            connection.request("PUT", path_of(number), object_bytes(number, size))
+            assert connection.getresponse().read() == b""
+        connection.close()
+        greedy = [threading.Thread(target=read, args=(server, 1, "127.0.0.2")) for _ in range(20)]
+        for thread in greedy:
+            thread.start()
+        wait_until(lambda: sum(each["waiting_sends"] for each in status_of(server)["tenants"]) >= 15, "bodies")
+        read(server, 2, "127.0.0.3")
+        for thread in greedy:
+            thread.join(30)
+    assert len(finished) == 21
+    assert finished.index("127.0.0.3") < 18
+
+
+@contextmanager
+def logged(logger: str, path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Give the lines that a logger has written so far."""
+    write_log(logger, path)
+    log = logging.getLogger(logger)
+    try:
+        yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
+    finally:
+        for handler in log.handlers[:]:
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(logging.NOTSET)
+        log.propagate = True
+
+
+def exchange(server: RunningServer, data: bytes) -> bytes:
+    with server.connect() as sock:
+        sock.sendall(data)
+        return sock.recv(1000)
+
+
+def test_strangers_and_malformed_heads_leave_lines_with_their_address(tmp_path: Path) -> None:
+    with logged(ACCESS_LOGGER, tmp_path / "access") as lines, running_server(grants=GRANTS) as server:
+        assert b" 400 " in exchange(server, b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n")
+        assert b" 401 " in exchange(server, head("GET", path_of(1)))
+        wait_until(lambda: len(lines()) == 2, "both lines")
+        found = {line["route"]: (line["address"], line["status"]) for line in lines()}
+        metrics = ask(server, "GET", "/metrics")[1].decode()
+    assert found == {"malformed": ("127.0.0.1", 400), "object": ("127.0.0.1", 401)}
+    assert 'kvtide_requests_total{route="malformed",status="400"} 1.0' in metrics
+
+
+def test_log_that_strangers_fill_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None:
+    limits = ServerLimits(stranger_log_lines_s_max=5, stranger_requests_s_max=1000)
+    with logged(ACCESS_LOGGER, tmp_path / "access") as lines, running_server(grants=GRANTS, limits=limits) as server:
+        started_s = time.monotonic()
+        with server.connect() as sock:
+            for _ in range(300):
+                sock.sendall(head("GET", path_of(1)))
+                assert b" 401 " in sock.recv(1000)
+        room = 5 + 5 * (time.monotonic() - started_s)
+        ask(server, "GET", path_of(1))
+    written = [line for line in lines() if "status" in line]
+    assert sum(line["status"] == 401 for line in written) <= room + 1
+    # Who was let in has room of his own, and nothing is left out unsaid.
+    assert [line["tenant"] for line in written if line["status"] == 404] == ["victim"]
+    assert sum(line.get("left_out_strangers", 0) for line in lines()) == 301 - len(written)
+
+
+def test_who_changed_what_is_on_record_and_nothing_else(tmp_path: Path) -> None:
+    name = object_id(1).namespace.hex()
+    with logged(AUDIT_LOGGER, tmp_path / "audit") as lines, running_server(grants=GRANTS) as server:
+        ask(server, "PUT", path_of(1), body=object_bytes(1))
+        ask(server, "GET", path_of(1))
+        ask(server, "DELETE", path_of(1), Kvtide_Reason="corrupt")
+        ask(server, "DELETE", path_of(1), who="attacker")
+        ask(server, "PUT", f"/v1/records/generation/{name}", body=b"1")
+        ask(server, "PUT", "/v1/records/alias/chat", body=b"no namespace")
+        found = [(line["tenant"], line["address"], line["change"]) for line in lines()]
+    assert found == [
+        ("victim", "127.0.0.1", f"deleted {path_of(1).removeprefix('/v1/')}: corrupt"),
+        ("victim", "127.0.0.1", f"wrote generation/{name}: 1"),
+    ]
+
+
+def test_accounts_of_addresses_are_those_that_tell_clients_apart() -> None:
+    # A listener on `::` sees IPv4 clients in IPv6 clothes: one account for all of them would be nobody's share.
+    assert [
+        account_of(host_of((host, 1))) for host in ("::ffff:10.0.0.1", "10.0.0.1", "2001:db8::5:1", "2001:db8::6:1")
+    ] == [
+        "@10.0.0.1",
+        "@10.0.0.1",
+        "@2001:db8::",
+        "@2001:db8::",
+    ]
+    assert account_of(host_of("")) == "@unix"

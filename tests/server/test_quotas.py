@@ -1,0 +1,123 @@
+"""What tenants may have on a server: bytes, objects, and for how long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attacks.floods import GRANTS, ask
+from tests.servers import RunningServer, running_server
+
+from kvtide.bench.services import wait_until
+from kvtide.server import service
+from kvtide.server.quotas import Quota, Stored
+from kvtide.server.settings import ServerLimits
+from kvtide.testing.tier_suite import object_bytes, object_id
+
+SIZE = 10_000
+NAMESPACE = object_id(1).namespace.hex()
+
+
+def path_of(number: int) -> str:
+    return f"/v1/{NAMESPACE}/{object_id(number).key.hex()}"
+
+
+def put(server: RunningServer, number: int, who: str = "victim", size: int = SIZE) -> tuple[int, str]:
+    answer, body = ask(server, "PUT", path_of(number), who, object_bytes(number, size))
+    return answer.status, json.loads(body)["error"] if body else ""
+
+
+def held(server: RunningServer, who: str = "victim") -> Stored | None:
+    return next((each for each in server.service.quotas.stored() if each.tenant == who), None)
+
+
+@pytest.fixture(params=["memory", "disk", "both"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
+    disk = f"disk://{tmp_path / 'store'}"
+    return {"memory": ("memory://",), "disk": (disk,), "both": ("memory://", disk)}[str(request.param)]
+
+
+def test_full_quota_is_a_507_that_names_it_and_others_go_on(tiers: tuple[str, ...]) -> None:
+    quotas = {"victim": Quota(bytes_max=3 * SIZE), "*": Quota(objects_max=1)}
+    with running_server(grants=GRANTS, tiers=tiers, quotas=quotas) as server:
+        assert [put(server, number)[0] for number in (1, 2, 3)] == [201] * 3
+        status, why = put(server, 4)
+        assert (status, "bytes_max is 30000, 40000 were needed" in why) == (507, True)
+        assert put(server, 4, "attacker")[0] == 201
+        assert (put(server, 5, "attacker")[0], "objects_max is 1" in put(server, 5, "attacker")[1]) == (507, True)
+        assert ask(server, "DELETE", path_of(1))[0].status == 204
+        assert put(server, 4)[0] == 201
+        metrics = ask(server, "GET", "/metrics")[1].decode()
+        assert held(server) == Stored("victim", 3, 3 * SIZE)
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        server.service.quotas.check()
+    assert f'kvtide_tenant_stored_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
+    assert f'kvtide_tenant_quota_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
+
+
+def test_quota_holds_over_a_restart_and_a_raised_generation(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "grants": GRANTS,
+        "tiers": (f"disk://{tmp_path}",),
+        "quotas": {"victim": Quota(objects_max=3)},
+    }
+    with running_server(**settings) as server:
+        assert (put(server, 1)[0], put(server, 9, "attacker")[0]) == (201, 201)
+        assert ask(server, "PUT", f"/v1/records/generation/{NAMESPACE}", body=b"1")[0].status == 200
+        assert (put(server, 1)[0], put(server, 2)[0], put(server, 3)[0]) == (201, 201, 507)
+    with running_server(**settings) as server:
+        assert (held(server), held(server, "attacker")) == (Stored("victim", 3, 3 * SIZE), Stored("attacker", 1, SIZE))
+        assert put(server, 3)[0] == 507
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        server.service.quotas.check()
+
+
+def test_what_is_evicted_counts_no_longer() -> None:
+    limits = ServerLimits(memory_bytes_max=1 << 20)
+    with running_server(grants=GRANTS, limits=limits, quotas={"victim": Quota(bytes_max=1 << 30)}) as server:
+        assert all(put(server, number, size=100_000)[0] == 201 for number in range(30))
+        found = held(server)
+        tier = server.store.tier_stats()[0]
+        assert found is not None and found.objects == tier.objects < 30
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        server.service.quotas.check()
+
+
+def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
+    with running_server(grants=GRANTS, quotas={"victim": Quota(objects_max=1)}) as server:
+        for _ in range(3):
+            assert ask(server, "PUT", path_of(2), body=object_bytes(1))[0].status == 422
+        assert put(server, 1)[0] == 201
+        assert held(server) == Stored("victim", 1, SIZE)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(service, "_EXPIRY_S", 0.2)
+    yield
+
+
+@pytest.mark.usefixtures("soon")
+def test_objects_expire_and_make_room(tiers: tuple[str, ...]) -> None:
+    with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1, ttl_s=0.5)}) as server:
+        assert (put(server, 1)[0], put(server, 2)[0]) == (201, 507)
+        assert put(server, 7, "attacker")[0] == 201
+        wait_until(lambda: held(server) is None, "the end of the object", 20)
+        answer, _ = ask(server, "GET", path_of(1))
+        assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "expired")
+        assert put(server, 2)[0] == 201
+        assert ask(server, "GET", path_of(7), "attacker")[0].status == 200
+
+
+def test_region_counts_what_it_has_itself(tmp_path: Path) -> None:
+    with (
+        running_server() as centre,
+        running_server(
+            grants=GRANTS, central=centre.url, manifest=tmp_path / "manifest", quotas={"*": Quota(objects_max=1)}
+        ) as region,
+    ):
+        assert (put(region, 1)[0], put(region, 2)[0]) == (201, 507)
+        assert held(region) == Stored("victim", 1, SIZE)
