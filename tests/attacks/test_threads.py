@@ -44,6 +44,7 @@ def blocked(server: RunningServer, *verbs: str) -> Iterator[Blocked]:
     """Let a server's only tier hang."""
     store = server.store
     store._open[0] = store._tiers[0] = tier = Blocked(store._open[0], set(verbs))
+    store._faults._labels[id(tier)] = tier.name
     try:
         yield tier
     finally:

@@ -40,7 +40,8 @@ class _Crowd:
         self._selector = selectors.DefaultSelector()
         # The end of what came on a connection, in which an answer may begin.
         self._tails: dict[socket.socket, bytes] = {}
-        self._opened = 0
+        # How many were opened so far, those that have ended included.
+        self.opened = 0
 
     def __len__(self) -> int:
         return len(self._tails)
@@ -54,13 +55,13 @@ class _Crowd:
             sock.connect(self._address)
             requests = self._attack.requests
             if requests:
-                sock.sendall(requests[self._opened % len(requests)] * max(1, self._attack.under_way))
+                sock.sendall(requests[self.opened % len(requests)] * max(1, self._attack.under_way))
         except OSError:
             sock.close()
             return
         self._tails[sock] = b""
-        self._selector.register(sock, selectors.EVENT_READ, requests[self._opened % len(requests)] if requests else b"")
-        self._opened += 1
+        self._selector.register(sock, selectors.EVENT_READ, requests[self.opened % len(requests)] if requests else b"")
+        self.opened += 1
 
     def step(self, wait_s: float) -> None:
         """Read what came, and ask again for every answer."""
@@ -97,7 +98,7 @@ def main(host: str, port: str) -> None:
             crowd.open_one()
             next_s = max(next_s, now_s - 0.01) + 1 / attack.connects_s_max
             crowd.step(0.0)
-        if not is_ready and len(crowd) >= min(attack.connections, 1000):
+        if not is_ready and crowd.opened >= min(attack.connections, 1000):
             is_ready = True
             sys.stdout.write("ready\n")
             sys.stdout.flush()
