@@ -27,8 +27,7 @@ class Listing:
 
     def exists(self, tenant: str, namespace: Namespace, asked: LookUps) -> ExistsAnswer:
         """Return which of a tenant's objects are here; where only leading ones matter, none behind a gap."""
-        stored = self._names.place(tenant, namespace)
-        ids = [ObjectId(stored, key) for key in asked.keys]
+        ids = self._names.ids(tenant, namespace, asked.keys)
         if asked.leading_only:
             leading = len(self._tier.run_places(ids))
             return ExistsAnswer([True] * leading + [False] * (len(ids) - leading), leading)
@@ -40,6 +39,9 @@ class Listing:
         stored = self._names.place(tenant, route.namespace)
         found = (info for info in self._tier.objects() if info.id.namespace == stored and info.id.key > route.after)
         first = heapq.nsmallest(route.limit, found, key=lambda info: info.id.key)
+        for named in self._names.ids(tenant, route.namespace, [info.id.key for info in first[:1]]):
+            # Who lists follows events from now on.
+            self._names.note(named)
         return ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
 
     def tenant(self, caller: Caller) -> TenantView:

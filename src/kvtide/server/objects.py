@@ -26,7 +26,7 @@ from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
 from kvtide.tier.lend import Lender, LentObject
-from kvtide.types import ObjectId
+from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
@@ -119,29 +119,31 @@ class ObjectRequests:
                 await self._reply_absent(exchange, stored)
             return
         self._metrics.count_hit()
+        self._names.note(stored)
         try:
             await self._send(exchange, lent)
         finally:
             lent.release()
 
-    async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> ObjectId:
+    async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> NamedId:
         """Return the id under which an object is stored. RequestRefused for one that is meant of another generation.
 
-        Who may write may also teach us that a generation has risen, unless we have a centre that says so.
+        A PUT may also teach us that a generation has risen, by a bounded step, unless we have a centre that says so.
         """
         tenant, name = exchange.caller.tenant, object_id.namespace
         meant = generation(exchange.head.headers)
         known = self._records.generation(tenant, name)
         is_centre = self._region is None or self._region.central is None
-        if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
+        if meant is not None and meant > known and is_centre and exchange.head.method == "PUT":
             record = RecordName(RecordKind.GENERATION, name.hex())
-            await self._in_thread(partial(self._records.write, tenant, record, str(meant)))
+            taught = min(meant, known + exchange.caller.generation_step_max)
+            await self._in_thread(partial(self._records.write, tenant, record, str(taught)))
         # Read once: it may rise at any moment.
         known = self._records.generation(tenant, name)
         if meant is not None and meant != known:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
-        return ObjectId(self._names.place(tenant, name, known), object_id.key)
+        return self._names.ids(tenant, name, [object_id.key], known)[0]
 
     async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
         """Send a request on to who keeps the object in our pool. False if that is nobody else."""

@@ -19,7 +19,7 @@ from kvtide.server.names import Names
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.status import server_status, status_body
 from kvtide.tier import TierStack, TierStats
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import NamedId, Namespace, ObjectId
 
 __all__ = ["PAGES", "Observatory", "Pages"]
 
@@ -49,6 +49,8 @@ class Observatory:
 
     def placed(self, object_id: ObjectId, tier: int) -> None:
         """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        if isinstance(object_id, NamedId):
+            self._names.note(object_id)
         self._append(EventKind.STORED, object_id, tier)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:

@@ -16,8 +16,9 @@ from kvtide.server.central_records import CentralRecords
 from kvtide.server.exchange import Exchange
 from kvtide.server.records import Records, WriteCondition
 from kvtide.server.settings import ServerLimits
+from kvtide.types import Namespace
 from kvtide.wire.protocol import AS_OF_HEADER, is_tag_matched
-from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordName, RecordsRoute, checked_value
+from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordKind, RecordName, RecordsRoute, checked_value
 
 __all__ = ["RecordRequests"]
 
@@ -97,6 +98,8 @@ class RecordRequests:
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.body_s_max(size))
         value = checked_value(name.kind, body)
+        if name.kind is RecordKind.GENERATION:
+            self._require_step(caller, name, int(value))
         if self._central is not None:
             said = [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
             write = partial(self._central.write, caller.tenant, name, value, said)
@@ -104,6 +107,12 @@ class RecordRequests:
             condition = WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
             write = partial(self._records.write, caller.tenant, name, value, condition)
         await self._reply_written(exchange, await self._in_thread(write))
+
+    def _require_step(self, caller: Caller, name: RecordName, generation: int) -> None:
+        known = self._records.generation(caller.tenant, Namespace(bytes.fromhex(name.name)))
+        if generation > known + caller.generation_step_max:
+            most = caller.generation_step_max
+            raise RequestRefused(409, f"the generation is {known}, and rises by {most} at once at most")
 
     async def _reply_written(self, exchange: Exchange, record: Record) -> None:
         body = record.value.encode() + b"\n"

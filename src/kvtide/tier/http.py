@@ -6,6 +6,7 @@ Invariant: the caller's buffer is written by one read at a time, and by none aft
 from __future__ import annotations
 
 import logging
+import math
 import re
 import ssl
 import threading
@@ -26,26 +27,26 @@ from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Endpoint, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
+    GENERATION_HEADER,
     LIST_MAX,
     REASON_HEADER,
     REMOVED_HEADER,
+    TENANT_HEADER,
     ExistsAnswer,
     ExistsQuestion,
     ObjectList,
     TenantView,
 )
 
-__all__ = ["HttpTier", "Naming", "Servers", "http_tier", "servers_of"]
+__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-# Says by what name, and with which headers, the server is asked for an object.
-Naming = Callable[[ObjectId], tuple[ObjectId, Sequence[tuple[str, str]]]]
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
@@ -55,7 +56,9 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 class HttpTier:
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
-    A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer counts.
+    A server that is silent for `operation_s_max` has failed; an operation may take that long and its bytes over
+    `bytes_s_min`. A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer
+    counts.
     """
 
     name = "http"
@@ -66,17 +69,17 @@ class HttpTier:
         clock: Clock,
         operation_s_max: float = OPERATION_S_MAX,
         takes_evicted: bool = False,
-        naming: Naming | None = None,
+        bytes_s_min: float = math.inf,
     ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
-        self._naming = naming or _by_its_id
         self._operation_s_max = operation_s_max
+        self._bytes_s_min = bytes_s_min
         # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
-        self.hedges = Hedges(clock)
+        self.hedges = Hedges(clock, operation_s_max)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
         self._known = TierStats.sum_of(self.name, [])
@@ -105,9 +108,9 @@ class HttpTier:
         asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
         if not asked:
             return 0
-        names = [self._naming(object_id) for object_id in asked]
-        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=True)
-        target, headers = f"/v1/{names[0][0].namespace.hex()}/exists", names[0][1]
+        question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=True)
+        namespace, headers = _named(asked[0])
+        target = f"/v1/{namespace.hex()}/exists"
         answer = self._any("POST", target, headers, msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
@@ -147,7 +150,7 @@ class HttpTier:
 
     def _read(self, call: Call, buffer: memoryview) -> Answer:
         peers = self._in_order()
-        deadline_s = self._clock.monotonic_s() + self._operation_s_max
+        deadline_s = self._deadline_s(len(buffer))
         replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
         for position, peer in enumerate(peers):
             try:
@@ -250,11 +253,14 @@ class HttpTier:
         return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
 
     def _ask(self, peer: Peer, call: Call) -> Answer:
-        return peer.call(call, Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max))
+        return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
+
+    def _deadline_s(self, size: int) -> float:
+        return self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
 
     def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
-        name, headers = self._naming(object_id)
-        return f"/v1/{name.namespace.hex()}/{name.key.hex()}", headers
+        namespace, headers = _named(object_id)
+        return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers
 
     def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
         """Return the answer of the first peer that gives one."""
@@ -286,8 +292,13 @@ class HttpTier:
         self.hedges.check()
 
 
-def _by_its_id(object_id: ObjectId) -> tuple[ObjectId, Sequence[tuple[str, str]]]:
-    return object_id, ()
+def _named(object_id: ObjectId) -> tuple[Namespace, Sequence[tuple[str, str]]]:
+    """Return by what namespace, and with which headers, a server is asked for an object."""
+    if not isinstance(object_id, NamedId):
+        return object_id.namespace, ()
+    tenant, namespace, generation = object_id.name
+    whose = [(TENANT_HEADER, tenant)] if tenant else []
+    return namespace, [*whose, (GENERATION_HEADER, str(generation))]
 
 
 def _refusal(method: str, answer: Answer) -> TierUnavailable:
@@ -310,7 +321,7 @@ def http_tier(
     settings: PeerSettings | None = None,
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
-    naming: Naming | None = None,
+    bytes_s_min: float = math.inf,
 ) -> HttpTier:
     """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
@@ -319,7 +330,7 @@ def http_tier(
     servers = servers_of(url)
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
-    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, naming)
+    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)
 
 
 class Servers(NamedTuple):

@@ -36,6 +36,7 @@ class PeerSettings:
     retry_s: float = 0.02
     faults_max: int = 5
     open_s: float = 2.0
+    trial_s: float = 2.0
 
 
 class Call:
@@ -131,7 +132,7 @@ class Peer:
         self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], settings: PeerSettings, clock: Clock, sleep: Sleep
     ) -> None:
         self.endpoint = endpoint
-        self.breaker = Breaker(settings.faults_max, settings.open_s, clock)
+        self.breaker = Breaker(settings.faults_max, settings.open_s, clock, settings.trial_s)
         self._headers = [("Host", str(endpoint) if not endpoint.path else "localhost"), *headers]
         self._settings = settings
         self._clock = clock

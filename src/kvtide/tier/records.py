@@ -18,9 +18,11 @@ from kvtide.tier.pool_url import POOL_SCHEMES, server_urls
 from kvtide.wire.protocol import FORCE_HEADER
 from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
 
-__all__ = ["RecordsClient", "raise_generation", "records_clients"]
+__all__ = ["RecordsClient", "raise_generation", "raise_to", "records_clients"]
 
 _VERSION_DIGITS_MAX = 18
+# Requests for one generation.
+STEPS_MAX = 10_000
 Headers = Sequence[tuple[str, str]]
 
 
@@ -115,5 +117,19 @@ def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
     found = [client.read(name, is_latest=True) for client in clients]
     generation = 1 + max((int(each.value) for each in found if each is not None), default=0)
     for client in clients:
-        client.write(name, str(generation))
+        raise_to(client, name, generation)
     return generation
+
+
+def raise_to(client: RecordsClient, name: RecordName, generation: int) -> Record:
+    """Raise a generation on one server; one that lets us take single steps only and is far behind gets them all."""
+    try:
+        return client.write(name, str(generation))
+    except RequestRefused as error:
+        found = client.read(name)
+        known = int(found.value) if found else 0
+        if error.status != 409 or not known + 1 < generation <= known + STEPS_MAX:
+            raise
+    for each in range(known + 1, generation):
+        client.write(name, str(each))
+    return client.write(name, str(generation))

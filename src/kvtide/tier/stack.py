@@ -36,6 +36,7 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.generations import Generations
 from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.tier.ranking import Ranking, RecencyRanking
@@ -85,6 +86,8 @@ class TierStack:
         self._late = late
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
+        self._generations = invalidations.generations if invalidations is not None else Generations(())
+        self.named = self._generations.named
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
@@ -129,7 +132,7 @@ class TierStack:
         self.demoter.open()
         evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
         if self._demote_to and evicting:
-            evicting[-1].offer_to(self.demoter.offer)
+            evicting[-1].offer_to(lambda object_id, *rest: self.demoter.offer(self.named(object_id), *rest))
         if self._invalidations is not None:
             try:
                 self._invalidations.open(self._open)
@@ -168,6 +171,9 @@ class TierStack:
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
+        object_id = self.named(object_id)
+        if not self._generations.is_valid(object_id):
+            return
         for tier in self._open[: None if stop is None else self._open.index(self._tiers[stop])]:
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
@@ -183,6 +189,9 @@ class TierStack:
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
+        object_id = self.named(object_id)
+        if not self._generations.is_valid(object_id):
+            return None
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
         if self._prefetching:
             with self._lock:
@@ -230,6 +239,7 @@ class TierStack:
 
         Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
         """
+        object_id = self.named(object_id)
         self._ranking.note_use(object_id)
         at_once = [tier for tier in self._open if tier not in self._late]
         faster = self._admitting(at_once[:-1], object_id, len(buffer))
@@ -242,11 +252,16 @@ class TierStack:
     def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
         is_stored = False
         for tier in tiers:
-            if self._ask(tier, "write", partial(tier.put_from, object_id, buffer), False):
+            if self._write(tier, object_id, partial(tier.put_from, object_id, buffer)):
                 is_stored = True
                 if self._observer is not None:
                     self._observer.placed(object_id, self._tiers.index(tier))
         return is_stored
+
+    def _write(self, tier: Tier, object_id: ObjectId, write: Callable[[], bool]) -> bool:
+        """Write to a tier, unless the object's namespace was invalidated since the id was named."""
+        with self._generations.landing(object_id, tier) as may_land:
+            return may_land and self._ask(tier, "write", write, False)
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
         with self._lock:
@@ -297,7 +312,7 @@ class TierStack:
 
     def promote(self, object_id: ObjectId, size_max: int) -> bool:
         """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
-        first = self._open[0] if self._open else None
+        first, object_id = self._open[0] if self._open else None, self.named(object_id)
         if first is None or self._ask(first, "contains", partial(first.contains, object_id), False):
             return first is not None
         scratch = self._take_scratch(size_max + 1)
@@ -313,6 +328,7 @@ class TierStack:
 
         Nothing is written if the next tier has it; an object larger than `size_max` that it lacks stays.
         """
+        object_id = self.named(object_id)
         for tier, slower in zip(self._open, self._open[1:], strict=False):
             if not self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 continue
@@ -341,7 +357,7 @@ class TierStack:
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
-        done = [self._ask(tier, "write", partial(tier.replace, object_id, buffer), False) for tier in able]
+        done = [self._write(tier, object_id, partial(tier.replace, object_id, buffer)) for tier in able]
         return any(done)
 
     def note_decisions(self, counts: Mapping[Decided, int]) -> None:
