@@ -66,6 +66,8 @@ class ObjectRequests:
         region: Region | None = None,
     ) -> None:
         self._tier = tier
+        # Where a PUT looks whether the object is here: what the centre has is of no use if that falls silent.
+        self._local: Tier = region.local if region is not None else tier
         self._records = records
         self._names = names
         self._metrics = metrics
@@ -215,7 +217,7 @@ class ObjectRequests:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
-        if "expect" in exchange.head.headers and await self._in_thread(partial(self._tier.contains, stored)):
+        if "expect" in exchange.head.headers and await self._in_thread(partial(self._local.contains, stored)):
             await exchange.reply(200)
             return
         buffer = self._buffer_for(tenant, size)
@@ -226,7 +228,7 @@ class ObjectRequests:
             give_back()
             raise
         # From here on the buffer is the thread's, also if this task ends before it.
-        store = partial(_store, self._tier, stored, object_id, body, give_back)
+        store = partial(_store, self._tier, self._local, stored, object_id, body, give_back)
         try:
             is_new = await self._in_thread(store)
         except RequestRefused as error:
@@ -297,14 +299,16 @@ def _stored_quality(tier: Tier, stored: ObjectId) -> float:
     return object_quality(head[: tier.get_into(stored, memoryview(head)) or 0])
 
 
-def _store(tier: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, release: Callable[[], None]) -> bool:
-    """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
+def _store(
+    tier: Tier, local: Tier, stored: ObjectId, claimed: ObjectId, body: memoryview, release: Callable[[], None]
+) -> bool:
+    """Verify a body and store it, in the place of a coarser one too. False if one as good was in the `local` tiers.
 
     RequestRefused if it is not the object that it claims to be, or there is no room.
     """
     try:
-        is_here = tier.contains(stored)
-        if is_here and object_quality(body) >= _stored_quality(tier, stored):
+        is_here = local.contains(stored)
+        if is_here and object_quality(body) >= _stored_quality(local, stored):
             return False
         parse_object(body, claimed).sections()
         put = tier.replace if is_here and isinstance(tier, Replacing) else tier.put_from

@@ -107,6 +107,10 @@ class Invalidations:
         is_whole = False
         while not is_whole:
             found = client.changes(after)
+            if found.version < after:
+                # It has lost its records: what it writes now is told anew.
+                after = 0
+                continue
             for each in found.records:
                 if each.kind is RecordKind.GENERATION:
                     raised[each.name] = max(raised.get(each.name, 0), int(each.value))

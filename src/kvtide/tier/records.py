@@ -49,26 +49,33 @@ class RecordsClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, name: RecordName, is_latest: bool = False) -> Record | None:
+    def read(self, name: RecordName, is_latest: bool = False, headers: Headers = ()) -> Record | None:
         """Return a record, None if there is none; the centre's if `is_latest`."""
-        answer = self._ask("GET", record_target(name), [(FORCE_HEADER, "1")] if is_latest else [])
-        return None if answer.status == 404 else _record(name, answer)
+        answer = self._ask("GET", record_target(name), [*headers, (FORCE_HEADER, "1")] if is_latest else headers)
+        return None if answer.status == 404 else _record(name, answer, answer.body)
 
     def write(self, name: RecordName, value: str, headers: Headers = ()) -> Record:
         """Write a record; return it as it is then."""
-        return _record(name, self._ask("PUT", record_target(name), headers, value.encode()))
+        answer = self._ask("PUT", record_target(name), headers, value.encode())
+        return _record(name, answer, answer.body)
+
+    def remove(self, name: RecordName, headers: Headers = ()) -> Record | None:
+        """Remove a record; return what tells others of it, None if there was none."""
+        answer = self._ask("DELETE", record_target(name), headers)
+        return None if answer.status == 404 else _record(name, answer, b"")
 
     def changes(self, after: int) -> RecordList:
         """Return what was written after a version."""
         tag = f'"{after}"'
         answer = self._ask("GET", f"/v1/records?after={after}", [("If-None-Match", tag)])
         if answer.status == 304:
-            return RecordList([], True)
+            return RecordList([], True, after)
         try:
             found = msgspec.json.decode(answer.body, type=RecordList)
             for each in found.records:
                 record_name(each.kind, each.name)
-                checked_value(each.kind, each.value.encode())
+                if each.value or each.kind is RecordKind.GENERATION:
+                    checked_value(each.kind, each.value.encode())
         except (msgspec.DecodeError, UnicodeError, RequestRefused) as error:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
         return found
@@ -76,7 +83,7 @@ class RecordsClient:
     def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Answer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
         answer = self._peer.call(Call(method, target, headers, body, None), patience)
-        if answer.status in {200, 304} or (answer.status == 404 and method == "GET"):
+        if answer.status in {200, 204, 304} or (answer.status == 404 and method != "PUT"):
             return answer
         reason = answer.body[:200].decode(errors="replace").strip()
         raise RequestRefused(answer.status, f"{self._peer.endpoint} refused: {reason}")
@@ -85,12 +92,12 @@ class RecordsClient:
         return str(self._peer.endpoint)
 
 
-def _record(name: RecordName, answer: Answer) -> Record:
+def _record(name: RecordName, answer: Answer, body: bytes) -> Record:
     version = answer.headers.get("etag", "").strip('"')
     if not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX):
         raise TierUnavailable("the server's record has no version")
     try:
-        return Record("", name.kind, name.name, checked_value(name.kind, answer.body), int(version))
+        return Record("", name.kind, name.name, checked_value(name.kind, body) if body else "", int(version))
     except RequestRefused as error:
         raise TierUnavailable(f"the server's record can't be read: {error}") from error
 
