@@ -31,6 +31,7 @@ from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
+    FORCE_HEADER,
     GENERATION_HEADER,
     LIST_MAX,
     REASON_HEADER,
@@ -49,7 +50,7 @@ _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -329,15 +330,16 @@ def http_tier(
     """
     servers = servers_of(url)
     bounds = settings or PeerSettings()
-    peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
+    peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)
 
 
 class Servers(NamedTuple):
-    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+    """Where servers listen, what headers requests carry, those for objects, and whether only evicted ones are sent."""
 
     endpoints: list[Endpoint]
     headers: list[tuple[str, str]]
+    object_headers: list[tuple[str, str]]
     takes_evicted: bool
 
 
@@ -345,7 +347,8 @@ def servers_of(url: str) -> Servers:
     """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
-    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
+    `force_latest=1` to look in all regions for what the server lacks; for TLS `ca_file`, `cert_file` and `key_file`.
+    ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -362,7 +365,10 @@ def servers_of(url: str) -> Servers:
     takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
     if takes_evicted is None:
         raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    return Servers(_endpoints(url, tls), headers, takes_evicted)
+    if options.get("force_latest", "0") not in {"0", "1"}:
+        raise ValueError(f"force_latest is 0 or 1, got {options['force_latest']!r}")
+    latest = [(FORCE_HEADER, "1")] if options.get("force_latest") == "1" else []
+    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

@@ -15,10 +15,10 @@ from kvtide.tier.http import OPERATION_S_MAX, servers_of
 from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.tier.pool_url import POOL_SCHEMES, server_urls
-from kvtide.wire.protocol import FORCE_HEADER
+from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
 from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
 
-__all__ = ["RecordsClient", "raise_generation", "raise_to", "records_clients"]
+__all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
 
 _VERSION_DIGITS_MAX = 18
 # Requests for one generation.
@@ -128,15 +128,49 @@ def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
     return generation
 
 
-def raise_to(client: RecordsClient, name: RecordName, generation: int) -> Record:
+def raise_to(client: RecordsClient, name: RecordName, generation: int, headers: Headers = ()) -> Record:
     """Raise a generation on one server; one that lets us take single steps only and is far behind gets them all."""
     try:
-        return client.write(name, str(generation))
+        return client.write(name, str(generation), headers)
     except RequestRefused as error:
-        found = client.read(name)
+        found = client.read(name, headers=headers)
         known = int(found.value) if found else 0
         if error.status != 409 or not known + 1 < generation <= known + STEPS_MAX:
             raise
     for each in range(known + 1, generation):
-        client.write(name, str(each))
-    return client.write(name, str(generation))
+        client.write(name, str(each), headers)
+    return client.write(name, str(generation), headers)
+
+
+def backed_up(clients: Sequence[RecordsClient]) -> list[Record]:
+    """Return all records that these servers let us see; of each the largest generation, else the latest version."""
+    found: dict[tuple[str, RecordName], Record] = {}
+    for client in clients:
+        after, is_whole = 0, False
+        while not is_whole:
+            part = client.changes(after)
+            for each in part.records:
+                place = (each.tenant, RecordName(each.kind, each.name))
+                if place not in found or _rank(each) > _rank(found[place]):
+                    found[place] = each
+            is_whole = part.is_whole or not part.records
+            after = part.records[-1].version if part.records else after
+    return [record for record in found.values() if record.value]
+
+
+def _rank(record: Record) -> int:
+    return int(record.value) if record.kind is RecordKind.GENERATION else record.version
+
+
+def restore(clients: Sequence[RecordsClient], records: Sequence[Record]) -> None:
+    """Write records as they were backed up; a generation that is higher by now stays.
+
+    RequestRefused (403) for a tenant for which we may not write.
+    """
+    for client in clients:
+        for each in records:
+            name, whose = RecordName(each.kind, each.name), [(TENANT_HEADER, each.tenant)] if each.tenant else []
+            if each.kind is RecordKind.GENERATION:
+                raise_to(client, name, int(each.value), whose)
+            else:
+                client.write(name, each.value, whose)
