@@ -415,3 +415,11 @@ def test_an_engine_whose_url_forces_the_latest_finds_what_another_region_has(tmp
 def test_a_value_that_is_no_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="force_latest is 0 or 1"):
         http_tier("http://h:1?force_latest=yes", SystemClock())
+
+
+def test_a_wiped_centre_learns_what_was_invalidated_from_a_region_that_knows(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        assert ask(world.regions[0], "PUT", GENERATION, b"3")[0].status == 200
+        lost(world.centre)
+        wait_until(lambda: world.centre.records.generation("", SPACE) == 3, "the centre to be told", 20)

@@ -15,7 +15,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records
 from kvtide.tier.background import LastingFault, Repeater
-from kvtide.tier.records import RecordsClient
+from kvtide.tier.records import RecordsClient, raise_to
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
 
@@ -43,6 +43,8 @@ class CentralRecords:
         self._asked_s = float("-inf")
         # Wall time; None until the centre has answered once.
         self.as_of_s: float | None = None
+        # Generations that the centre has lost.
+        self._lost: list[Record] = []
         self._fault = LastingFault(_log, "the centre's records stay as they are")
 
     def open(self) -> None:
@@ -58,7 +60,19 @@ class CentralRecords:
     def _ask(self) -> float:
         with self._fault.caught(TierUnavailable, RequestRefused, OSError):
             self.refresh()
+            self._give_back()
         return POLL_S
+
+    def _give_back(self) -> None:
+        """Tell a centre that lost its records the generations that are known here: no invalidation is undone."""
+        while self._lost:
+            record = self._lost[-1]
+            name = RecordName(record.kind, record.name)
+            try:
+                raise_to(self._client, name, int(record.value), _whose(record.tenant))
+            except RequestRefused as error:
+                _log.warning("the centre does not take back the generation of %s: %s", record.name, error)
+            self._lost.pop()
 
     def refresh(self) -> None:
         """Take over what the centre has written until now. TierUnavailable or RequestRefused if it can't be asked."""
@@ -67,7 +81,7 @@ class CentralRecords:
             found = self._client.changes(after)
             if found.version < max(after, self._records.version):
                 # It has lost its records, and its clock was set back besides.
-                self._records.begin_anew()
+                self._lost = self._records.begin_anew()
                 self._after = after = 0
                 found = self._client.changes(after)
             self._records.adopt(found.records)

@@ -177,8 +177,11 @@ class Records:
         """Return the largest version that a record here ever had."""
         return self._version
 
-    def begin_anew(self) -> None:
-        """Count all that is here as older than what the centre, which has lost its records, writes from now on."""
+    def begin_anew(self) -> list[Record]:
+        """Count all that is here as older than what the centre, which has lost its records, writes from now on.
+
+        Return the generations.
+        """
         with self._lock:
             for place, record in self._records.items():
                 self._records[place] = msgspec.structs.replace(record, version=0)
@@ -188,6 +191,7 @@ class Records:
                     self._rewrite()
             except OSError as error:
                 raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+            return [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
 
     def changes(self, is_shown: Callable[[str], bool], after: int) -> RecordList:
         """Return the records of these tenants that were written after a version, the oldest first."""

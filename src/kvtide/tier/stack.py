@@ -356,6 +356,7 @@ class TierStack:
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        object_id = self.named(object_id)
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
         done = [self._write(tier, object_id, partial(tier.replace, object_id, buffer)) for tier in able]
         return any(done)
