@@ -166,7 +166,7 @@ def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: Run
 
 def test_what_waited_to_be_written_back_is_dropped(server: RunningServer, tmp_path: Path) -> None:
     disk = Held(DiskTier(tmp_path / "own", 8 << 20, CLOCK, lambda key: False), "put")
-    engine = Engine([memory(), disk], [], [server.url], write_back=["disk"])
+    engine = Engine([memory(), disk], [], [server.url], write_back=[disk])
     other = object_id(2)
 
     def act() -> None:
@@ -192,7 +192,7 @@ def test_what_waited_to_be_written_back_is_dropped(server: RunningServer, tmp_pa
 
 def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer) -> None:
     held = Held(http_tier(server.url, CLOCK), "put")
-    engine = Engine([memory()], [held], [server.url], demote_to=["http"])
+    engine = Engine([memory()], [held], [server.url], demote_to=[held])
     engine.stack.put_from(ONE, OLD)
 
     def act() -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
-from typing import NamedTuple, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import TypeVar
 
 import msgspec
 
@@ -25,13 +22,13 @@ from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.hedge import Hedges
-from kvtide.tier.link import Answer, Endpoint, Patience
+from kvtide.tier.http_url import servers_of
+from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
-    FORCE_HEADER,
     GENERATION_HEADER,
     LIST_MAX,
     REASON_HEADER,
@@ -43,14 +40,13 @@ from kvtide.wire.protocol import (
     TenantView,
 )
 
-__all__ = ["HttpTier", "Servers", "http_tier", "servers_of"]
+__all__ = ["HttpTier", "http_tier"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -332,79 +328,3 @@ def http_tier(
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)
-
-
-class Servers(NamedTuple):
-    """Where servers listen, what headers requests carry, those for objects, and whether only evicted ones are sent."""
-
-    endpoints: list[Endpoint]
-    headers: list[tuple[str, str]]
-    object_headers: list[tuple[str, str]]
-    takes_evicted: bool
-
-
-def servers_of(url: str) -> Servers:
-    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
-
-    Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
-    `force_latest=1` to look in all regions for what the server lacks; for TLS `ca_file`, `cert_file` and `key_file`.
-    ValueError for anything else, or a file that can't be read.
-    """
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = options.keys() - _OPTIONS
-    if "@" in parts.netloc:
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
-    if unknown or parts.fragment:
-        raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
-    tls = _tls_context(options) if parts.scheme == "https" else None
-    headers = []
-    if "token_file" in options:
-        headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
-    takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
-    if takes_evicted is None:
-        raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    if options.get("force_latest", "0") not in {"0", "1"}:
-        raise ValueError(f"force_latest is 0 or 1, got {options['force_latest']!r}")
-    latest = [(FORCE_HEADER, "1")] if options.get("force_latest") == "1" else []
-    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted)
-
-
-def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
-    parts = urlsplit(url)
-    if parts.scheme == "http+unix":
-        if parts.netloc or not parts.path:
-            raise ValueError(f"expected http+unix:///path, got {url!r}")
-        return [Endpoint("", 0, unquote(parts.path))]
-    if parts.path not in {"", "/"}:
-        raise ValueError(f"a remote store's URL has no path, got {url!r}")
-    found = []
-    for name in parts.netloc.split(","):
-        host, colon, port = name.rpartition(":")
-        if not host or not colon:
-            raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
-        if not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) <= 0xFFFF:
-            raise ValueError(f"a remote store's port is a number from 1 to 65535, got {port!r} in {url!r}")
-        found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
-    return found
-
-
-def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=options.get("ca_file"))
-        if "cert_file" in options:
-            context.load_cert_chain(options["cert_file"], options.get("key_file"))
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use the TLS files of the remote store: {error}") from error
-    return context
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read the token file {path}: {error}") from error
-    if not token.isprintable() or not token:
-        raise ValueError(f"the token file {path} holds no token")
-    return token

@@ -11,7 +11,7 @@ import threading
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.http import Servers, servers_of
+from kvtide.tier.http_url import Servers, servers_of
 from kvtide.tier.link import Endpoint, Link, Patience
 from kvtide.tier.source import Take
 from kvtide.types import ObjectId

@@ -11,7 +11,8 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.http import OPERATION_S_MAX, servers_of
+from kvtide.tier.http import OPERATION_S_MAX
+from kvtide.tier.http_url import servers_of
 from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.tier.pool_url import POOL_SCHEMES, server_urls

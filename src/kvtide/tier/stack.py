@@ -171,10 +171,8 @@ class TierStack:
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
-        object_id = self.named(object_id)
-        if not self._generations.is_valid(object_id):
-            return
-        for tier in self._open[: None if stop is None else self._open.index(self._tiers[stop])]:
+        object_id, stop = self.named(object_id), None if stop is None else self._open.index(self._tiers[stop])
+        for tier in self._open[:stop] if self._generations.is_valid(object_id) else ():
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
