@@ -423,3 +423,16 @@ def test_a_wiped_centre_learns_what_was_invalidated_from_a_region_that_knows(tmp
         assert ask(world.regions[0], "PUT", GENERATION, b"3")[0].status == 200
         lost(world.centre)
         wait_until(lambda: world.centre.records.generation("", SPACE) == 3, "the centre to be told", 20)
+
+
+def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(
+    halves: tuple[RunningServer, ServerProcess],
+) -> None:
+    region, centre = halves
+    centre.process.send_signal(signal.SIGSTOP)
+    for number in range(100, 104):
+        took_s, (answer, _) = timed(lambda n=number: ask(region, "GET", n, Deadline_Ms="200"))  # type: ignore[misc]
+        assert answer.status == 504, "nobody knows whether the centre has it"
+        assert took_s < 1.5
+    centre.process.send_signal(signal.SIGCONT)
+    assert ask(region, "GET", 104, Force_Latest="1")[0].status == 404, "it was never left alone"

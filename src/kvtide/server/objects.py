@@ -25,6 +25,7 @@ from kvtide.server.sender import Order, Sender
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
+from kvtide.tier.deadline import until
 from kvtide.tier.lend import Lender, LentObject
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality, parse_object, version_tag
@@ -111,10 +112,13 @@ class ObjectRequests:
         # A thread takes ten times as long as what it would do here.
         lent = tier.lend_at_once(stored) if isinstance(tier, Lender) else None
         if lent is None:
-            lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+            lend = partial(_within, exchange.start_deadline_s, partial(_lend, tier, stored, self._buffers))
+            lent = await self._in_thread(lend, _release)
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._in_thread(partial(region.latest.bring, stored))
+            await self._in_thread(partial(_within, exchange.start_deadline_s, partial(region.latest.bring, stored)))
             lent = await self._in_thread(partial(_lend, tier, stored, self._buffers), _release)
+        if lent is None and exchange.stream.now_s() >= exchange.start_deadline_s:
+            raise RequestRefused(504, "the deadline passed before everybody who may have it had answered")
         if lent is None:
             self._metrics.count_miss()
             if not await self._is_sent_on(exchange, object_id):
@@ -268,6 +272,11 @@ def _undo(undo: Callable[[_Result], None], future: asyncio.Future[_Result]) -> N
 def _release(lent: LentObject | None) -> None:
     if lent is not None:
         lent.release()
+
+
+def _within(deadline_s: float, action: Callable[[], _Result]) -> _Result:
+    with until(deadline_s):
+        return action()
 
 
 def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers) -> LentObject | None:

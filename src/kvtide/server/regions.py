@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -233,7 +234,7 @@ class Latest:
         if workers is None:
             raise RequestRefused(503, "the server is ending", retry_after_s=1.0)
         # All are asked at the same time: who is silent holds nobody up whom another has an answer for.
-        asked = {workers.submit(source.contains, object_id): source for source in self._sources}
+        asked = {workers.submit(copy_context().run, source.contains, object_id): source for source in self._sources}
         for answer in as_completed(asked):
             try:
                 found = self._whole(asked[answer], object_id) if answer.result() else None

@@ -21,6 +21,7 @@ from kvtide.clock import Clock
 from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.http_url import servers_of
 from kvtide.tier.link import Answer, Patience
@@ -253,7 +254,8 @@ class HttpTier:
         return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
 
     def _deadline_s(self, size: int) -> float:
-        return self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
+        own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
+        return min(own_s, caller_deadline_s())
 
     def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
         namespace, headers = _named(object_id)
