@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
 from kvtide.bench.services import wait_until
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.cache import PendingBlock, cache_for
 from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec
 from kvtide.placement import PoolMap
 from kvtide.testing.tier_suite import object_id, read_all
 from kvtide.tier import MemoryTier, TierStack
@@ -291,3 +294,22 @@ def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServ
     assert engine.stack.put_from(ONE, NEW)
     assert server.records.generation("", SPACE) == 1, "the engine knows better"
     engine.stack.close()
+
+
+def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_for(server.url, LosslessCodec())
+    stored, may_store = threading.Event(), threading.Event()
+    monkeypatch.setattr(cache, "_store_block", lambda block: (stored.set(), may_store.wait(WAIT_S)))
+    layout = BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16)
+    with cache:
+        meta = BlockMeta(cache.tiers.named(ONE), BlockKey(SPACE), 0, layout, "made up")
+        assert cache.store([PendingBlock(meta, lambda: lambda: np.zeros(layout.shape, layout.bits_dtype))]) == 1
+        assert stored.wait(WAIT_S)
+        assert cache.is_queued([ONE])
+        invalidate(server)
+        assert cache.tiers._invalidations is not None
+        cache.tiers._invalidations.refresh()
+        assert not cache.is_queued([ONE])
+        may_store.set()

@@ -271,8 +271,7 @@ class CachedModel:
         parents = [BlockKey(self.namespace), *keys]
         ids = [self.cache.tiers.named(ObjectId(self.namespace, key)) for key in keys]
         return [
-            BlockMeta(object_id, parents[i], i * self.layout.tokens, self.layout, self._label)
-            for i, object_id in enumerate(ids)
+            BlockMeta(each, parents[i], i * self.layout.tokens, self.layout, self._label) for i, each in enumerate(ids)
         ]
 
     @property

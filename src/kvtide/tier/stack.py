@@ -87,7 +87,7 @@ class TierStack:
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
         self._generations = invalidations.generations if invalidations is not None else Generations(())
-        self.named = self._generations.named
+        self.named, self.is_valid = self._generations.named, self._generations.is_valid
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class TierStack:
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
         object_id, stop = self.named(object_id), None if stop is None else self._open.index(self._tiers[stop])
-        for tier in self._open[:stop] if self._generations.is_valid(object_id) else ():
+        for tier in self._open[:stop] if self.is_valid(object_id) else ():
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
@@ -188,7 +188,7 @@ class TierStack:
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
         object_id = self.named(object_id)
-        if not self._generations.is_valid(object_id):
+        if not self.is_valid(object_id):
             return None
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
         if self._prefetching:
