@@ -175,8 +175,9 @@ class Cache:
         return next(coarse, known) if self._coarse else known
 
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
-        storer = self._storer
-        return storer.find(object_id) if storer is not None else None
+        block = self._storer.find(object_id) if self._storer is not None else None
+        # What waits may have been invalidated meanwhile.
+        return block.source if block is not None and self.tiers.is_valid(block.meta.id) else None
 
     def is_queued(self, ids: Sequence[ObjectId]) -> bool:
         """Tell whether any of these blocks still waits to be stored."""

@@ -141,11 +141,10 @@ class Storer:
             self._changed.notify_all()
             return True
 
-    def find(self, object_id: ObjectId) -> BlockSource | None:
-        """Return the content of a block that is queued or being stored."""
+    def find(self, object_id: ObjectId) -> QueuedBlock | None:
+        """Return a block that is queued or being stored."""
         with self._changed:
-            block = self._waiting.get(object_id)
-        return block.source if block is not None else None
+            return self._waiting.get(object_id)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""

@@ -8,7 +8,18 @@ from typing import NamedTuple, NewType
 
 import msgspec
 
-__all__ = ["DIGEST_BYTES", "BlockKey", "Namespace", "ObjectId", "Section", "SectionId", "SectionKind", "TierStats"]
+__all__ = [
+    "DIGEST_BYTES",
+    "BlockKey",
+    "Name",
+    "NamedId",
+    "Namespace",
+    "ObjectId",
+    "Section",
+    "SectionId",
+    "SectionKind",
+    "TierStats",
+]
 
 DIGEST_BYTES = 32
 
@@ -25,6 +36,27 @@ class ObjectId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace.hex()[:12]}/{self.key.hex()[:16]}"
+
+
+class Name(NamedTuple):
+    """Whose a namespace is, what its owner calls it, and which generation of it is meant."""
+
+    tenant: str
+    namespace: Namespace
+    generation: int
+
+
+class NamedId(ObjectId):
+    """An object's id with the name of its namespace, by which other servers are asked. Equal to the plain id."""
+
+    name: Name
+
+    @classmethod
+    def of(cls, object_id: ObjectId, name: Name) -> NamedId:
+        """Return the id with this name."""
+        named = cls(*object_id)
+        named.name = name
+        return named
 
 
 class SectionKind(IntEnum):

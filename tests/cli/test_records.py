@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.server.worlds import ask, put
@@ -65,3 +66,42 @@ def test_mistakes_and_faults_are_one_clear_line(servers: list[RunningServer], wo
     with pytest.raises(ValueError) as caught:
         run(*(word.format(url=servers[0].url) for word in words))
     assert "\n" not in str(caught.value)
+
+
+def test_records_are_backed_up_removed_and_restored(servers: list[RunningServer], tmp_path: Path) -> None:
+    one, two = servers
+    file = str(tmp_path / "backup.json")
+    run("record", "alias", "chat", SPACE, "--server", one.url)
+    run("record", "profile", "p", "some text", "--server", one.url)
+    for _ in range(3):
+        run("invalidate", SPACE, "--server", one.url)
+    assert "3 records backed up" in run("record", "--backup", file, "--server", one.url)
+    assert "removed" in run("record", "alias", "chat", "--remove", "--server", one.url)
+    with pytest.raises(ValueError, match="there is no alias"):
+        run("record", "alias", "chat", "--server", one.url)
+    report = json.loads(run("record", "--restore", file, "--server", f"pool://{one.address},{two.address}", "--json"))
+    assert report["records"] == 3
+    for server in servers:
+        assert run("record", "alias", "chat", "--server", server.url).strip() == SPACE
+        assert run("record", "profile", "p", "--server", server.url).strip() == "some text"
+        assert server.records.generation("", object_id(1).namespace) == 3
+        server.records.check()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--restore", "{tmp}/none"),
+        ("--backup", "{tmp}/a", "--restore", "{tmp}/a"),
+        ("alias", "chat", "--backup", "{tmp}/a"),
+        ("alias",),
+        (),
+        ("alias", "chat", "x", "--remove"),
+        ("generation", SPACE, "--remove"),
+    ],
+)
+def test_records_refuse_what_makes_no_sense(
+    servers: list[RunningServer], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError):
+        run("record", *(word.format(tmp=tmp_path) for word in words), "--server", servers[0].url)

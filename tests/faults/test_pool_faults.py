@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, log_of, network_hosts
+from tests.faults.schedules import Node, nodes, seeds
 
-from kvtide.bench.services import wait_until
+from kvtide.bench.services import free_ports, wait_until
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.placement import PoolMap, PoolServer
@@ -244,3 +246,94 @@ def test_join_and_leave_under_load_move_what_they_must(
     assert 0 < left / copies <= 1.15 / SERVERS
     assert min(during_join, during_leave) >= 0.95 * before
     assert load.longest_s <= DEADLINE_S
+
+
+SCHEDULES, SCHEDULES_NIGHTLY = 20, 500
+MEMBERS, STEPS, CALLS = 4, 4, 5
+
+
+class LocalPool:
+    """Servers on this machine and the file with their map, which may be damaged, old, or name others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "pool.json"
+        self.members = [
+            PoolServer(f"member-{number}", f"127.0.0.1:{port}") for number, port in enumerate(free_ports(MEMBERS))
+        ]
+        self.epoch = 0
+        self.publish(self.members)
+        self.servers = [self._node(member, folder) for member in self.members]
+
+    def _node(self, member: PoolServer, folder: Path) -> Node:
+        pool = ("--pool", f"pool+file://{self.path}", "--name", member.name)
+        return Node(int(member.address.rpartition(":")[2]), folder / member.name, "--tier", "memory://", *pool)
+
+    def publish(self, members: Sequence[PoolServer]) -> None:
+        self.epoch += 1
+        self._write(PoolMap(self.epoch, tuple(members)).to_json())
+
+    def damage(self, rng: random.Random) -> None:
+        """Put something there that is no map, or an old one."""
+        old = PoolMap(0, tuple(self.members[:1])).to_json()
+        self._write(rng.choice([b"", b"{}", b"\xff", old, old[: len(old) // 2]]))
+
+    def _write(self, data: bytes) -> None:
+        aside = self.path.with_suffix(".new")
+        aside.write_bytes(data)
+        aside.rename(self.path)
+
+    def strike(self, rng: random.Random) -> None:
+        victim = rng.choice(self.servers)
+        fault = rng.choice(["freeze", "kill", "mend", "mend", "wipe", "leave", "all", "damage", "none"])
+        if fault in {"freeze", "kill", "mend", "wipe"}:
+            getattr(victim, fault)()
+        elif fault == "leave":
+            self.publish(rng.sample(self.members, rng.randint(1, MEMBERS)))
+        elif fault == "all":
+            self.publish(self.members)
+        elif fault == "damage":
+            self.damage(rng)
+
+    def heal(self) -> None:
+        for server in self.servers:
+            server.mend()
+        self.publish(self.members)
+        for server in self.servers:
+            server.wait()
+
+
+@pytest.fixture(scope="module")
+def local_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
+    pool = LocalPool(tmp_path_factory.mktemp("local"))
+    with nodes(pool.servers):
+        yield pool
+
+
+def test_random_faults_of_a_pool_and_its_map(local_pool: LocalPool, tally: Tally, fault_factor: int) -> None:
+    tier = pool_tier(f"pool+file://{local_pool.path}", SystemClock())
+    stack = TierStack([tier])
+    stack.open()
+    for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):
+        for _ in range(STEPS):
+            local_pool.strike(rng)
+            for _ in range(CALLS):
+                number = rng.randrange(OBJECTS)
+                started_s = time.monotonic()
+                data = read_all(stack, number, OBJECT_BYTES + 1)
+                read_s = time.monotonic() - started_s
+                assert data in (None, object_bytes(number, OBJECT_BYTES)), f"seed {seed}: wrong bytes of {number}"
+                assert read_s <= DEADLINE_S, f"seed {seed}: a read took {read_s:.2f} s"
+                if data is None:
+                    stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
+                    put_s = time.monotonic() - started_s - read_s
+                    assert put_s <= DEADLINE_S, f"seed {seed}: a store took {put_s:.2f} s"
+        local_pool.heal()
+        wait_until(lambda: tier.epoch == local_pool.epoch, f"seed {seed}: the map", 10)
+        wait_until(lambda: _is_kept(stack), f"seed {seed}: the pool to take and give objects", 20)
+        tally.count("pool schedules", 0, 0)
+    stack.close()
+
+
+def _is_kept(stack: TierStack) -> bool:
+    stack.put_from(object_id(0), object_bytes(0, OBJECT_BYTES))
+    return read_all(stack, 0, OBJECT_BYTES + 1) == object_bytes(0, OBJECT_BYTES)

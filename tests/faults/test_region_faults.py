@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
+from tests.faults.schedules import Node, asked, nodes, seeds
 
 from kvtide.bench.services import free_ports, wait_until
+from kvtide.server.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id
 
 PORT = 7421
@@ -162,3 +164,112 @@ def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> 
     assert regions.ask(0, "GET", 100)[0].status == 404, "invalidated meanwhile"
     assert float(regions.ask(0, "GET", 100)[0].getheader("Kvtide-As-Of") or 0) > cut_s
     tally.count("regions cut off", 0, 0)
+
+
+SCHEDULES, SCHEDULES_NIGHTLY = 20, 200
+STEPS = 4
+# What a region may make a client wait for its centre, twice (a look-up and the latest), and a busy machine besides.
+DEADLINE_S = 2 * LATEST_S_MAX + 6.0
+SMALL_BYTES = 4000
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, list[Node]]]:
+    """A centre and two regions on this machine."""
+    ports, folder = free_ports(3), tmp_path_factory.mktemp("schedules")
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    store = ("--tier", "memory://", "--records")
+    central = folder / "centre"
+    centre = Node(ports[0], central, *store, str(central / "records"), "--region", urls[1], "--region", urls[2])
+    regions = []
+    for port in ports[1:]:
+        own = folder / str(port)
+        place = ("--central", urls[0], "--manifest", str(own / "manifest"))
+        regions.append(Node(port, own, *store, str(own / "records"), *place))
+    with nodes([centre, *regions]):
+        yield centre, regions
+
+
+class Story:
+    """What was written so far, so that an answer can be told to be right."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self.stored: list[int] = []
+        self.invalidated: list[int] = []
+        self.generation = 0
+
+    def store(self, region: Node) -> None:
+        number = self._next
+        self._next += 1
+        answer = asked(region.port, "PUT", number, object_bytes(number, SMALL_BYTES))
+        assert answer.took_s < DEADLINE_S
+        assert answer.status in {0, 201, 200, 503}, answer
+        if answer.status in {200, 201}:
+            self.stored.append(number)
+
+    def read(self, region: Node, number: int, **headers: str) -> int:
+        answer = asked(region.port, "GET", number, **headers)
+        assert answer.took_s < DEADLINE_S, f"GET waited {answer.took_s:.1f} s"
+        assert answer.status in {0, 200, 404, 503}, answer
+        if answer.status == 200:
+            assert answer.body == object_bytes(number, SMALL_BYTES)
+            # The region knew of the invalidation when it answered it; so does who asks for the latest.
+            assert number not in self.invalidated, f"{number} was invalidated and came back"
+        return answer.status
+
+    def invalidate(self, region: Node) -> None:
+        """By a region: it answers once the centre has it, so both know of it from then on."""
+        known = asked(region.port, "GET", GENERATION, Force_Latest="1")
+        if known.status != 200:
+            return
+        answer = asked(region.port, "PUT", GENERATION, b"%d" % (int(known.body) + 1))
+        assert answer.took_s < DEADLINE_S
+        if answer.status == 200:
+            self.generation = int(answer.body)
+            self.invalidated, self.stored = [*self.invalidated, *self.stored], []
+
+
+def test_random_faults_of_the_centre_and_of_regions(
+    world: tuple[Node, list[Node]], tally: Tally, fault_factor: int
+) -> None:
+    centre, regions = world
+    story = Story(10_000)
+    for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):
+        for _ in range(STEPS):
+            fault = rng.choice(["freeze", "kill", "thaw", "start", "wipe", "none", "none"])
+            victim = rng.choice([centre, centre, *regions])
+            if fault != "none" and (fault != "wipe" or victim is centre):
+                {
+                    "freeze": victim.freeze,
+                    "kill": victim.kill,
+                    "thaw": victim.mend,
+                    "start": victim.mend,
+                    "wipe": victim.wipe,
+                }[fault]()
+            up = [region for region in regions if region.is_running]
+            if not up:
+                continue
+            region = rng.choice(up)
+            story.store(region)
+            for number in rng.sample(story.stored, min(2, len(story.stored))):
+                story.read(region, number)
+                story.read(region, number, Force_Latest="1")
+            if rng.random() < 0.2:
+                story.invalidate(region)
+                for number in story.invalidated[-3:]:
+                    story.read(region, number)
+                    story.read(region, number, Force_Latest="1")
+        for node in (centre, *regions):
+            node.mend()
+        for node in (centre, *regions):
+            node.wait()
+        wait_until(
+            lambda: all(story.read(region, 10**8, Force_Latest="1") == 404 for region in regions),
+            f"seed {seed}: everybody to be asked",
+            60,
+        )
+        for region in regions:
+            for number in story.invalidated[-5:]:
+                assert story.read(region, number, Force_Latest="1") in {404, 503}
+        tally.count("region schedules", 0, 0)

@@ -127,11 +127,13 @@ def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.RECORDS_TENANT_MAX", 2)
     monkeypatch.setattr("kvtide.server.records.RECORDS_MAX", 3)
+    monkeypatch.setattr("kvtide.server.records.RECORDS_RESERVED", 0)
+    monkeypatch.setattr("kvtide.server.records._ALL_MAX", 3)
     records = opened(None)
     for tenant, name in (("a", "1"), ("a", "2"), ("b", "1")):
         records.write(tenant, RecordName(RecordKind.PROFILE, name), "x")
     for tenant in ("a", "c"):
-        with pytest.raises(RequestRefused, match="a tenant may have 2 records, 3 in all"):
+        with pytest.raises(RequestRefused, match="a tenant may have 2 aliases and profiles, 3 in all"):
             records.write(tenant, RecordName(RecordKind.PROFILE, "9"), "x")
     with pytest.raises(RequestRefused, match="more than 3"):
         records.adopt([Record("d", RecordKind.PROFILE, "9", "x", 1)])
@@ -204,7 +206,8 @@ def test_record_is_written_read_and_listed(server: RunningServer) -> None:
         ("GET", "/v1/records/profile/" + "p" * 65, None, 400),
         ("GET", "/v1/records?after=-1", None, 400),
         ("GET", "/v1/records?before=1", None, 400),
-        ("DELETE", CHAT, None, 405),
+        ("DELETE", CHAT, None, 404),
+        ("DELETE", GENERATION, None, 409),
         ("PUT", "/v1/records", b"x", 405),
     ],
 )
@@ -241,8 +244,10 @@ def test_object_of_another_generation_is_refused(server: RunningServer) -> None:
     put(server, 1, Generation="2")
     assert ask(server, "GET", 1, Generation="1")[0].status == 404
     assert ask(server, "GET", 1, Generation="x")[0].status == 400
-    assert ask(server, "GET", 1, Generation="3")[0].status == 404, "who may write may say that it has risen"
-    assert server.records.generation("", SPACE) == 3
+    assert ask(server, "GET", 1, Generation="3")[0].status == 404
+    assert server.records.generation("", SPACE) == 2, "a GET writes nothing"
+    put(server, 1, Generation="3")
+    assert server.records.generation("", SPACE) == 3, "who may write may say that it has risen"
 
 
 def test_server_without_a_place_for_records_writes_none(tmp_path: Path) -> None:

@@ -14,12 +14,16 @@ from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.server.manifest import Manifest
-from kvtide.server.names import Names
 from kvtide.server.regions import CentralTier, RegionSettings
 from kvtide.server.service import backing_for
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import MemoryTier
+from kvtide.types import Name, NamedId
+
+
+def named(number: int) -> NamedId:
+    return NamedId.of(object_id(number), Name("", object_id(number).namespace, 0))
 
 
 @pytest.fixture
@@ -96,8 +100,8 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
     first = Manifest(path)
     first.open()
     for number in range(5):
-        first.add(object_id(number))
-    first.add(object_id(1))
+        first.add(named(number))
+    first.add(named(1))
     first.done(object_id(0))
     first.close()
     with path.open("ab") as file:
@@ -124,7 +128,7 @@ def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: p
     manifest = Manifest(tmp_path / "manifest")
     manifest.open()
     for number in range(5):
-        manifest.add(object_id(number))
+        manifest.add(named(number))
     assert (len(manifest), manifest.dropped, manifest.next()) == (3, 2, object_id(2))
     manifest.close()
 
@@ -135,13 +139,13 @@ def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.Mo
     manifest = Manifest(path)
     manifest.open()
     for number in range(200):
-        manifest.add(object_id(number))
+        manifest.add(named(number))
         if number % 10:
             manifest.done(object_id(number))
     waiting = len(manifest)
     manifest.close()
     assert waiting == 20
-    assert path.stat().st_size <= 73 * (20 + 22)
+    assert path.stat().st_size <= 73 * (20 + 22 + 2)
     again = Manifest(path)
     again.open()
     assert len(again) == 20
@@ -154,11 +158,9 @@ def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
     assert manifest._file is not None
     manifest._file.close()
     manifest._file = (tmp_path / "manifest").open("rb")
-    central = CentralTier(
-        MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest, Names(lambda tenant, name: 0)
-    )
+    central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest)
     with pytest.raises(TierUnavailable, match="can't note"):
-        central.put_from(object_id(1), b"x")
+        central.put_from(named(1), b"x")
     manifest.close()
 
 

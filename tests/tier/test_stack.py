@@ -339,17 +339,6 @@ def test_too_much_waiting_for_write_back_is_written_at_once(monkeypatch: pytest.
     assert remote.contains(object_id(1))
 
 
-def test_demoted_object_is_in_the_next_tier_and_written_only_if_it_lacks_it() -> None:
-    stack, memory, slow = stack_of_two(RecencyRanking())
-    stack.put_from(object_id(1), object_bytes(1))
-    memory.put_from(object_id(2), object_bytes(2))
-    assert stack.demote(object_id(1), 2000) and stack.demote(object_id(2), 2000)
-    assert slow.bytes["put"] == 2 * 1000
-    assert in_memory(memory) == []
-    assert [read_all(slow, number) for number in (1, 2)] == [object_bytes(1), object_bytes(2)]
-    assert not stack.demote(object_id(1), 2000)
-
-
 def test_device_memory_and_disk_each_admit_by_rank() -> None:
     ranking = ScoreRanking(lambda each: 1.0)
     device, memory = NamedMemory("device", PAGE, ranking), NamedMemory("memory", 2 * PAGE, ranking)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvtide.cli.report import CONSOLE, emit_json
 from kvtide.cli.store import JsonOption
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.records import RecordsClient, raise_generation, records_clients
-from kvtide.wire.records import RecordKind, RecordName, record_name
+from kvtide.tier.records import RecordsClient, backed_up, raise_generation, records_clients, restore
+from kvtide.wire.records import Record, RecordKind, RecordName, record_name
 
 __all__ = ["invalidate", "record"]
 
@@ -50,27 +52,64 @@ def invalidate(
 
 
 def record(
-    kind: Annotated[RecordKind, typer.Argument(help="generation, alias or profile.")],
-    name: Annotated[str, typer.Argument(help="The record's name; of a generation the namespace.")],
     server: ServerOption,
+    kind: Annotated[RecordKind | None, typer.Argument(help="generation, alias or profile.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The record's name; of a generation the namespace.")] = None,
     value: Annotated[str | None, typer.Argument(help="What to write; without it the latest is read.")] = None,
+    is_removed: Annotated[bool, typer.Option("--remove", help="Remove the alias or profile.")] = False,
+    backup: Annotated[Path | None, typer.Option("--backup", help="Write all records that we may see there.")] = None,
+    restored: Annotated[Path | None, typer.Option("--restore", help="Write the records of such a file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read or write a small named record."""
+    """Read, write or remove a small named record; back all of them up, or restore them."""
+    if backup is not None or restored is not None:
+        if kind is not None or is_removed or (backup is not None and restored is not None):
+            raise ValueError("give a record's kind and name, or --backup FILE, or --restore FILE")
+        with _clients(server) as clients:
+            count = _back_up(clients, backup) if backup is not None else _restore(clients, restored)
+        _say(f"{count} records {'backed up' if backup is not None else 'restored'}", as_json, server, records=count)
+        return
+    if kind is None or name is None:
+        raise ValueError("a record has a kind and a name, as in: kvtide record alias chat")
+    if is_removed and value is not None:
+        raise ValueError("a record is written or removed, not both")
     known = _name(kind, name)
     with _clients(server) as clients:
-        if value is not None:
-            written = [client.write(known, value) for client in clients]
-            found = written[0]
+        if is_removed:
+            found = next(filter(None, [client.remove(known) for client in clients]), None)
+        elif value is not None:
+            found, *_ = [client.write(known, value) for client in clients]
         else:
-            read = clients[0].read(known, is_latest=True)
-            if read is None:
-                raise ValueError(f"there is no {kind} {name!r}")
-            found = read
+            found = clients[0].read(known, is_latest=True)
+    if found is None:
+        raise ValueError(f"there is no {kind} {name!r}")
+    shown = f"{kind} {name} is removed" if is_removed else found.value
+    _say(shown, as_json, server, kind=kind, name=name, value=found.value, version=found.version)
+
+
+def _say(shown: str, as_json: bool, server: str, **said: object) -> None:
     if as_json:
-        emit_json({"server": server, "kind": kind, "name": name, "value": found.value, "version": found.version})
+        emit_json({"server": server, **said})
     else:
-        print(found.value)
+        print(shown)
+
+
+def _back_up(clients: Sequence[RecordsClient], path: Path) -> int:
+    records = backed_up(clients)
+    aside = path.with_name(path.name + ".new")
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(records)) + b"\n")
+    aside.replace(path)
+    return len(records)
+
+
+def _restore(clients: Sequence[RecordsClient], path: Path | None) -> int:
+    assert path is not None
+    try:
+        records = msgspec.json.decode(path.read_bytes(), type=list[Record])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} holds no records: {error}") from error
+    restore(clients, records)
+    return len(records)
 
 
 def _name(kind: RecordKind, name: str) -> RecordName:

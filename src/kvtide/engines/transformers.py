@@ -269,9 +269,9 @@ class CachedModel:
     def _metas(self, tokens: np.ndarray[Any, Any]) -> list[BlockMeta]:
         keys = block_keys(self.namespace, tokens, self.layout.tokens)
         parents = [BlockKey(self.namespace), *keys]
+        ids = [self.cache.tiers.named(ObjectId(self.namespace, key)) for key in keys]
         return [
-            BlockMeta(ObjectId(self.namespace, key), parents[i], i * self.layout.tokens, self.layout, self._label)
-            for i, key in enumerate(keys)
+            BlockMeta(each, parents[i], i * self.layout.tokens, self.layout, self._label) for i, each in enumerate(ids)
         ]
 
     @property

@@ -43,6 +43,8 @@ _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOKEN_BYTES = 32
 _TOKEN_CHARACTERS_MAX = 256
+# A generation has twelve digits and never sinks: a leap to the last one would end all invalidation.
+GENERATION_STEP_MAX = 1024
 
 
 class Scope(Enum):
@@ -87,6 +89,14 @@ class Caller(NamedTuple):
     scopes: frozenset[Scope]
     on_behalf_of: frozenset[str] = frozenset()
     owner: str = ""
+    # Asks for a tenant by a grant that names it: another server does.
+    is_relay: bool = False
+
+    @property
+    def generation_step_max(self) -> int:
+        """By how much the caller may raise a generation at once: a tenant by one, a server or an admin may restore."""
+        is_trusted = self.is_relay or self.on_behalf_of or Scope.ADMIN in self.scopes
+        return GENERATION_STEP_MAX if is_trusted else 1
 
     def may_act_for(self, tenant: str) -> bool:
         """Tell whether the caller may ask for this tenant: itself, or one that its grant names."""
@@ -96,8 +106,9 @@ class Caller(NamedTuple):
         """Return a tenant for whom the caller asks, without sight of the server. RequestRefused (403) if it may not."""
         if not _TENANT.fullmatch(tenant) or not self.may_act_for(tenant):
             raise RequestRefused(403, "the token may not ask for that tenant")
-        owner = tenant if tenant in self.on_behalf_of else self.owner
-        return Caller(tenant, self.scopes - {Scope.ADMIN}, owner=owner)
+        is_relay = tenant in self.on_behalf_of
+        owner = tenant if is_relay else self.owner
+        return Caller(tenant, self.scopes - {Scope.ADMIN}, owner=owner, is_relay=bool(self.on_behalf_of))
 
     def require(self, scope: Scope) -> None:
         """RequestRefused (403) unless the caller may do this."""

@@ -57,7 +57,7 @@ _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
-    RecordName: ("GET", "HEAD", "PUT"),
+    RecordName: ("GET", "HEAD", "PUT", "DELETE"),
     RecordsRoute: ("GET", "HEAD"),
     PageRoute: ("GET", "HEAD"),
 }

@@ -6,8 +6,11 @@ Invariant: readers of one tenant never keep so much of the memory tier that what
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 from kvtide.errors import CorruptPayload, RequestRefused
 from kvtide.server.bodies import BodyBuffers
@@ -19,11 +22,14 @@ from kvtide.server.settings import ServerLimits
 from kvtide.server.shares import Shares
 from kvtide.server.workers import Workers
 from kvtide.tier import Tier
+from kvtide.tier.deadline import until
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header
 
 __all__ = ["Lending"]
+
+_Result = TypeVar("_Result")
 
 
 class Lending:
@@ -50,7 +56,7 @@ class Lending:
         if lent is None:
             action = partial(_lend, tier, stored, self._buffers, exchange.caller.tenant, self._limits.object_bytes_max)
             try:
-                lent = await self._workers.read(exchange.owner, action, _release)
+                lent = await self._workers.read(exchange.owner, _in_time(exchange, action), _release)
             except CorruptPayload:
                 self._metrics.count_corrupt()
                 await self._workers.write(exchange.owner, partial(tier.delete, stored, "corrupt"))
@@ -73,7 +79,7 @@ class Lending:
 
                 latest.bring(stored, take)
 
-        await self._workers.read(exchange.owner, brought)
+        await self._workers.read(exchange.owner, _in_time(exchange, brought))
 
     async def _lent_at_once(self, exchange: Exchange, tier: Lender, stored: ObjectId) -> LentObject | None:
         """Lend what needs no waiting for a disk; memory once its owner's share has room."""
@@ -99,6 +105,17 @@ class Lending:
     def _take_back(self, lent: LentObject, owner: str) -> None:
         lent.release()
         self._memory.give_back(owner, lent.size)
+
+
+def _in_time(exchange: Exchange, action: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Return the action with the request's deadline, if it has one, for the servers that it asks."""
+    deadline_s = exchange.start_deadline_s
+
+    def run() -> _Result:
+        with until(deadline_s if deadline_s is not None else math.inf):
+            return action()
+
+    return run
 
 
 def _release(lent: LentObject | None) -> None:

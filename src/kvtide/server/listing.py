@@ -34,13 +34,11 @@ class Listing:
 
     def present(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Return which of a tenant's objects are here."""
-        stored = self._names.place(tenant, namespace)
-        return self._tier.contains_each([ObjectId(stored, key) for key in keys])
+        return self._tier.contains_each(self._names.ids(tenant, namespace, keys))
 
     def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Return True for each leading object that is here, and False for the first one that is not."""
-        stored = self._names.place(tenant, namespace)
-        count = len(self._tier.run_places([ObjectId(stored, key) for key in keys]))
+        count = len(self._tier.run_places(self._names.ids(tenant, namespace, keys)))
         return ([True] * count + [False])[: len(keys)]
 
     def objects(self, tenant: str, route: ListRoute) -> Iterator[ObjectList | None]:
@@ -51,6 +49,9 @@ class Listing:
             found = [info for info in infos if info.id.namespace == stored and info.id.key > route.after]
             first = heapq.nsmallest(route.limit, [*first, *found], key=lambda info: info.id.key) if found else first
             yield None
+        for named in self._names.ids(tenant, route.namespace, [info.id.key for info in first[:1]]):
+            # Who lists follows events from now on.
+            self._names.note(named)
         yield ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
 
     def tenant(self, caller: Caller) -> Iterator[TenantView | None]:

@@ -12,8 +12,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import BinaryIO
 
-from kvtide.server.names import Name
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
 __all__ = ["PENDING_MAX", "Manifest"]
 
@@ -59,8 +58,11 @@ class Manifest:
         self._sequence = max(self._sequence, sequence)
         if is_done:
             self._pending.pop(object_id, None)
-        else:
+        elif object_id.namespace in self._names:
             self._pending[object_id] = sequence
+        else:
+            # A fault took its name, by which alone the centre could get it.
+            self.dropped += 1
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -72,18 +74,14 @@ class Manifest:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def name(self, stored: Namespace) -> Name | None:
-        """Return what a stored namespace of objects that wait is called."""
-        return self._names.get(stored)
-
-    def add(self, object_id: ObjectId, name: Name | None = None) -> None:
+    def add(self, object_id: NamedId) -> None:
         """Note a new object, and what its namespace is called. The oldest is dropped if too many wait."""
         with self._lock:
             if object_id in self._pending:
                 return
-            if name is not None and self._names.get(object_id.namespace) != name:
-                self._names[object_id.namespace] = name
-                self._append(_packed_name(object_id.namespace, name), 2)
+            if self._names.get(object_id.namespace) != object_id.name:
+                self._names[object_id.namespace] = object_id.name
+                self._append(_packed_name(object_id.namespace, object_id.name), 2)
             self._sequence += 1
             self._pending[object_id] = self._sequence
             self._write(self._sequence, object_id, _ADDED)
@@ -98,12 +96,13 @@ class Manifest:
             if object_id in self._pending:
                 self._uses[object_id] += 1
 
-    def next(self) -> ObjectId | None:
+    def next(self) -> NamedId | None:
         """Return what to send next: the one that was read most, of those the oldest. None if nothing waits."""
         with self._lock:
+            found = next(iter(self._pending), None)
             if self._uses:
-                return max(self._uses, key=lambda each: (self._uses[each], -self._pending[each]))
-            return next(iter(self._pending), None)
+                found = max(self._uses, key=lambda each: (self._uses[each], -self._pending[each]))
+            return NamedId.of(found, self._names[found.namespace]) if found is not None else None
 
     def done(self, object_id: ObjectId) -> None:
         """Forget an object: the centre has it, or nobody has."""

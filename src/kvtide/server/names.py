@@ -1,33 +1,25 @@
 """Where namespaces are stored, and what their owners call them.
 
 Invariant: a place is named by tenant, namespace and generation, so that what was stored under an earlier generation
-is not looked for any more.
+is not looked for any more. A name is known or it is not: none is ever guessed from a place.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from kvtide.server.auth import generation_namespace, tenant_namespace
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
-__all__ = ["Name", "Names"]
-
-
-class Name(NamedTuple):
-    """What a stored namespace is: whose, what it is called, of which generation."""
-
-    tenant: str
-    namespace: Namespace
-    generation: int
+__all__ = ["Names"]
 
 
 class Names:
-    """Knows by name the last `names_max` stored namespaces that somebody used. Thread-safe.
+    """Names of stored namespaces in which objects were seen, the last `names_max` of them. Thread-safe.
 
+    Over the bound the tenant with the most names loses its oldest: nobody pushes out others' names by having many.
     `generation` tells a tenant's namespace's present one; it must not wait.
     """
 
@@ -37,23 +29,36 @@ class Names:
         self._generation = generation
         self._names_max = names_max
         self._lock = threading.Lock()
-        self._names: OrderedDict[Namespace, Name] = OrderedDict()
+        self._names: dict[Namespace, Name] = {}
+        # The same places by tenant, the least recently noted first.
+        self._places: dict[str, OrderedDict[Namespace, None]] = {}
 
     def place(self, tenant: str, namespace: Namespace, generation: int | None = None) -> Namespace:
-        """Return where a tenant's namespace is, of a generation or the present one; remember what that is called."""
+        """Return where a tenant's namespace is, of a generation or the present one."""
         of = self._generation(tenant, namespace) if generation is None else generation
-        name = Name(tenant, namespace, of)
-        stored = generation_namespace(tenant_namespace(tenant, namespace), of)
-        self.note(stored, name)
-        return stored
+        return generation_namespace(tenant_namespace(tenant, namespace), of)
 
-    def note(self, stored: Namespace, name: Name) -> None:
-        """Remember what a stored namespace is called."""
+    def ids(
+        self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey], generation: int | None = None
+    ) -> list[NamedId]:
+        """Return the ids under which a tenant's objects are stored, each with its name."""
+        of = self._generation(tenant, namespace) if generation is None else generation
+        name, stored = Name(tenant, namespace, of), self.place(tenant, namespace, of)
+        return [NamedId.of(ObjectId(stored, key), name) for key in keys]
+
+    def note(self, object_id: NamedId) -> None:
+        """Remember what the namespace of an object that is here is called."""
+        stored, name = object_id.namespace, object_id.name
         with self._lock:
             self._names[stored] = name
-            self._names.move_to_end(stored)
+            places = self._places.setdefault(name.tenant, OrderedDict())
+            places[stored] = None
+            places.move_to_end(stored)
             if len(self._names) > self._names_max:
-                self._names.popitem(last=False)
+                tenant, most = max(self._places.items(), key=lambda each: len(each[1]))
+                del self._names[most.popitem(last=False)[0]]
+                if not most:
+                    del self._places[tenant]
 
     def find(self, stored: Namespace) -> Name | None:
         """Return what a stored namespace is called, if that is known."""
@@ -65,11 +70,9 @@ class Names:
         return name.generation == self._generation(name.tenant, name.namespace)
 
     def own(self, stored: ObjectId) -> ObjectId | None:
-        """Return a stored object's id as its owner says it; as it is stored if nobody has used it since the start.
+        """Return a stored object's id as its owner says it.
 
-        None if it is of an earlier generation: its owner has it no longer.
+        None if nobody has named its namespace since the start, and for an earlier generation: its owner has it no more.
         """
-        name = self.find(stored.namespace)
-        if name is None:
-            return stored
-        return ObjectId(name.namespace, stored.key) if self.is_current(name) else None
+        name = stored.name if isinstance(stored, NamedId) else self.find(stored.namespace)
+        return ObjectId(name.namespace, stored.key) if name is not None and self.is_current(name) else None

@@ -28,7 +28,7 @@ from kvtide.server.workers import Workers
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
 from kvtide.tier.lend import LentObject
-from kvtide.types import ObjectId
+from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
@@ -69,6 +69,8 @@ class ObjectRequests:
         region: Region | None = None,
     ) -> None:
         self._tier = tier
+        # Where a PUT looks whether the object is here: what the centre has is of no use if that falls silent.
+        self._local: Tier = region.local if region is not None else tier
         self._records = records
         self._names = names
         self._metrics = metrics
@@ -117,30 +119,32 @@ class ObjectRequests:
                 if method == "GET":
                     self._metrics.count_absent(exchange.caller.tenant, reason)
             return
+        self._names.note(stored)
         try:
             await self._send(exchange, lent)
         finally:
             lent.release()
 
-    async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> ObjectId:
+    async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> NamedId:
         """Return the id under which an object is stored. RequestRefused for one that is meant of another generation.
 
-        Who may write may also teach us that a generation has risen, unless we have a centre that says so.
+        A PUT may also teach us that a generation has risen, by a bounded step, unless we have a centre that says so.
         """
         tenant, name = exchange.caller.tenant, object_id.namespace
         meant = generation(exchange.head.headers)
         known = self._records.generation(tenant, name)
         is_centre = self._region is None or self._region.central is None
-        if meant is not None and meant > known and is_centre and Scope.WRITE in exchange.caller.scopes:
+        if meant is not None and meant > known and is_centre and exchange.head.method == "PUT":
             record = RecordName(RecordKind.GENERATION, name.hex())
-            await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(meant)))
-            exchange.change = f"wrote generation/{record.name}: {meant}"
+            taught = min(meant, known + exchange.caller.generation_step_max)
+            await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(taught)))
+            exchange.change = f"wrote generation/{record.name}: {taught}"
         # Read once: it may rise at any moment.
         known = self._records.generation(tenant, name)
         if meant is not None and meant != known:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
-        found = ObjectId(self._names.place(tenant, name, known), object_id.key)
+        found = self._names.ids(tenant, name, [object_id.key], known)[0]
         self._quotas.note(found.namespace, tenant)
         return found
 
@@ -223,19 +227,19 @@ class ObjectRequests:
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers:
-            look = partial(self._tier.contains, stored)
+            look = partial(self._local.contains, stored)
             if await self._workers.read(exchange.owner, look):
                 await exchange.reply(200)
                 return
         with self._quotas.room(tenant, size):
             await self._store_body(exchange, object_id, stored, size)
 
-    async def _store_body(self, exchange: Exchange, object_id: ObjectId, stored: ObjectId, size: int) -> None:
+    async def _store_body(self, exchange: Exchange, object_id: ObjectId, stored: NamedId, size: int) -> None:
         tenant = exchange.caller.tenant
         body, give_back = await receive(exchange, self._buffers, self._limits, size)
         # From here on the buffer is the thread's, also if this task ends before it.
         note = partial(self._metrics.note_model, tenant, object_id.namespace)
-        store = partial(_store, self._tier, stored, object_id, body, give_back, note)
+        store = partial(_store, self._tier, self._local, stored, object_id, body, give_back, note)
         try:
             is_new = await self._workers.write(exchange.owner, store, give_back)
         except RequestRefused as error:
@@ -265,6 +269,7 @@ def _stored_quality(tier: Tier, stored: ObjectId) -> float:
 
 def _store(
     tier: Tier,
+    local: Tier,
     stored: ObjectId,
     claimed: ObjectId,
     body: memoryview,
@@ -273,13 +278,13 @@ def _store(
 ) -> bool:
     """Verify a body and store it, in the place of a coarser one too; say what it calls its model.
 
-    False if one as good was here already.
+    False if one as good was in the `local` tiers already.
 
     RequestRefused if it is not the object that it claims to be, or there is no room.
     """
     try:
-        is_here = tier.contains(stored)
-        if is_here and object_quality(body) >= _stored_quality(tier, stored):
+        is_here = local.contains(stored)
+        if is_here and object_quality(body) >= _stored_quality(local, stored):
             return False
         parsed = parse_object(body, claimed)
         parsed.sections()

@@ -23,7 +23,7 @@ from kvtide.server.status import Status, server_status, status_body
 from kvtide.server.workers import Workers
 from kvtide.tier import TierStack, TierStats
 from kvtide.tier.base import Reporting
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import NamedId, Namespace, ObjectId
 
 __all__ = ["PAGES", "Observatory", "Pages"]
 
@@ -59,6 +59,8 @@ class Observatory:
 
     def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        if isinstance(object_id, NamedId):
+            self._names.note(object_id)
         if not self._is_region:
             self.quotas.placed(object_id, tier, size)
         self._append(EventKind.STORED, object_id, tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -14,8 +15,9 @@ from kvtide.server.live import Live
 from kvtide.server.records import Records, WriteCondition
 from kvtide.server.settings import ServerLimits
 from kvtide.server.workers import Workers
-from kvtide.wire.protocol import AS_OF_HEADER, is_tag_matched
-from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordName, RecordsRoute, checked_value
+from kvtide.types import Namespace
+from kvtide.wire.protocol import AS_OF_HEADER, FORCE_HEADER, is_tag_matched
+from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordKind, RecordName, RecordsRoute, checked_value
 
 __all__ = ["RecordRequests"]
 
@@ -40,10 +42,10 @@ class RecordRequests:
         return self._live.limits
 
     async def answer(self, exchange: Exchange, route: RecordName | RecordsRoute) -> None:
-        """Answer GET, HEAD or PUT. RequestRefused if that is an error."""
-        if exchange.head.method == "PUT":
+        """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
+        if exchange.head.method in {"PUT", "DELETE"}:
             assert isinstance(route, RecordName)
-            await self._put(exchange, route)
+            await (self._put if exchange.head.method == "PUT" else self._delete)(exchange, route)
             return
         exchange.caller.require(Scope.READ)
         if self._central is not None and self._central.is_too_old_for(exchange.head.headers):
@@ -51,7 +53,13 @@ class RecordRequests:
         if isinstance(route, RecordsRoute):
             await self._list(exchange, route)
             return
-        record = self._records.get(exchange.caller.tenant, route)
+        is_latest = FORCE_HEADER in exchange.head.headers and route.kind is not RecordKind.GENERATION
+        if self._central is not None and is_latest:
+            # It may have lost what we know; a generation never sinks.
+            look = partial(self._central.latest, exchange.caller.tenant, route)
+            record = await self._workers.read(exchange.owner, look)
+        else:
+            record = self._records.get(exchange.caller.tenant, route)
         if self._central is not None and self._central.as_of_s is None and (record is None or not record.version):
             raise RequestRefused(503, "the centre, where records are, has not answered yet", retry_after_s=1.0)
         if record is None:
@@ -64,7 +72,12 @@ class RecordRequests:
         found = await self._workers.read(exchange.owner, look)
         version = found.records[-1].version if found.records else route.after
         headers = [("ETag", f'"{version}"'), *self._as_of()]
-        if not found.records and is_tag_matched(exchange.head.headers.get("if-none-match", ""), f'"{version}"'):
+        is_behind = found.version < route.after
+        if (
+            not found.records
+            and not is_behind
+            and is_tag_matched(exchange.head.headers.get("if-none-match", ""), f'"{version}"')
+        ):
             await exchange.reply(304, headers=headers)
             return
         shown = [_as_seen_by(caller, record) for record in found.records]
@@ -94,20 +107,48 @@ class RecordRequests:
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._limits.pace(exchange.stream.now_s()))
         value = checked_value(name.kind, body)
+        if name.kind is RecordKind.GENERATION:
+            self._require_step(caller, name, int(value))
         if self._central is not None:
-            said = [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
-            write = partial(self._central.write, caller.tenant, name, value, said)
+            write = partial(self._central.write, caller.tenant, name, value, _said(headers))
         else:
-            condition = WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
-            write = partial(self._records.write, caller.tenant, name, value, condition)
+            write = partial(self._records.write, caller.tenant, name, value, _condition(headers))
         record = await self._workers.write(exchange.owner, write)
         exchange.change = f"wrote {name.kind}/{name.name}: {value}"
         await self._reply_written(exchange, record)
+
+    async def _delete(self, exchange: Exchange, name: RecordName) -> None:
+        tenant, headers = exchange.caller.tenant, exchange.head.headers
+        exchange.caller.require(Scope.WRITE)
+        if self._central is not None:
+            remove = partial(self._central.remove, tenant, name, _said(headers))
+        else:
+            remove = partial(self._records.remove, tenant, name, _condition(headers))
+        removed = await self._workers.write(exchange.owner, remove)
+        if removed is None:
+            raise RequestRefused(404, "no such record")
+        exchange.change = f"removed {name.kind}/{name.name}"
+        await exchange.reply(204, headers=[("ETag", removed.tag), *self._as_of()])
+
+    def _require_step(self, caller: Caller, name: RecordName, generation: int) -> None:
+        known = self._records.generation(caller.tenant, Namespace(bytes.fromhex(name.name)))
+        if generation > known + caller.generation_step_max:
+            most = caller.generation_step_max
+            raise RequestRefused(409, f"the generation is {known}, and rises by {most} at once at most")
 
     async def _reply_written(self, exchange: Exchange, record: Record) -> None:
         body = record.value.encode() + b"\n"
         headers = [("ETag", record.tag), *self._as_of(), ("Content-Type", "text/plain; charset=utf-8")]
         await exchange.reply(200, body, headers)
+
+
+def _said(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a request's conditions as headers for the centre."""
+    return [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
+
+
+def _condition(headers: Mapping[str, str]) -> WriteCondition:
+    return WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
 
 
 def _as_seen_by(caller: Caller, record: Record) -> Record:

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -25,10 +26,16 @@ __all__ = ["Records", "WriteCondition"]
 
 _log = logging.getLogger(__name__)
 
+# Generations on the one hand, aliases and profiles on the other: so many in all and of a tenant. Who has less than the
+# reserve may write though all are taken by others, up to twice as many.
 RECORDS_MAX = 16_384
 RECORDS_TENANT_MAX = 1024
+RECORDS_RESERVED = 16
+# Removed records that regions are still told of.
+REMOVED_MAX = 1024
 # The file is written anew when it has more lines than this.
-LINES_MAX = 4 * RECORDS_MAX
+LINES_MAX = 8 * RECORDS_MAX
+_ALL_MAX = 4 * RECORDS_MAX + REMOVED_MAX
 _SUM_CHARACTERS = 16
 
 
@@ -63,6 +70,8 @@ class Records:
         self._records: dict[tuple[str, RecordName], Record] = {}
         # The same as the records of that kind say, to be read without the lock.
         self._generations: dict[tuple[str, Namespace], int] = {}
+        # How many a tenant has, of generations and of others.
+        self._counts: Counter[tuple[str, bool]] = Counter()
         self._version = 0
         # Told of a namespace whose generation has risen; from any thread.
         self.on_raised: Callable[[Namespace], None] = lambda namespace: None
@@ -101,7 +110,7 @@ class Records:
         found = self._records.get((tenant, name))
         if found is None and name.kind is RecordKind.GENERATION:
             return Record(tenant, name.kind, name.name, "0", 0)
-        return found
+        return found if found is not None and found.value else None
 
     def write(self, tenant: str, name: RecordName, value: str, condition: WriteCondition | None = None) -> Record:
         """Write a record and return it; a generation that is higher already stays. It is on the disk afterwards.
@@ -109,36 +118,88 @@ class Records:
         RequestRefused: 412 if the condition does not hold, 507 if the tenant or the server has too many.
         """
         with self._lock:
-            found = self._records.get((tenant, name))
+            found = self._present(tenant, name)
             (condition or WriteCondition()).require(found)
-            version = max(self._version + 1, int(self._clock.wall_s() * 1e6))
-            record = Record(tenant, name.kind, name.name, value, version)
             if found is not None and name.kind is RecordKind.GENERATION and int(found.value) >= int(value):
                 return found
             if found is None:
-                mine = sum(1 for owner, _ in self._records if owner == tenant)
-                if mine >= RECORDS_TENANT_MAX or len(self._records) >= RECORDS_MAX:
-                    raise RequestRefused(507, f"a tenant may have {RECORDS_TENANT_MAX} records, {RECORDS_MAX} in all")
+                self._require_room(tenant, name.kind)
+            record = self._next(tenant, name, value)
             self._append([record])
         self._tell([record])
         return record
+
+    def remove(self, tenant: str, name: RecordName, condition: WriteCondition | None = None) -> Record | None:
+        """Remove a record; return what tells others of it, None if it was not there.
+
+        RequestRefused: 412 if the condition does not hold, 409 for a generation.
+        """
+        if name.kind is RecordKind.GENERATION:
+            raise RequestRefused(409, "a generation can't be removed: what it made invalid would be found again")
+        with self._lock:
+            found = self._present(tenant, name)
+            (condition or WriteCondition()).require(found)
+            if found is None:
+                return None
+            record = self._next(tenant, name, "")
+            self._append([record])
+        return record
+
+    def _present(self, tenant: str, name: RecordName) -> Record | None:
+        found = self._records.get((tenant, name))
+        return found if found is not None and found.value else None
+
+    def _next(self, tenant: str, name: RecordName, value: str) -> Record:
+        version = max(self._version + 1, int(self._clock.wall_s() * 1e6))
+        return Record(tenant, name.kind, name.name, value, version)
+
+    def _require_room(self, tenant: str, kind: RecordKind) -> None:
+        is_generation = kind is RecordKind.GENERATION
+        mine = self._counts[tenant, is_generation]
+        count = sum(each for (_, of_generations), each in self._counts.items() if of_generations == is_generation)
+        records_max = RECORDS_MAX if mine >= RECORDS_RESERVED else 2 * RECORDS_MAX
+        if mine >= RECORDS_TENANT_MAX or count >= records_max:
+            what = "generations" if is_generation else "aliases and profiles"
+            raise RequestRefused(507, f"a tenant may have {RECORDS_TENANT_MAX} {what}, {RECORDS_MAX} in all")
 
     def adopt(self, records: Sequence[Record]) -> None:
         """Take over what the centre has written, as far as it is newer than what is here."""
         with self._lock:
             newer = [record for record in records if not self._is_old(record)]
             known = {(record.tenant, RecordName(record.kind, record.name)) for record in newer} | self._records.keys()
-            if len(known) > RECORDS_MAX:
-                raise RequestRefused(507, f"the centre has more than {RECORDS_MAX} records")
+            if len(known) > _ALL_MAX:
+                raise RequestRefused(507, f"the centre has more than {_ALL_MAX} records")
             self._append(newer)
         self._tell(newer)
+
+    @property
+    def version(self) -> int:
+        """Return the largest version that a record here ever had."""
+        return self._version
+
+    def begin_anew(self) -> list[Record]:
+        """Count all that is here as older than what the centre, which has lost its records, writes from now on.
+
+        Return the generations.
+        """
+        with self._lock:
+            for place, record in self._records.items():
+                self._records[place] = msgspec.structs.replace(record, version=0)
+            self._version = 0
+            try:
+                if self._path is not None:
+                    self._rewrite()
+            except OSError as error:
+                raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+            return [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
 
     def changes(self, is_shown: Callable[[str], bool], after: int) -> RecordList:
         """Return the records of these tenants that were written after a version, the oldest first."""
         with self._lock:
             found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
+            version = self._version
         found.sort(key=lambda record: record.version)
-        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX)
+        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version)
 
     def _is_old(self, record: Record) -> bool:
         found = self._records.get((record.tenant, RecordName(record.kind, record.name)))
@@ -149,10 +210,21 @@ class Records:
         return record.version <= found.version
 
     def _keep(self, record: Record) -> None:
-        self._records[record.tenant, RecordName(record.kind, record.name)] = record
+        name, is_generation = RecordName(record.kind, record.name), record.kind is RecordKind.GENERATION
+        was_present = self._present(record.tenant, name) is not None
+        self._counts[record.tenant, is_generation] += bool(record.value) - was_present
+        self._records[record.tenant, name] = record
         self._version = max(self._version, record.version)
-        if record.kind is RecordKind.GENERATION:
+        if is_generation:
             self._generations[record.tenant, Namespace(bytes.fromhex(record.name))] = int(record.value)
+        elif not record.value:
+            self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Tell no more of what was removed longest ago, if there is too much."""
+        removed = [(each.version, place) for place, each in self._records.items() if not each.value]
+        for _, place in sorted(removed)[: max(0, len(removed) - REMOVED_MAX)]:
+            del self._records[place]
 
     def _append(self, records: Sequence[Record]) -> None:
         """Write records behind the others, then make them visible. RequestRefused (503) if the disk won't."""
@@ -203,7 +275,11 @@ class Records:
             assert len(raised) == len(self._generations)
             for each in raised:
                 assert self._generations[each.tenant, Namespace(bytes.fromhex(each.name))] == int(each.value)
-            assert len(self._records) <= RECORDS_MAX
+            assert len(self._records) <= _ALL_MAX
+            present = [(owner, name.kind is RecordKind.GENERATION) for owner, name in self._records]
+            removed = [each for each in self._records.values() if not each.value]
+            assert len(removed) <= REMOVED_MAX
+            assert sum(self._counts.values()) == len(present) - len(removed)
 
 
 def _packed(record: Record) -> bytes:

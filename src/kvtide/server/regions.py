@@ -9,24 +9,28 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.central_records import CentralRecords
 from kvtide.server.manifest import Manifest
-from kvtide.server.names import Name, Names
+from kvtide.server.names import Names
 from kvtide.server.records import Records
 from kvtide.tier import TierStack, WrappedTier
 from kvtide.tier.background import Repeater
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.http import Naming, http_tier
+from kvtide.tier.http import http_tier
+from kvtide.tier.peer import PeerSettings
 from kvtide.tier.records import records_clients
-from kvtide.types import ObjectId
+from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes
-from kvtide.wire.protocol import FORCE_HEADER, GENERATION_HEADER, LOCAL_HEADER, TENANT_HEADER
+from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
 
 __all__ = ["CentralTier", "Latest", "Region", "RegionSettings", "Synchroniser", "centre_of", "region_of"]
 
@@ -34,9 +38,17 @@ _log = logging.getLogger(__name__)
 
 # How long the synchroniser waits when there is nothing to send, or nobody to send it to.
 IDLE_S = 0.2
-# Whoever wants the latest hears after so long that it can't be had.
+# A region waits so long for its centre to say something, about objects and records; and the centre, which asks all of
+# its regions at the same time, for them: soon enough for the region that asked.
 LATEST_S_MAX = 2.0
+ASKED_S_MAX = 1.0
+# A body may take longer than that by its size over this.
+BYTES_S_MIN = 1e6
+# Regions that are asked at the same time.
+ASKING_THREADS = 16
 TRIES_MAX = 3
+# A server that was silent twice is left alone.
+_PEER = PeerSettings(tries_max=1, faults_max=2, open_s=2.0)
 _LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
 _LATEST = ((FORCE_HEADER, "1"),)
 
@@ -54,22 +66,42 @@ class RegionSettings:
 
 
 class CentralTier(WrappedTier):
-    """The centre behind a region's own tiers: read through, and written later by the synchroniser."""
+    """The centre behind a region's own tiers: read through, and written later by the synchroniser.
+
+    It is asked by name: of ids without one, which are places of this server, it knows nothing.
+    """
 
     name = "central"
 
-    def __init__(self, central: Tier, manifest: Manifest, names: Names) -> None:
+    def __init__(self, central: Tier, manifest: Manifest) -> None:
         super().__init__(central)
         self._manifest = manifest
-        self._names = names
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the centre."""
+        return isinstance(object_id, NamedId) and super().contains(object_id)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the centre."""
+        return super().get_into(object_id, buffer, offset) if isinstance(object_id, NamedId) else None
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Note that the centre should get the object. False: it is not there yet."""
+        if not isinstance(object_id, NamedId):
+            raise TierUnavailable(f"{object_id} has no name by which the centre could get it")
         try:
-            self._manifest.add(object_id, self._names.find(object_id.namespace))
+            self._manifest.add(object_id)
         except OSError as error:
             raise TierUnavailable(f"can't note what the centre should get: {error}") from error
         return False
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove from the centre."""
+        return isinstance(object_id, NamedId) and super().delete(object_id, reason)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return nothing: a miss crosses to the centre once, not twice."""
+        return None
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the centre in one request."""
@@ -77,24 +109,26 @@ class CentralTier(WrappedTier):
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the centre in one request."""
-        if isinstance(self.tier, Batched):
+        if isinstance(self.tier, Batched) and all(isinstance(each, NamedId) for each in object_ids):
             return self.tier.contains_each(object_ids)
         return [self.contains(object_id) for object_id in object_ids]
-
-    def is_wanted(self, object_id: ObjectId) -> bool:
-        """Tell whether an object that waits is of its namespace's present generation."""
-        name = self._manifest.name(object_id.namespace)
-        return name is None or self._names.is_current(name)
 
 
 class Synchroniser:
     """A thread that sends what the manifest names to the centre, hot first, no faster than the settings allow."""
 
     def __init__(
-        self, local: TierStack, central: CentralTier, manifest: Manifest, settings: RegionSettings, clock: Clock
+        self,
+        local: TierStack,
+        central: Tier,
+        manifest: Manifest,
+        names: Names,
+        settings: RegionSettings,
+        clock: Clock,
     ) -> None:
         self._local = local
         self._central = central
+        self._names = names
         self._manifest = manifest
         self._settings = settings
         self._clock = clock
@@ -111,11 +145,13 @@ class Synchroniser:
     def open(self) -> None:
         """Read the manifest and start."""
         self._manifest.open()
+        self._central.open()
         self._sending.open()
 
     def close(self) -> None:
         """Stop after what is under way; the manifest keeps the rest. Idempotent."""
         self._sending.close()
+        self._central.close()
         self._manifest.close()
 
     def _send(self) -> float:
@@ -137,17 +173,18 @@ class Synchroniser:
         object_id = self._manifest.next()
         if object_id is None:
             return None
-        is_lacking = self._central.is_wanted(object_id) and not self._central.contains(object_id)
+        is_lacking = self._names.is_current(object_id.name) and not self._central.contains(object_id)
         found = self._whole(object_id) if is_lacking else None
         if found is not None:
             self._tries[object_id] += 1
             try:
-                is_stored = self._central.tier.put_from(object_id, found)
-            except TierUnavailable:
+                is_stored = self._central.put_from(object_id, found)
+            except TierUnavailable as error:
                 # The centre answers, but does not take this one: after some tries it is given up.
                 if self._tries[object_id] < TRIES_MAX:
                     raise
                 self.given_up += 1
+                _log.warning("the centre does not take %s, it stays here: %s", object_id, error)
             else:
                 self.sent_objects += is_stored
                 self.sent_bytes += len(found)
@@ -190,14 +227,19 @@ class Latest:
         self._sources = list(sources)
         self._store = store
         self._settings = settings
+        self._workers: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
-        """Open the sources."""
+        """Open the sources, and start what asks them."""
         for source in self._sources:
             source.open()
+        self._workers = ThreadPoolExecutor(ASKING_THREADS, thread_name_prefix="kvtide-latest")
 
     def close(self) -> None:
         """Close the sources. Idempotent."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
+            self._workers = None
         for source in self._sources:
             source.close()
 
@@ -206,10 +248,14 @@ class Latest:
 
         RequestRefused (503) if it was not found and somebody could not be asked: then nobody knows.
         """
-        problem: TierUnavailable | None = None
-        for source in self._sources:
+        workers, problem = self._workers, None
+        if workers is None:
+            raise RequestRefused(503, "the server is ending", retry_after_s=1.0)
+        # All are asked at the same time: who is silent holds nobody up whom another has an answer for.
+        asked = {workers.submit(copy_context().run, source.contains, object_id): source for source in self._sources}
+        for answer in as_completed(asked):
             try:
-                found, _ = read_whole(source, object_id, memoryview(b""), self._settings.object_bytes_max, take)
+                found = self._whole(asked[answer], object_id, take) if answer.result() else None
             except TierUnavailable as error:
                 problem = error
                 continue
@@ -218,6 +264,9 @@ class Latest:
         if problem is not None:
             raise RequestRefused(503, f"the latest state was asked for and can't be had: {problem}", retry_after_s=1.0)
         return False
+
+    def _whole(self, source: Tier, object_id: ObjectId, take: Callable[[int], memoryview]) -> memoryview | None:
+        return read_whole(source, object_id, memoryview(b""), self._settings.object_bytes_max, take)[0]
 
 
 class Region:
@@ -285,28 +334,16 @@ def region_of(
     if len(asking) != 1:
         raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
     waiting = Manifest(manifest)
-    naming = _naming(names, waiting)
-    behind = CentralTier(http_tier(central, clock, naming=naming), waiting, names)
+    asked = partial(http_tier, clock=clock, settings=_PEER, bytes_s_min=BYTES_S_MIN)
+    behind = CentralTier(asked(central, operation_s_max=LATEST_S_MAX), waiting)
     store = TierStack([local, behind], write_back=[behind])
-    latest = Latest([http_tier(central, clock, extra=_LATEST, naming=naming)], local, settings)
-    synchroniser = Synchroniser(local, behind, waiting, settings, clock)
+    latest = Latest([asked(central, operation_s_max=LATEST_S_MAX, extra=_LATEST)], local, settings)
+    # Nobody waits for what is sent: the centre may take its time to store it.
+    synchroniser = Synchroniser(local, http_tier(central, clock), waiting, names, settings, clock)
     return Region(store, local, latest, CentralRecords(asking[0], records, clock), synchroniser, waiting)
 
 
-def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, names: Names, clock: Clock) -> Region:
+def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, clock: Clock) -> Region:
     """Return a centre that asks these regions, by URL, for what it lacks when the latest is asked for."""
-    sources = [http_tier(url, clock, extra=_LOCAL_ONLY, naming=_naming(names)) for url in regions]
+    sources = [http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in regions]
     return Region(store, store, Latest(sources, store, settings))
-
-
-def _naming(names: Names, manifest: Manifest | None = None) -> Naming:
-    """Return how another server is asked for what is stored here."""
-
-    def named(stored: ObjectId) -> tuple[ObjectId, list[tuple[str, str]]]:
-        name = names.find(stored.namespace) or (manifest.name(stored.namespace) if manifest else None)
-        if name is None:
-            name = Name("", stored.namespace, 0)
-        whose = [(TENANT_HEADER, name.tenant)] if name.tenant else []
-        return ObjectId(name.namespace, stored.key), [*whose, (GENERATION_HEADER, str(name.generation))]
-
-    return named

@@ -103,7 +103,7 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
             raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
         region = region_of(local, settings.central, settings.manifest, bounds, records, names, clock)
         return Backing(region.store, records, names, region)
-    centre = centre_of(local, settings.regions, bounds, names, clock) if settings.regions else None
+    centre = centre_of(local, settings.regions, bounds, clock) if settings.regions else None
     return Backing(local, records, names, centre)
 
 

@@ -20,7 +20,7 @@ from kvtide.server.manifest import Manifest
 from kvtide.server.names import Names
 from kvtide.server.regions import CentralTier, RegionSettings, Synchroniser
 from kvtide.tier import Counting, MemoryTier, TierStack
-from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
 __all__ = ["RegionsReport", "RegionsRow", "render_regions", "run_regions"]
@@ -142,21 +142,22 @@ def _synchronise(regions: list[_Region], budgets: list[float], blocks: float) ->
 
 def _region(centre: Counting, path: Path, sync_bytes_s: float, clock: ManualClock) -> _Region:
     local, manifest = _memory(_BLOCKS * 2, clock), Manifest(path)
-    central = CentralTier(centre, manifest, Names(lambda tenant, namespace: 0))
+    central = CentralTier(centre, manifest)
     inner = TierStack([local])
     store = TierStack([inner, central], write_back=[central])
     store.open()
     manifest.open()
-    settings = RegionSettings(sync_bytes_s_max=sync_bytes_s)
-    return _Region(local, store, central, manifest, Synchroniser(inner, central, manifest, settings, clock))
+    settings, names = RegionSettings(sync_bytes_s_max=sync_bytes_s), Names(lambda tenant, namespace: 0)
+    return _Region(local, store, central, manifest, Synchroniser(inner, centre, manifest, names, settings, clock))
 
 
 def _memory(blocks: int, clock: ManualClock) -> MemoryTier:
     return MemoryTier(blocks * _OBJECT_BYTES, clock, lambda key: False, frame_bytes=_OBJECT_BYTES)
 
 
-def _object_id(block: int) -> ObjectId:
-    return ObjectId(_NAMESPACE, BlockKey(hashlib.sha256(block.to_bytes(8, "little")).digest()))
+def _object_id(block: int) -> NamedId:
+    key = BlockKey(hashlib.sha256(block.to_bytes(8, "little")).digest())
+    return NamedId.of(ObjectId(_NAMESPACE, key), Name("", _NAMESPACE, 0))
 
 
 def _object(object_id: ObjectId) -> bytes:

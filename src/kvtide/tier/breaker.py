@@ -10,11 +10,15 @@ __all__ = ["Breaker"]
 
 
 class Breaker:
-    """Closed (calls go through), open (none does), half open (one does). Safe to use from several threads."""
+    """Closed (calls go through), open (none does), half open (one does). Safe to use from several threads.
 
-    def __init__(self, faults_max: int, open_s: float, clock: Clock) -> None:
+    The one that tries is alone for `trial_s` unless it comes back before: a peer that hangs holds up no second caller.
+    """
+
+    def __init__(self, faults_max: int, open_s: float, clock: Clock, trial_s: float = 0.0) -> None:
         if faults_max <= 0 or open_s <= 0:
             raise ValueError(f"a breaker needs positive bounds, got {faults_max} faults and {open_s} s")
+        self._trial_s = trial_s
         self._faults_max = faults_max
         self._open_s = open_s
         self._clock = clock
@@ -35,7 +39,7 @@ class Breaker:
             now_s = self._clock.monotonic_s()
             if now_s - self._opened_s < self._open_s:
                 return False
-            self._opened_s = now_s
+            self._opened_s = now_s + self._trial_s
             return True
 
     def note_success(self) -> None:

@@ -58,8 +58,9 @@ class ReadTimes:
 class Hedges:
     """Reads from one peer, and from a replica as well where the first is late. At most HEDGES_MAX of those at once."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, silence_s_max: float) -> None:
         self.times = ReadTimes()
+        self._silence_s_max = silence_s_max
         self.started = self.won = 0
         self._clock = clock
         self._lock = threading.Lock()
@@ -82,7 +83,7 @@ class Hedges:
         TierUnavailable if nobody answers.
         """
         started_s = self._clock.monotonic_s()
-        patience, second = Patience(self._clock, deadline_s), None
+        patience, second = Patience(self._clock, deadline_s, self._silence_s_max), None
         late_s = self.times.late_s(len(buffer))
         if replica is not None and late_s is not None:
             second = _Second(call, Call(call.method, call.target, call.headers, call.body, None), replica, len(buffer))
@@ -123,7 +124,7 @@ class Hedges:
 
     def _run(self, second: _Second, deadline_s: float) -> Answer:
         try:
-            answer = second.replica.call(second.call, Patience(self._clock, deadline_s))
+            answer = second.replica.call(second.call, Patience(self._clock, deadline_s, self._silence_s_max))
             # The first read ends where it is, and whoever waits for it takes our answer.
             second.first_call.abort()
             return answer

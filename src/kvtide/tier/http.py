@@ -6,6 +6,7 @@ Invariant: the caller's buffer is written by one read at a time, and by none aft
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -20,30 +21,31 @@ from kvtide.clock import Clock
 from kvtide.decisions import Decided, decisions_text
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.hedge import Hedges
 from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.tier.servers import servers_of
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
+    GENERATION_HEADER,
     LIST_MAX,
     REASON_HEADER,
     REMOVED_HEADER,
+    TENANT_HEADER,
     ExistsAnswer,
     ExistsQuestion,
     ObjectList,
     TenantView,
 )
 
-__all__ = ["HttpTier", "Naming", "http_tier"]
+__all__ = ["HttpTier", "http_tier"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-# Says by what name, and with which headers, the server is asked for an object.
-Naming = Callable[[ObjectId], tuple[ObjectId, Sequence[tuple[str, str]]]]
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
@@ -52,7 +54,9 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 class HttpTier:
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
-    A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer counts.
+    A server that is silent for `operation_s_max` has failed; an operation may take that long and its bytes over
+    `bytes_s_min`. A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer
+    counts.
     """
 
     name = "http"
@@ -63,17 +67,17 @@ class HttpTier:
         clock: Clock,
         operation_s_max: float = OPERATION_S_MAX,
         takes_evicted: bool = False,
-        naming: Naming | None = None,
+        bytes_s_min: float = math.inf,
     ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
         self._peers = list(peers)
         self._clock = clock
-        self._naming = naming or _by_its_id
         self._operation_s_max = operation_s_max
+        self._bytes_s_min = bytes_s_min
         # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
-        self.hedges = Hedges(clock)
+        self.hedges = Hedges(clock, operation_s_max)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
         self._known = TierStats.sum_of(self.name, [])
@@ -112,10 +116,9 @@ class HttpTier:
 
     def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
         """Ask for objects of one namespace."""
-        names = [self._naming(object_id) for object_id in asked]
-        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=leading_only)
-        target, body = f"/v1/{names[0][0].namespace.hex()}/exists", msgspec.json.encode(question)
-        answer = self._any("POST", target, names[0][1], body)
+        question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=leading_only)
+        namespace, headers = _named(asked[0])
+        answer = self._any("POST", f"/v1/{namespace.hex()}/exists", headers, msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
         found = _decoded(answer, ExistsAnswer)
@@ -155,7 +158,7 @@ class HttpTier:
 
     def _read(self, call: Call, buffer: memoryview) -> Answer:
         peers = self._in_order()
-        deadline_s = self._clock.monotonic_s() + self._operation_s_max
+        deadline_s = self._deadline_s(len(buffer))
         replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
         for position, peer in enumerate(peers):
             try:
@@ -209,9 +212,8 @@ class HttpTier:
         """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""
         text = decisions_text(counts)
         if text:
-            name, headers = self._naming(ObjectId(namespace, BlockKey(namespace)))
-            target, question = f"/v1/{name.namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
-            answer = self._any("POST", target, [*headers, (DECISIONS_HEADER, text)], question)
+            target, question = f"/v1/{namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
+            answer = self._any("POST", target, [(DECISIONS_HEADER, text)], question)
             if answer.status != 200:
                 raise self._refused("POST", answer)
 
@@ -260,11 +262,15 @@ class HttpTier:
         return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
 
     def _ask(self, peer: Peer, call: Call) -> Answer:
-        return peer.call(call, Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max))
+        return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
+
+    def _deadline_s(self, size: int) -> float:
+        own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
+        return min(own_s, caller_deadline_s())
 
     def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
-        name, headers = self._naming(object_id)
-        return f"/v1/{name.namespace.hex()}/{name.key.hex()}", headers
+        namespace, headers = _named(object_id)
+        return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers
 
     def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
         """Return the answer of the first peer that gives one."""
@@ -296,8 +302,13 @@ class HttpTier:
         self.hedges.check()
 
 
-def _by_its_id(object_id: ObjectId) -> tuple[ObjectId, Sequence[tuple[str, str]]]:
-    return object_id, ()
+def _named(object_id: ObjectId) -> tuple[Namespace, Sequence[tuple[str, str]]]:
+    """Return by what namespace, and with which headers, a server is asked for an object."""
+    if not isinstance(object_id, NamedId):
+        return object_id.namespace, ()
+    tenant, namespace, generation = object_id.name
+    whose = [(TENANT_HEADER, tenant)] if tenant else []
+    return namespace, [*whose, (GENERATION_HEADER, str(generation))]
 
 
 def _refusal(method: str, answer: Answer) -> TierUnavailable:
@@ -320,7 +331,7 @@ def http_tier(
     settings: PeerSettings | None = None,
     operation_s_max: float = OPERATION_S_MAX,
     extra: Sequence[tuple[str, str]] = (),
-    naming: Naming | None = None,
+    bytes_s_min: float = math.inf,
 ) -> HttpTier:
     """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
 
@@ -328,5 +339,5 @@ def http_tier(
     """
     servers = servers_of(url)
     bounds = settings or PeerSettings()
-    peers = [Peer(each, [*servers.headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
-    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, naming)
+    peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)

@@ -1,6 +1,7 @@
 """What servers declare invalid leaves an engine's own tiers too (docs/protocol.md, "Records").
 
-Invariant: a namespace counts as dealt with only once none of its objects that were in the own tiers is left there.
+Invariant: a namespace counts as dealt with only once none of its objects that were in the own tiers is left there, and
+none that was on its way there can come any more (generations.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -17,6 +19,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.files import Files
+from kvtide.tier.generations import Generations
 from kvtide.tier.records import RecordsClient
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire.records import RecordKind
@@ -32,7 +35,7 @@ REASON = "invalidated"
 # What was dealt with, in a file: some 70 bytes a namespace.
 _FILE_BYTES_MAX = 16 << 20
 
-_Generations = dict[str, int]
+_Generations = dict[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")], int]
 
 
 class Invalidations:
@@ -48,6 +51,7 @@ class Invalidations:
         self._find_clients = clients
         self._own = list(own)
         self._served: list[Tier] = []
+        self.generations = Generations(own)
         self._path = path
         self._clock = clock
         self._known: _Generations = {}
@@ -62,6 +66,7 @@ class Invalidations:
         self._served = [tier for tier in self._own if tier in tiers]
         self._asked.clear()
         self._known = _remembered(self._path)
+        self.generations.adopt(_by_namespace(self._known))
         self._asking.open()
         self._asked.wait(FIRST_S_MAX)
 
@@ -102,6 +107,10 @@ class Invalidations:
         is_whole = False
         while not is_whole:
             found = client.changes(after)
+            if found.version < after:
+                # It has lost its records: what it writes now is told anew.
+                after = 0
+                continue
             for each in found.records:
                 if each.kind is RecordKind.GENERATION:
                     raised[each.name] = max(raised.get(each.name, 0), int(each.value))
@@ -112,16 +121,22 @@ class Invalidations:
     def _forget(self, raised: Mapping[str, int]) -> None:
         if not raised:
             return
-        gone = {Namespace(bytes.fromhex(name)) for name in raised}
+        gone = _by_namespace(raised)
+        self.generations.begin(gone.keys())
         for tier in self._served:
             here: list[ObjectId] = [info.id for info in tier.objects() if info.id.namespace in gone]
             removed = sum(tier.delete(object_id, REASON) for object_id in here)
             if removed:
                 _log.info("removed %d objects of invalidated namespaces from %s", removed, tier.name)
             self.removed += removed
+        self.generations.adopt(gone)
         self._known |= raised
         if self._path is not None:
             Files().save(self._path, msgspec.json.encode(self._known))
+
+
+def _by_namespace(generations: Mapping[str, int]) -> dict[Namespace, int]:
+    return {Namespace(bytes.fromhex(name)): generation for name, generation in generations.items()}
 
 
 def _remembered(path: Path | None) -> _Generations:

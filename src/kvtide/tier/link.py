@@ -5,10 +5,11 @@ Invariant: after any fault the connection is closed; only one that read its answ
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtide.clock import Clock
@@ -46,22 +47,33 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Patience:
-    """How long an exchange may take, and what to do once if it is late."""
+    """How long an exchange may take, how long its server may be silent, and what to do once if it is late."""
 
     clock: Clock
     deadline_s: float
+    silence_s_max: float = math.inf
     late_s: float | None = None
     on_late: Callable[[], None] | None = None
+    _heard_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._heard_s = self.clock.monotonic_s()
+
+    def note_progress(self) -> None:
+        """Some bytes have moved."""
+        self._heard_s = self.clock.monotonic_s()
 
     def left_s(self) -> float:
-        """Return how long the next wait may be. TimeoutError if the deadline has passed. Calls `on_late` in time."""
+        """Return how long the next wait may be. TimeoutError if that is over. Calls `on_late` in time."""
         now_s = self.clock.monotonic_s()
         if self.late_s is not None and now_s >= self.late_s and self.on_late is not None:
             self.late_s = None
             self.on_late()
-        if now_s >= self.deadline_s:
-            raise TimeoutError("the deadline passed")
-        until_s = self.deadline_s if self.late_s is None else min(self.late_s, self.deadline_s)
+        until_s = min(self.deadline_s, self._heard_s + self.silence_s_max)
+        if now_s >= until_s:
+            raise TimeoutError("no answer in time")
+        if self.late_s is not None:
+            until_s = min(self.late_s, until_s)
         return max(until_s - now_s, 1e-3)
 
 
@@ -183,7 +195,9 @@ class Link:
                 raise ConnectionAbortedError("the exchange was given up")
             sock.settimeout(wait_s)
             try:
-                return transfer(sock, part)
+                moved = transfer(sock, part)
+                patience.note_progress()
+                return moved
             except TimeoutError:
                 # Late or over: `left_s` knows.
                 continue

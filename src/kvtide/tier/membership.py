@@ -26,6 +26,10 @@ POLL_S = 1.0
 class Membership(Protocol):
     """A source of maps."""
 
+    @property
+    def era(self) -> str:
+        """Return what changes when epochs begin anew, as after a source has lost its data."""
+
     def read(self) -> PoolMap:
         """Return the map as it is now. May wait. TierUnavailable if it can't be had, ValueError if it is none."""
 
@@ -38,6 +42,8 @@ class Membership(Protocol):
 
 class _Polled:
     """A source that is asked again and again."""
+
+    era = ""
 
     def wait(self, timeout_s: float, stop: threading.Event) -> None:
         stop.wait(min(timeout_s, POLL_S))
@@ -127,7 +133,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._epoch = -1
+        self._epoch, self._era = -1, ""
         self._fault = LastingFault(_log, "the pool's map stays as it is")
 
     def open(self) -> None:
@@ -151,8 +157,8 @@ class Watcher:
             pool = None
             with self._fault.caught(TierUnavailable, ValueError):
                 pool = self._source.read()
-            if pool is not None and pool.epoch > self._epoch:
-                self._epoch = pool.epoch
+            if pool is not None and (pool.epoch > self._epoch or self._source.era != self._era):
+                self._epoch, self._era = pool.epoch, self._source.era
                 self._on_map(pool)
 
     def _run(self) -> None:

@@ -1,6 +1,7 @@
 """A pool's members in etcd: each server keeps its own entry under a lease; who reads them has the map.
 
-Spoken over etcd's HTTP gateway (v3), so that no client library is needed. The epoch is etcd's revision.
+Spoken over etcd's HTTP gateway (v3), so that no client library is needed. The epoch is etcd's revision, as long as it
+is the same etcd's and goes on from what it was: one that lost its data begins a new era.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ REQUEST_S_MAX = 2.0
 # A server that is gone is out of the map after so long.
 LEASE_S = 5
 ANSWER_BYTES_MAX = 8 << 20
+_LOGGED_MAX = 1000
 
 
 class EtcdAccess(NamedTuple):
@@ -41,7 +43,7 @@ class EtcdAccess(NamedTuple):
 
 
 class EtcdMembership:
-    """The map of the servers below a prefix. ValueError from `read` if none is there."""
+    """The map of the servers below a prefix, without what is no server there. ValueError from `read` if none is."""
 
     def __init__(
         self,
@@ -61,23 +63,50 @@ class EtcdMembership:
         self._lock = threading.Lock()
         self._watch: Any = None
         self._revision = 0
+        self._cluster = ""
+        self._losses = 0
+        self._unread: Sequence[str] = ()
         self._known: PoolMap | None = None
+
+    @property
+    def era(self) -> str:
+        """Return the cluster's id, and how often its revision was found to have gone back."""
+        return f"{self._cluster}-{self._losses}"
 
     def read(self) -> PoolMap:
         """Return the map of what is registered now."""
         start, stop = self._prefix.encode(), _behind(self._prefix)
         found = self._call("/v3/kv/range", {"key": _b64(start), "range_end": _b64(stop), "limit": SERVERS_MAX})
-        entries = found.get("kvs", [])
-        try:
-            servers = [msgspec.json.decode(base64.b64decode(entry["value"]), type=PoolServer) for entry in entries]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"an entry below {self._prefix} is no server: {error}") from error
-        self._revision = int(found["header"]["revision"])
-        members = tuple(sorted(servers, key=lambda each: each.name))
-        if self._known is None or self._known.servers != members:
+        members, era = self._members(found.get("kvs", [])), self.era
+        revision, self._cluster = int(found["header"]["revision"]), str(found["header"].get("cluster_id", ""))
+        self._losses += revision < self._revision
+        self._revision = revision
+        if self._known is None or self._known.servers != members or self.era != era:
             # Everything that changes the members changes the revision, the end of a lease too.
             self._known = PoolMap(self._revision, members, self._replicas, kind=self._kind)
         return self._known
+
+    def _members(self, entries: Sequence[Mapping[str, str]]) -> tuple[PoolServer, ...]:
+        """Return the servers that entries name, each name once: as the entry of that name says, if there is one."""
+        found: dict[str, PoolServer] = {}
+        unread: list[str] = []
+        for entry in entries:
+            key = base64.b64decode(entry["key"]).decode(errors="replace")
+            try:
+                server = msgspec.json.decode(base64.b64decode(entry.get("value", "")), type=PoolServer)
+                PoolMap(0, (server,))
+            except (ValueError, UnicodeDecodeError) as error:
+                unread.append(f"{key}: {error}")
+                continue
+            if server.name in found:
+                unread.append(f"{key}: another entry names {server.name!r} too")
+            if server.name not in found or key == f"{self._prefix}{server.name}":
+                found[server.name] = server
+        if unread != self._unread:
+            self._unread = unread
+            if unread:
+                _log.warning("entries that are no servers are passed over: %s", "; ".join(unread)[:_LOGGED_MAX])
+        return tuple(sorted(found.values(), key=lambda each: each.name))
 
     def wait(self, timeout_s: float, stop: threading.Event) -> None:
         """Watch the prefix for a while; the time is rounded by REQUEST_S_MAX."""

@@ -13,6 +13,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import Breaker
+from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.link import Answer, Endpoint, Link, Patience
 from kvtide.wire.http import pack_request_head
 from kvtide.wire.protocol import DEADLINE_HEADER
@@ -36,6 +37,7 @@ class PeerSettings:
     retry_s: float = 0.02
     faults_max: int = 5
     open_s: float = 2.0
+    trial_s: float = 2.0
 
 
 class Call:
@@ -131,7 +133,7 @@ class Peer:
         self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], settings: PeerSettings, clock: Clock, sleep: Sleep
     ) -> None:
         self.endpoint = endpoint
-        self.breaker = Breaker(settings.faults_max, settings.open_s, clock)
+        self.breaker = Breaker(settings.faults_max, settings.open_s, clock, settings.trial_s)
         self._headers = [("Host", str(endpoint) if not endpoint.path else "localhost"), *headers]
         self._settings = settings
         self._clock = clock
@@ -159,13 +161,14 @@ class Peer:
         """Send a request until an answer comes that is worth having. TierUnavailable if none does."""
         if not self.breaker.allows():
             raise TierUnavailable(f"{self.endpoint} failed {self._settings.faults_max} times in a row; left alone")
-        problem = ""
+        problem, is_cut = "", False
         for attempt in range(self._settings.tries_max):
             try:
                 answer = self._try(call, patience)
             except (OSError, RequestRefused) as error:
                 problem = str(error) or type(error).__name__
                 if call.is_aborted or isinstance(error, TimeoutError):
+                    is_cut = call.is_aborted or patience.deadline_s >= caller_deadline_s()
                     break
             else:
                 if answer.status not in _RETRIED:
@@ -174,7 +177,7 @@ class Peer:
                 problem = f"status {answer.status} {answer.body[:_REASON_BYTES_MAX].decode(errors='replace').strip()}"
             if not self._pause(attempt, patience):
                 break
-        if not call.is_aborted:
+        if not is_cut:
             self.breaker.note_fault()
         raise TierUnavailable(f"{call.method} of {self.endpoint} failed: {problem}")
 

@@ -134,6 +134,6 @@ def range_sources(url: str, clock: Clock) -> list[RangeSource]:
     servers: Servers = servers_of(url)
     hosts = [str(endpoint) if not endpoint.path else "localhost" for endpoint in servers.endpoints]
     return [
-        RangeSource(endpoint, [("Host", host), *servers.headers], clock)
+        RangeSource(endpoint, [("Host", host), *servers.object_headers], clock)
         for endpoint, host in zip(servers.endpoints, hosts, strict=True)
     ]

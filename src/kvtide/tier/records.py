@@ -16,12 +16,14 @@ from kvtide.tier.link import Answer, Patience
 from kvtide.tier.peer import Call, Peer, PeerSettings
 from kvtide.tier.pool_url import POOL_SCHEMES, server_urls
 from kvtide.tier.servers import servers_of
-from kvtide.wire.protocol import FORCE_HEADER
+from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
 from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
 
-__all__ = ["RecordsClient", "raise_generation", "records_clients"]
+__all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
 
 _VERSION_DIGITS_MAX = 18
+# Requests for one generation.
+STEPS_MAX = 10_000
 Headers = Sequence[tuple[str, str]]
 
 
@@ -48,26 +50,33 @@ class RecordsClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, name: RecordName, is_latest: bool = False) -> Record | None:
+    def read(self, name: RecordName, is_latest: bool = False, headers: Headers = ()) -> Record | None:
         """Return a record, None if there is none; the centre's if `is_latest`."""
-        answer = self._ask("GET", record_target(name), [(FORCE_HEADER, "1")] if is_latest else [])
-        return None if answer.status == 404 else _record(name, answer)
+        answer = self._ask("GET", record_target(name), [*headers, (FORCE_HEADER, "1")] if is_latest else headers)
+        return None if answer.status == 404 else _record(name, answer, answer.body)
 
     def write(self, name: RecordName, value: str, headers: Headers = ()) -> Record:
         """Write a record; return it as it is then."""
-        return _record(name, self._ask("PUT", record_target(name), headers, value.encode()))
+        answer = self._ask("PUT", record_target(name), headers, value.encode())
+        return _record(name, answer, answer.body)
+
+    def remove(self, name: RecordName, headers: Headers = ()) -> Record | None:
+        """Remove a record; return what tells others of it, None if there was none."""
+        answer = self._ask("DELETE", record_target(name), headers)
+        return None if answer.status == 404 else _record(name, answer, b"")
 
     def changes(self, after: int) -> RecordList:
         """Return what was written after a version."""
         tag = f'"{after}"'
         answer = self._ask("GET", f"/v1/records?after={after}", [("If-None-Match", tag)])
         if answer.status == 304:
-            return RecordList([], True)
+            return RecordList([], True, after)
         try:
             found = msgspec.json.decode(answer.body, type=RecordList)
             for each in found.records:
                 record_name(each.kind, each.name)
-                checked_value(each.kind, each.value.encode())
+                if each.value or each.kind is RecordKind.GENERATION:
+                    checked_value(each.kind, each.value.encode())
         except (msgspec.DecodeError, UnicodeError, RequestRefused) as error:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
         return found
@@ -75,7 +84,7 @@ class RecordsClient:
     def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Answer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
         answer = self._peer.call(Call(method, target, headers, body, None), patience)
-        if answer.status in {200, 304} or (answer.status == 404 and method == "GET"):
+        if answer.status in {200, 204, 304} or (answer.status == 404 and method != "PUT"):
             return answer
         reason = answer.body[:200].decode(errors="replace").strip()
         raise RequestRefused(answer.status, f"{self._peer.endpoint} refused: {reason}")
@@ -84,12 +93,12 @@ class RecordsClient:
         return str(self._peer.endpoint)
 
 
-def _record(name: RecordName, answer: Answer) -> Record:
+def _record(name: RecordName, answer: Answer, body: bytes) -> Record:
     version = answer.headers.get("etag", "").strip('"')
     if not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX):
         raise TierUnavailable("the server's record has no version")
     try:
-        return Record("", name.kind, name.name, checked_value(name.kind, answer.body), int(version))
+        return Record("", name.kind, name.name, checked_value(name.kind, body) if body else "", int(version))
     except RequestRefused as error:
         raise TierUnavailable(f"the server's record can't be read: {error}") from error
 
@@ -116,5 +125,53 @@ def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
     found = [client.read(name, is_latest=True) for client in clients]
     generation = 1 + max((int(each.value) for each in found if each is not None), default=0)
     for client in clients:
-        client.write(name, str(generation))
+        raise_to(client, name, generation)
     return generation
+
+
+def raise_to(client: RecordsClient, name: RecordName, generation: int, headers: Headers = ()) -> Record:
+    """Raise a generation on one server; one that lets us take single steps only and is far behind gets them all."""
+    try:
+        return client.write(name, str(generation), headers)
+    except RequestRefused as error:
+        found = client.read(name, headers=headers)
+        known = int(found.value) if found else 0
+        if error.status != 409 or not known + 1 < generation <= known + STEPS_MAX:
+            raise
+    for each in range(known + 1, generation):
+        client.write(name, str(each), headers)
+    return client.write(name, str(generation), headers)
+
+
+def backed_up(clients: Sequence[RecordsClient]) -> list[Record]:
+    """Return all records that these servers let us see; of each the largest generation, else the latest version."""
+    found: dict[tuple[str, RecordName], Record] = {}
+    for client in clients:
+        after, is_whole = 0, False
+        while not is_whole:
+            part = client.changes(after)
+            for each in part.records:
+                place = (each.tenant, RecordName(each.kind, each.name))
+                if place not in found or _rank(each) > _rank(found[place]):
+                    found[place] = each
+            is_whole = part.is_whole or not part.records
+            after = part.records[-1].version if part.records else after
+    return [record for record in found.values() if record.value]
+
+
+def _rank(record: Record) -> int:
+    return int(record.value) if record.kind is RecordKind.GENERATION else record.version
+
+
+def restore(clients: Sequence[RecordsClient], records: Sequence[Record]) -> None:
+    """Write records as they were backed up; a generation that is higher by now stays.
+
+    RequestRefused (403) for a tenant for which we may not write.
+    """
+    for client in clients:
+        for each in records:
+            name, whose = RecordName(each.kind, each.name), [(TENANT_HEADER, each.tenant)] if each.tenant else []
+            if each.kind is RecordKind.GENERATION:
+                raise_to(client, name, int(each.value), whose)
+            else:
+                client.write(name, each.value, whose)

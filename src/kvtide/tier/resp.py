@@ -98,7 +98,16 @@ class RespSocket:
         What does not fit into the buffer is read and dropped. TierUnavailable if the peer does not speak RESP, or sends
         an array or a string of more than STRING_BYTES_MAX.
         """
+        return self._receive(buffer, self._read_line())
+
+    def receive_string(self, buffer: memoryview) -> int | Refusal | None:
+        """Read one reply as `receive` does; TierUnavailable for a number, which would pass for a string's length."""
         line = self._read_line()
+        if line.startswith(b":"):
+            raise TierUnavailable(f"expected a string in reply, got {line[:40]!r}")
+        return self._receive(buffer, line)
+
+    def _receive(self, buffer: memoryview, line: bytes) -> int | Refusal | None:
         kind, rest = line[:1], line[1:]
         if kind == b"$":
             size = _number(rest)

@@ -15,12 +15,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.breaker import Breaker
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -33,10 +41,19 @@ _Result = TypeVar("_Result")
 PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 4
 CONNECT_S_MAX = 2
+# A store that is silent for so long while something is read has failed; tries of one request begin within it.
+SILENCE_S_MAX = 4
+# One part, in or out.
 REQUEST_S_MAX = 30
 RETRIES_MAX = 2
+# After so many faults in a row the store is left alone for a while.
+FAULTS_MAX = 2
+OPEN_S = 5.0
 # What a listing found counts for so long: it costs a request for every thousand objects.
 STATS_AGE_S_MAX = 60.0
+# obstore's: every wait and retry has a bound.
+_CLIENT: Any = {"connect_timeout": timedelta(seconds=CONNECT_S_MAX), "timeout": timedelta(seconds=REQUEST_S_MAX)}
+_RETRY: Any = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=SILENCE_S_MAX)}
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/([0-9a-f]{64})")
 
 
@@ -44,6 +61,13 @@ class _Counted(NamedTuple):
     objects: int
     used_bytes: int
     at_s: float
+
+
+class _Part(NamedTuple):
+    """Which object a part is of: its size and its entity tag, None where the store gives none."""
+
+    size: int
+    e_tag: str | None
 
 
 class S3Tier:
@@ -60,16 +84,20 @@ class S3Tier:
         self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if not parts.netloc:
             raise ValueError(f"expected a bucket, as in s3://bucket/prefix, got {self._shown!r}")
-        client, retry = _bounds()
         try:
             options: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-            if options.pop("allow_http", "false") == "true":
-                client["allow_http"] = True
-            self._store: Any = from_url(self._shown, config=options, client_options=client, retry_config=retry)
+            plain = {"allow_http": True} if options.pop("allow_http", "false") == "true" else {}
+            # Nothing comes back while a body goes out, so that silence counts for reading alone.
+            quiet = {"read_timeout": timedelta(seconds=SILENCE_S_MAX)}
+            self._store, self._sink = (
+                from_url(self._shown, config=options, client_options={**_CLIENT, **plain, **more}, retry_config=_RETRY)
+                for more in (quiet, {})
+            )
         except (BaseError, ValueError) as error:
             # The error may quote the options, and those may hold a secret.
             raise ValueError(f"bad options of {self._shown}: {type(error).__name__}") from None
         self._clock = clock
+        self._breaker = Breaker(FAULTS_MAX, OPEN_S, clock, REQUEST_S_MAX)
         self._removals = Removals()
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
@@ -97,9 +125,11 @@ class S3Tier:
         path, stop = _path(object_id), offset + len(buffer)
         if not len(buffer):
             return 0 if self.contains(object_id) else None
+        self._require_store()
         try:
-            size = self._read(path, buffer[:PART_BYTES], offset)
+            first = self._read(path, buffer[:PART_BYTES], offset)
         except (NotFoundError, FileNotFoundError):
+            self._breaker.note_success()
             self._note(is_hit=False)
             return None
         except BaseError as error:
@@ -107,13 +137,14 @@ class S3Tier:
             if offset == 0 or (self._size(object_id) or stop) > offset:
                 raise self._fault(error) from error
             return 0
-        stop = min(stop, size)
-        self._read_rest(path, buffer[: stop - offset], offset)
+        self._breaker.note_success()
+        stop = min(stop, first.size)
+        self._read_rest(path, buffer[: stop - offset], offset, first)
         self._note(is_hit=True)
         return stop - offset
 
-    def _read_rest(self, path: str, view: memoryview, start: int) -> None:
-        """Read what comes behind the first part, several parts at a time."""
+    def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
+        """Read what comes behind the first part, some parts at a time. TierUnavailable if it is of another object."""
         offsets = range(PART_BYTES, len(view), PART_BYTES)
         workers = self._workers
         if workers is None:
@@ -121,17 +152,19 @@ class S3Tier:
         parts = [workers.submit(self._read, path, view[offset:][:PART_BYTES], start + offset) for offset in offsets]
         # All have ended before the caller gets its buffer back.
         wait(parts)
-        self._asked(lambda: [part.result() for part in parts], None)
+        found = self._asked(lambda: [part.result() for part in parts], None)
+        if found is None or any(part != first for part in found):
+            raise TierUnavailable(f"{path} was replaced while it was read")
 
-    def _read(self, path: str, view: memoryview, start: int) -> int:
-        """Read the part of an object that fits into the view; return the object's size."""
+    def _read(self, path: str, view: memoryview, start: int) -> _Part:
+        """Read the part of an object that fits into the view; return whose part it is."""
         found = obstore.get(self._store, path, options={"range": (start, start + len(view))})
         size = int(found.meta["size"])
         data = memoryview(found.bytes())
         if len(data) != min(size - start, len(view)):
             raise TierUnavailable(f"{path}: expected {min(size - start, len(view))} bytes, got {len(data)}")
         copy_bytes(view[: len(data)], data)
-        return size
+        return _Part(size, found.meta["e_tag"])
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here; the store refuses the second of two writers. In parts if it is long."""
@@ -150,7 +183,7 @@ class S3Tier:
         def put() -> bool:
             try:
                 obstore.put(
-                    self._store,
+                    self._sink,
                     _path(object_id),
                     memoryview(buffer),
                     mode=mode,
@@ -187,6 +220,7 @@ class S3Tier:
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what the bucket lists; when an object was used last is not known, when it was stored is."""
+        self._require_store()
         try:
             for chunk in obstore.list(self._store):
                 for meta in chunk:
@@ -220,26 +254,32 @@ class S3Tier:
             self._misses += not is_hit
 
     def _asked(self, request: Callable[[], _Result], absent: _Result) -> _Result:
+        self._require_store()
         try:
-            return request()
+            found = request()
         except (NotFoundError, FileNotFoundError):
-            return absent
+            found = absent
         except BaseError as error:
             raise self._fault(error) from error
+        self._breaker.note_success()
+        return found
+
+    def _require_store(self) -> None:
+        """TierUnavailable while the store is left alone."""
+        if not self._breaker.allows():
+            raise TierUnavailable(f"{self._shown} failed {FAULTS_MAX} times in a row; left alone for {OPEN_S} s")
 
     def _fault(self, error: BaseError) -> TierUnavailable:
         with self._lock:
             self._faults += 1
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            # It answers, and others of our requests it may grant.
+            self._breaker.note_success()
+        else:
+            self._breaker.note_fault()
         return TierUnavailable(f"{self._shown}: {str(error).splitlines()[0][:300]}")
 
 
 def _path(object_id: ObjectId) -> str:
     key = object_id.key.hex()
     return f"{key[:2]}/{object_id.namespace.hex()}/{key}"
-
-
-def _bounds() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return obstore's client and retry settings: every wait and retry has a bound."""
-    client = {"connect_timeout": timedelta(seconds=CONNECT_S_MAX), "timeout": timedelta(seconds=REQUEST_S_MAX)}
-    retry = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=REQUEST_S_MAX)}
-    return client, retry

@@ -1,4 +1,4 @@
-"""What a remote store's URL says: which servers, with which headers, under which TLS."""
+"""What a kvtide server's URL says: where servers listen, and what requests to them carry."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtide.tier.link import Endpoint
+from kvtide.wire.protocol import FORCE_HEADER
 
 __all__ = ["Servers", "servers_of"]
 
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 
 
 class Servers(NamedTuple):
-    """Where servers listen, what headers requests to them carry, and whether they get only what is evicted."""
+    """Where servers listen, what headers requests carry, those for objects, and whether only evicted ones are sent."""
 
     endpoints: list[Endpoint]
     headers: list[tuple[str, str]]
+    object_headers: list[tuple[str, str]]
     takes_evicted: bool
 
 
@@ -27,7 +29,8 @@ def servers_of(url: str) -> Servers:
     """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
-    for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
+    `force_latest=1` to look in all regions for what the server lacks; for TLS `ca_file`, `cert_file` and `key_file`.
+    ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -44,7 +47,10 @@ def servers_of(url: str) -> Servers:
     takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
     if takes_evicted is None:
         raise ValueError(f"write is all or evicted, got {options['write']!r}")
-    return Servers(_endpoints(url, tls), headers, takes_evicted)
+    if options.get("force_latest", "0") not in {"0", "1"}:
+        raise ValueError(f"force_latest is 0 or 1, got {options['force_latest']!r}")
+    latest = [(FORCE_HEADER, "1")] if options.get("force_latest") == "1" else []
+    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted)
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

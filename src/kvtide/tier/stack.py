@@ -37,6 +37,7 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.flight import SingleFlight
+from kvtide.tier.generations import Generations
 from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
@@ -86,6 +87,8 @@ class TierStack:
         self._late = late
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
+        self._generations = invalidations.generations if invalidations is not None else Generations(())
+        self.named, self.is_valid = self._generations.named, self._generations.is_valid
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self.open_tiers: dict[str, Tier] = {}
@@ -128,7 +131,7 @@ class TierStack:
         self.demoter.open()
         evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
         if self._demote_to and evicting:
-            evicting[-1].offer_to(self.demoter.offer)
+            evicting[-1].offer_to(lambda object_id, *rest: self.demoter.offer(self.named(object_id), *rest))
         if self._invalidations is not None:
             try:
                 self._invalidations.open(self._open)
@@ -167,10 +170,10 @@ class TierStack:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
-        present = [False] * len(object_ids)
+        present, named = [False] * len(object_ids), [self.named(each) for each in object_ids]
         for tier in self._open:
-            numbers = [number for number, is_here in enumerate(present) if not is_here]
-            asked = [object_ids[number] for number in numbers]
+            numbers = [i for i, is_here in enumerate(present) if not is_here and self.is_valid(named[i])]
+            asked = [named[number] for number in numbers]
             if not asked:
                 break
             if isinstance(tier, Batched):
@@ -183,7 +186,8 @@ class TierStack:
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
-        for tier in self._open[: None if stop is None else self._open.index(self._tiers[stop])]:
+        object_id, stop = self.named(object_id), None if stop is None else self._open.index(self._tiers[stop])
+        for tier in self._open[:stop] if self.is_valid(object_id) else ():
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
 
@@ -198,6 +202,9 @@ class TierStack:
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
+        object_id = self.named(object_id)
+        if not self.is_valid(object_id):
+            return None
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
         if self._prefetching:
             with self._lock:
@@ -245,6 +252,7 @@ class TierStack:
 
         Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
         """
+        object_id = self.named(object_id)
         self._ranking.note_use(object_id)
         at_once = [tier for tier in self._open if tier not in self._late]
         faster = self._admitting(at_once[:-1], object_id, len(buffer))
@@ -258,7 +266,9 @@ class TierStack:
         return True in [self._put(tier, object_id, buffer, partial(tier.put_from, object_id, buffer)) for tier in tiers]
 
     def _put(self, tier: Tier, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
-        is_stored = self._ask(tier, "write", write, False)
+        """Write to a tier, unless the object's namespace was invalidated since the id was named."""
+        with self._generations.landing(object_id, tier) as may_land:
+            is_stored = may_land and self._ask(tier, "write", write, False)
         if is_stored and self._observer is not None:
             self._observer.placed(object_id, self._tiers.index(tier), len(buffer))
         return is_stored
@@ -312,7 +322,7 @@ class TierStack:
 
     def promote(self, object_id: ObjectId, size_max: int) -> bool:
         """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
-        first = self._open[0] if self._open else None
+        first, object_id = self._open[0] if self._open else None, self.named(object_id)
         if first is None or self._ask(first, "contains", partial(first.contains, object_id), False):
             return first is not None
         scratch = self._take_scratch(size_max + 1)
@@ -322,23 +332,6 @@ class TierStack:
         finally:
             self._scratch.append(scratch)
         return self._ask(first, "contains", partial(first.contains, object_id), False)
-
-    def demote(self, object_id: ObjectId, size_max: int) -> bool:
-        """Move an object from the fastest tier that has it to the next one. False if it is in the slowest or absent.
-
-        Nothing is written if the next tier has it; an object larger than `size_max` that it lacks stays.
-        """
-        for tier, slower in zip(self._open, self._open[1:], strict=False):
-            if not self._ask(tier, "contains", partial(tier.contains, object_id), False):
-                continue
-            has_copy = self._ask(slower, "contains", partial(slower.contains, object_id), False)
-            if not has_copy:
-                buffer = aligned_buffer(size_max + 1)
-                size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, 0), None)
-                if size is None or size > size_max or not self._put_all([slower], object_id, buffer[:size]):
-                    return False
-            return self._ask(tier, "delete", partial(tier.delete, object_id, "demoted"), False)
-        return False
 
     def _take_scratch(self, size: int) -> memoryview:
         # At most one for each thread that promotes; list operations are atomic.
@@ -355,6 +348,7 @@ class TierStack:
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        object_id = self.named(object_id)
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
         return True in [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +35,7 @@ _RANGE_BYTES = 64 << 10
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 _NOTHING = memoryview(bytearray())
 # Answers of a server that can't serve now, or is no longer whom we should ask.
+_BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
 _STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
 
 
@@ -137,7 +138,8 @@ class ValkeyTier:
         if not len(buffer):
             return False
         expiry = [b"EX", b"%d" % self._options.ttl_s] if self._options.ttl_s else []
-        self._ask(object_id, [b"SET", buffer, condition, *expiry])
+        # The length tells whether what is here already can be an object.
+        self._ask(object_id, [b"SET", buffer, condition, *expiry], [b"STRLEN"])
         return True
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
@@ -157,6 +159,7 @@ class ValkeyTier:
     def _ask(self, object_id: ObjectId, *commands: Sequence[Buffer], buffer: memoryview = _NOTHING) -> list[int | None]:
         """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
 
+        What is no string under our key is nobody's object: it is removed, and the commands are sent again.
         A command is its name and what comes behind the key. A string that comes in reply is in `buffer`.
         """
         key = self._key(object_id)
@@ -168,6 +171,9 @@ class ValkeyTier:
                 refusal = next((each for each in replies if isinstance(each, Refusal)), None)
                 if refusal is None:
                     return [each for each in replies if not isinstance(each, Refusal)]
+                if refusal.code == "WRONGTYPE":
+                    self._exchange(address, [(b"UNLINK", key)], is_asking, _NOTHING)
+                    continue
                 address, is_asking = self._redirected(refusal, address)
         except TierUnavailable:
             with self._lock:
@@ -182,10 +188,11 @@ class ValkeyTier:
             asking = pack_command(b"ASKING") if is_asking else []
             connection.send([part for words in request for part in (*asking, *pack_command(*words))])
             replies = []
-            for _ in request:
+            for name, *_ in request:
                 if is_asking:
                     connection.receive(_NOTHING)
-                replies.append(connection.receive(buffer))
+                has_body = name in _BODY_COMMANDS
+                replies.append(connection.receive_string(buffer) if has_body else connection.receive(_NOTHING))
             return replies
 
     def _ask_many(
@@ -242,7 +249,8 @@ class ValkeyTier:
                     more = keys[sent : done + PIPELINED_MAX]
                     connection.send([part for key in more for part in pack_command(command, key)])
                     sent += len(more)
-                replies.append(connection.receive(buffer))
+                is_string = command in _BODY_COMMANDS
+                replies.append(connection.receive_string(buffer) if is_string else connection.receive(buffer))
         return replies
 
     def _redirected(self, refusal: Refusal, address: Address) -> tuple[Address, bool]:
@@ -296,11 +304,17 @@ class ValkeyTier:
         except (RedisError, OSError):
             return 0, 0, 0, 0
         return (
-            sum(each["keys"] for each in infos),
-            sum(each["used_memory_dataset"] for each in infos),
-            sum(each["maxmemory"] or each["total_system_memory"] for each in infos),
-            sum(each["evicted_keys"] for each in infos),
+            sum(_figure(each, "keys") for each in infos),
+            sum(_figure(each, "used_memory_dataset") for each in infos),
+            sum(_figure(each, "maxmemory") or _figure(each, "total_system_memory") for each in infos),
+            sum(_figure(each, "evicted_keys") for each in infos),
         )
+
+
+def _figure(said: Mapping[str, Any], name: str) -> int:
+    """Return a figure that a server says of itself, 0 if it does not: proxies and look-alikes know fewer."""
+    value = said.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def _infos(client: Any, keys: Sequence[bytes], prefix_bytes: int, now_s: float) -> Iterator[ObjectInfo]:

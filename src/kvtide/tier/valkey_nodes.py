@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
+from kvtide.tier.breaker import Breaker
 from kvtide.tier.resp import RespSocket
 from kvtide.tier.valkey_url import Address, ValkeyTarget
 
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S_MAX = 0.5
 CONNECTIONS_MAX = 64
-# How long a server that did not answer is left alone, so that callers don't all wait for it.
+# How long a server that did not answer is left alone; then one caller tries it, and the others don't wait.
 SHUN_S = 0.5
 REFRESH_S_MIN = 0.1
 
@@ -74,7 +75,7 @@ class ValkeyNodes:
         self._lock = threading.Lock()
         self._idle: dict[Address, list[_Link]] = {}
         self._lent: dict[Address, int] = {}
-        self._shunned_until_s: dict[Address, float] = {}
+        self._breakers: dict[Address, Breaker] = {}
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
         self._wanted = threading.Event()
@@ -137,6 +138,7 @@ class ValkeyNodes:
         try:
             yield link.resp
             is_whole = True
+            self._breaker(address).note_success()
         except OSError as error:
             raise self._fault(address, error) from error
         finally:
@@ -145,7 +147,7 @@ class ValkeyNodes:
                 link.connection.disconnect()
 
     def _take(self, address: Address) -> _Link:
-        if self._clock.monotonic_s() < self._shunned_until_s.get(address, 0.0):
+        if not self._breaker(address).allows():
             raise TierUnavailable(f"{address} did not answer just now")
         with self._lock:
             idle = self._idle.setdefault(address, [])
@@ -162,6 +164,12 @@ class ValkeyNodes:
         except (RedisError, OSError) as error:
             self._give_back(address, None)
             raise self._fault(address, error) from error
+
+    def _breaker(self, address: Address) -> Breaker:
+        with self._lock:
+            if address not in self._breakers:
+                self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
+            return self._breakers[address]
 
     def _new_link(self, address: Address) -> _Link:
         kind = redis.SSLConnection if self._target.is_tls else redis.Connection
@@ -180,7 +188,7 @@ class ValkeyNodes:
             link.connection.disconnect()
 
     def _fault(self, address: Address, error: Exception) -> TierUnavailable:
-        self._shunned_until_s[address] = self._clock.monotonic_s() + SHUN_S
+        self._breaker(address).note_fault()
         self.refresh_soon()
         is_late = isinstance(error, BlockingIOError | TimeoutError)
         what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)
@@ -208,33 +216,46 @@ class ValkeyNodes:
     def _refresh(self) -> None:
         topology = self._topology
         try:
-            if topology is None:
-                self._topology = self._connect()
-            elif topology.cluster is not None:
+            if topology is not None and topology.cluster is not None:
                 topology.cluster.nodes_manager.initialize()
-        except (RedisError, OSError) as error:
+            elif topology is None or len(self._target.addresses) > 1:
+                # Of several servers without a cluster another one may have become the primary.
+                self._topology = self._connect()
+                _close(topology)
+        except (RedisError, OSError, TierUnavailable) as error:
             self._reason = str(error) or type(error).__name__
             _log.debug("no map of %s: %s", self._target.shown, error)
 
     def _connect(self) -> _Topology:
-        """Ask the first server that answers whether it is one of a cluster. The last one's error if none answers."""
+        """Ask the servers in turn for one of a cluster, or for the primary. The last one's error if none is that."""
         problem: Exception | None = None
         for address in self._target.addresses:
             settings = {**self._settings, "ssl": self._target.is_tls}
             client = redis.Redis(host=address.host, port=address.port, db=self._target.database, **settings)
             try:
-                has_cluster = client.info("cluster").get("cluster_enabled") == 1
+                said = client.info()
             except (RedisError, OSError) as error:
                 client.close()
                 problem = error
                 continue
-            if not has_cluster:
+            if said.get("cluster_enabled") == 1:
+                client.close()
+                seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
+                return _Topology(RedisCluster(startup_nodes=seeds, **settings), None, address)
+            problem = self._unfit(address, said)
+            if problem is None:
                 return _Topology(None, client, address)
             client.close()
-            seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
-            return _Topology(RedisCluster(startup_nodes=seeds, **settings), None, address)
         assert problem is not None
         raise problem
+
+    def _unfit(self, address: Address, said: Mapping[str, Any]) -> TierUnavailable | None:
+        """Return why a server that is in no cluster can't be used, by what it says of itself; None if it can."""
+        if said.get("redis_mode") == "sentinel":
+            return TierUnavailable(f"{address} is a Sentinel and keeps no data; the URL names the servers themselves")
+        # A server alone is taken as it is: a replica can be read.
+        is_replica = said.get("role", "master") != "master" and len(self._target.addresses) > 1
+        return TierUnavailable(f"{address} is a replica, and no primary answers") if is_replica else None
 
 
 def _close(topology: _Topology | None) -> None:

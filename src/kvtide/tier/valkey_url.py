@@ -82,6 +82,8 @@ def parse_valkey_url(url: str) -> ValkeyTarget:
     database = parts.path.strip("/") or "0"
     if not database.isdigit():
         raise ValueError(f"a database is a number, as in {shown}/0, got {database!r}")
+    if "sentinel" in parts.scheme or "sentinel" in parts.query:
+        raise ValueError(f"Sentinel is not spoken: {shown} must name the servers, primary and replicas, with commas")
     try:
         options = msgspec.convert(dict(parse_qsl(parts.query, keep_blank_values=True)), ValkeyOptions, strict=False)
     except msgspec.ValidationError as error:

@@ -331,6 +331,8 @@ def _checked_object(
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
     if expected is not None and object_id != expected:
         raise CorruptPayload(f"asked for {expected}, the bytes are those of {object_id}")
+    # Who asked may have named its id.
+    object_id = expected or object_id
     if padding:
         raise CorruptPayload(f"{object_id}: a reserved byte of the header is not zero")
     try:

@@ -57,7 +57,10 @@ class RecordsRoute(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record as it was written last. Versions rise over all records of a server; `tenant` is empty for one's own."""
+    """A record as it was written last. Versions rise over all records of a server; `tenant` is empty for one's own.
+
+    One without a value was removed: it is told of for a while, and counts as absent.
+    """
 
     tenant: str
     kind: RecordKind
@@ -72,10 +75,14 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class RecordList(msgspec.Struct, frozen=True):
-    """Records in the order of their versions; `is_whole` is false if there are more."""
+    """Records in the order of their versions; `is_whole` is false if there are more.
+
+    `version` is the largest that the server has given: less than a reader knows if it has lost its records.
+    """
 
     records: list[Record]
     is_whole: bool
+    version: int
 
 
 def record_name(kind: str, name: str) -> RecordName:

@@ -54,7 +54,8 @@ class ChunkStore:
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())
         # Chunks stand alone: the engine knows what comes before which.
-        return BlockMeta(ObjectId(self._namespace, key), BlockKey(self._namespace), 0, self.layout)
+        object_id = self.cache.tiers.named(ObjectId(self._namespace, key))
+        return BlockMeta(object_id, BlockKey(self._namespace), 0, self.layout)
 
     def contains(self, name: bytes) -> bool:
         """Tell whether the store seems to have the chunk."""

@@ -254,9 +254,8 @@ class WorkerHalf:
             self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
 
     def _meta(self, block: BlockRef) -> BlockMeta:
-        return BlockMeta(
-            block.ids[self._shard], block.parents[self._shard], block.start, self._pool.layout, self._label
-        )
+        object_id = self.cache.tiers.named(block.ids[self._shard])
+        return BlockMeta(object_id, block.parents[self._shard], block.start, self._pool.layout, self._label)
 
     def wait_layer(self, layer: int) -> None:
         """Wait until what is being loaded within the step has this layer whole, or has failed."""

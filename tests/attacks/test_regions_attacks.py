@@ -1,0 +1,438 @@
+"""Regions, their centre and records under attack: floods, leaps, silence, loss and clocks that go back."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tests.chaos import ChaosProxy, Fault, Kind
+from tests.server.worlds import World, ask, put
+from tests.servers import RunningServer, ServerProcess, running_server, server_process
+
+from kvtide.bench.services import wait_until
+from kvtide.clock import SystemClock
+from kvtide.config import Limits
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Grant, Scope, new_token, token_digest
+from kvtide.server.names import Names
+from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
+from kvtide.server.regions import LATEST_S_MAX
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import stack_of
+from kvtide.tier.http import http_tier
+from kvtide.tier.records import raise_to, records_clients
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide.wire.records import RecordKind, RecordName
+
+_Result = TypeVar("_Result")
+SPACE = object_id(1).namespace
+GENERATION = f"/v1/records/generation/{SPACE.hex()}"
+TOKENS = {name: new_token() for name in ("a", "b", "relay")}
+OWN = tuple(
+    Grant(tenant=name, scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TOKENS[name])) for name in ("a", "b")
+)
+RELAY = Grant(
+    tenant="regions", scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TOKENS["relay"]), on_behalf_of=["*"]
+)
+
+
+def by(name: str) -> dict[str, str]:
+    return {"Own_Authorization": f"Bearer {TOKENS[name]}"}
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[World]:
+    (tmp_path / "token").write_text(TOKENS["relay"])
+    option = f"?token_file={tmp_path / 'token'}"
+    with ExitStack() as stack:
+        central: dict[str, object] = {"grants": (*OWN, RELAY)}
+        yield World(tmp_path, stack, central, options=(option, option), grants=(*OWN, RELAY))
+
+
+@pytest.fixture
+def guarded() -> Iterator[RunningServer]:
+    with running_server(grants=(*OWN, RELAY)) as server:
+        yield server
+
+
+def made_up(number: int) -> Namespace:
+    return Namespace(hashlib.sha256(f"made up {number}".encode()).digest())
+
+
+def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_centre(tenants: World) -> None:
+    one = tenants.regions[0]
+    region = one.region
+    assert region is not None and region.synchroniser is not None
+    # Nothing is sent while the flood comes.
+    region.synchroniser._sending.close()
+    put(one, 1, **by("a"))
+    for number in range(5000):
+        one.backing.names.ids("b", made_up(number), [BlockKey(bytes(32))])
+    for number in range(3):
+        assert ask(one, "POST", f"/v1/{made_up(number).hex()}/exists", b'{"keys": []}', **by("b"))[0].status == 200
+    region.synchroniser._sending.open()
+    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it", 20)
+    assert region.synchroniser.given_up == 0
+
+
+def test_what_was_read_through_and_what_waits_have_names_after_a_restart(tenants: World) -> None:
+    one = tenants.regions[0]
+    assert one.region is not None and one.region.synchroniser is not None
+    one.region.synchroniser._sending.close()
+    put(one, 1, **by("a"))
+    manifest = one.region._manifest
+    assert manifest is not None
+    manifest.close()
+    manifest.open()
+    waiting = manifest.next()
+    assert waiting is not None and waiting.name == Name("a", SPACE, 0)
+
+
+def test_events_never_guess_a_name() -> None:
+    names = Names(lambda tenant, namespace: 0)
+    hidden = ObjectId(names.place("a", SPACE), BlockKey(bytes(32)))
+    assert names.own(hidden) is None, "not the place where it is stored"
+    (named,) = names.ids("a", SPACE, [hidden.key])
+    assert names.own(named) == ObjectId(SPACE, hidden.key)
+
+
+def test_many_names_of_one_tenant_leave_those_of_others() -> None:
+    names = Names(lambda tenant, namespace: 0, names_max=16)
+    (mine,) = names.ids("a", SPACE, [BlockKey(bytes(32))])
+    names.note(mine)
+    for number in range(100):
+        for each in names.ids("b", made_up(number), [BlockKey(bytes(32))]):
+            names.note(each)
+    assert names.find(mine.namespace) == Name("a", SPACE, 0)
+    assert len(names._names) == 16
+
+
+@pytest.mark.parametrize("leap", ["7", "999999999999", "999999999999999999"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_no_reading_request_writes_a_record(guarded: RunningServer, method: str, leap: str) -> None:
+    put(guarded, 1, **by("a"))
+    assert ask(guarded, method, 1, Generation=leap, **by("a"))[0].status == 404
+    assert guarded.records.generation("a", SPACE) == 0
+    assert ask(guarded, method, 1, **by("a"))[0].status == 200
+
+
+def test_a_tenant_raises_its_generation_by_one_at_a_time(guarded: RunningServer) -> None:
+    far = "999999999999"
+    assert ask(guarded, "PUT", 1, object_bytes(1), Generation=far, **by("a"))[0].status == 409
+    assert guarded.records.generation("a", SPACE) == 1
+    assert ask(guarded, "PUT", GENERATION, far.encode(), **by("a"))[0].status == 409
+    assert ask(guarded, "PUT", GENERATION, b"2", **by("a"))[0].status == 200
+    assert guarded.records.generation("a", SPACE) == 2
+
+
+def test_another_server_gives_back_what_was_lost_but_no_leap(guarded: RunningServer) -> None:
+    assert ask(guarded, "PUT", 1, object_bytes(1), Generation="9", Tenant="a", **by("relay"))[0].status == 201
+    assert guarded.records.generation("a", SPACE) == 9
+    assert ask(guarded, "PUT", GENERATION, b"999999999999", Tenant="a", **by("relay"))[0].status == 409
+    assert ask(guarded, "PUT", GENERATION, b"20", Tenant="a", **by("relay"))[0].status == 200
+
+
+def test_an_open_server_can_still_be_invalidated_after_an_attempt_to_end_that() -> None:
+    with running_server() as server:
+        for value in ("999999999999", "999999999999999999"):
+            ask(server, "GET", 1, Generation=value)
+            ask(server, "PUT", 1, object_bytes(1), Generation=value)
+            ask(server, "PUT", GENERATION, value.encode())
+        known = server.records.generation("", SPACE)
+        assert known < 10_000
+        assert ask(server, "PUT", GENERATION, str(known + 1).encode())[0].status == 200
+
+
+def test_ids_with_a_name_are_equal_to_those_without() -> None:
+    named = NamedId.of(object_id(1), Name("a", SPACE, 3))
+    assert named == object_id(1) and hash(named) == hash(object_id(1))
+    assert {object_id(1): 1}[named] == 1
+
+
+def test_a_server_that_is_far_behind_is_brought_up_by_its_tenant(guarded: RunningServer, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKENS["a"])
+    (client,) = records_clients(f"{guarded.url}?token_file={tmp_path / 'token'}", SystemClock())
+    with client:
+        assert raise_to(client, RecordName(RecordKind.GENERATION, SPACE.hex()), 5).value == "5"
+
+
+# What waits for a silent server, before its breaker opens and after, on a machine that is busy with other things too.
+SILENT_S_MAX = LATEST_S_MAX + 2.0
+
+
+def timed(act: Callable[[], _Result]) -> tuple[float, _Result]:
+    started_s = time.monotonic()
+    result = act()
+    return time.monotonic() - started_s, result
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[tuple[RunningServer, ServerProcess]]:
+    """A region in this process whose centre is one of its own, which can be frozen."""
+    with server_process("--tier", "memory://", "--records", str(tmp_path / "central")) as centre:
+        region = running_server(central=centre.url, manifest=tmp_path / "manifest")
+        with region as server:
+            wait_until(lambda: ask(server, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre", 10)
+            yield server, centre
+            centre.process.send_signal(signal.SIGCONT)
+
+
+def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, ServerProcess]) -> None:
+    region, centre = halves
+    put(region, 1)
+    centre.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(13) as pool:
+        absent = [pool.submit(timed, lambda n=n: ask(region, "GET", n)[0].status) for n in range(100, 112)]
+        stored_s, status = pool.submit(timed, lambda: ask(region, "PUT", 2, object_bytes(2))[0].status).result()
+    assert status == 201
+    assert stored_s < SILENT_S_MAX, f"a PUT waited {stored_s:.1f} s"
+    assert {each.result()[1] for each in absent} == {404}
+    assert max(each.result()[0] for each in absent) < 2 * SILENT_S_MAX
+    # From now on the centre is left alone.
+    assert ask(region, "GET", 1)[1] == object_bytes(1)
+    took_s, (answer, reason) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
+    assert answer.status == 503 and b"can't be had" in reason
+    assert took_s < SILENT_S_MAX
+    centre.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: ask(region, "GET", 3, Force_Latest="1")[0].status == 404, "the centre to be asked again", 20)
+
+
+def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
+    with (
+        server_process("--tier", "memory://") as silent,
+        server_process("--tier", "memory://") as other,
+        running_server(regions=(silent.url, other.url)) as centre,
+    ):
+        tier = http_tier(other.url, SystemClock())
+        tier.open()
+        assert tier.put_from(object_id(7), object_bytes(7))
+        tier.close()
+        silent.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(17) as pool:
+            asked = [
+                pool.submit(timed, lambda n=n: ask(centre, "GET", n, Force_Latest="1")[0].status)
+                for n in range(100, 116)
+            ]
+            stored_s, status = pool.submit(timed, lambda: ask(centre, "PUT", 2, object_bytes(2))[0].status).result()
+        assert status == 201
+        assert stored_s < SILENT_S_MAX, f"the centre's PUT waited {stored_s:.1f} s"
+        assert {each.result()[1] for each in asked} == {503}, "nobody knows"
+        took_s, (answer, content) = timed(lambda: ask(centre, "GET", 7, Force_Latest="1"))
+        assert (answer.status, content) == (200, object_bytes(7)), "another region has it"
+        assert took_s < SILENT_S_MAX
+
+
+def test_a_centre_that_trickles_is_given_up(tmp_path: Path) -> None:
+    """One byte a second: never silent, never done."""
+    with server_process("--tier", "memory://") as centre:
+        tier = http_tier(centre.url, SystemClock())
+        tier.open()
+        assert tier.put_from(object_id(1), object_bytes(1, 50_000))
+        tier.close()
+        slow = Fault(Kind.TRICKLE, True, 0)
+        with (
+            ChaosProxy(("127.0.0.1", centre.port), lambda: slow) as proxy,
+            running_server(central=proxy.url, manifest=tmp_path / "manifest") as region,
+        ):
+            took_s, (answer, _) = timed(lambda: ask(region, "GET", 1))
+            assert answer.status == 404
+            assert took_s < 2 * SILENT_S_MAX
+            took_s, (answer, _) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
+            assert answer.status == 503
+            assert took_s < SILENT_S_MAX
+
+
+class SetBack(SystemClock):
+    """A wall clock that somebody sets back."""
+
+    back_s = 0.0
+
+    def wall_s(self) -> float:
+        return super().wall_s() - self.back_s
+
+
+def lost(server: RunningServer) -> None:
+    """Lose all records, as a server whose file is gone has when it starts again."""
+    records = server.records
+    for kept in (records._records, records._generations, records._counts):
+        kept.clear()
+    records._version = 0
+
+
+def test_knowledge_is_not_younger_because_a_clock_was_set_back(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        one = world.regions[0]
+        assert one.region is not None and one.region.central is not None
+        central, clock = one.region.central, SetBack()
+        wait_until(lambda: central.as_of_s is not None, "the centre's first answer", 10)
+        world.centre.stop()
+        central._clock = clock
+        central._asking.close()
+        central._asked_s -= 1800
+        clock.back_s = 3600
+        assert central.is_too_old_for({"kvtide-max-staleness": "5"})
+        assert ask(one, "GET", 1, Max_Staleness="5")[0].status == 503
+
+
+def test_a_centre_that_lost_records_and_time_is_still_followed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        one = world.regions[0]
+        chat = "/v1/records/alias/chat"
+        assert ask(world.centre, "PUT", chat, b"a" * 64)[0].status == 200
+        wait_until(lambda: ask(one, "GET", chat)[0].status == 200, "the region to hear of it", 10)
+        clock = SetBack()
+        clock.back_s = 86_400
+        world.centre.records._clock = clock
+        lost(world.centre)
+        assert ask(world.centre, "PUT", chat, b"b" * 64)[0].status == 200
+        wait_until(lambda: ask(one, "GET", chat)[1].strip() == b"b" * 64, "the region to hear of the new one", 10)
+        assert ask(world.centre, "PUT", GENERATION, b"1")[0].status == 200
+        wait_until(lambda: one.records.generation("", SPACE) == 1, "the region to hear of the invalidation", 10)
+
+
+def test_the_latest_is_what_the_centre_has_also_after_it_lost_its_records(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        one = world.regions[0]
+        chat = "/v1/records/alias/chat"
+        assert ask(one, "PUT", chat, b"a" * 64)[0].status == 200
+        lost(world.centre)
+        assert ask(one, "GET", chat)[0].status == 200, "what was known here"
+        assert ask(one, "GET", chat, Force_Latest="1")[0].status == 404
+
+
+@pytest.mark.parametrize(("status", "passed"), [(401, 502), (299, 502), (520, 502), (599, 502), (412, 412)])
+def test_a_status_of_the_centre_that_means_nothing_to_the_client_is_not_passed_on(
+    tmp_path: Path, status: int, passed: int
+) -> None:
+    odd = answering(b"HTTP/1.1 %d Odd\r\nContent-Length: 0\r\n\r\n" % status)
+    with odd as url, running_server(central=url, manifest=tmp_path / "manifest") as region:
+        assert ask(region, "PUT", "/v1/records/profile/p", b"x")[0].status == passed
+        assert ask(region, "PUT", 1, object_bytes(1))[0].status == 201
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """A server that says one thing to everybody."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(65536):
+                self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_many_records_of_others_leave_room_to_invalidate() -> None:
+    records = Records(None, SystemClock())
+    for number in range(RECORDS_MAX):
+        tenant = f"t{number // RECORDS_TENANT_MAX}"
+        records.write(tenant, RecordName(RecordKind.PROFILE, str(number % RECORDS_TENANT_MAX)), "x")
+    records.write("mine", RecordName(RecordKind.GENERATION, SPACE.hex()), "1")
+    records.write("mine", RecordName(RecordKind.PROFILE, "p"), "x")
+    with pytest.raises(RequestRefused, match="aliases and profiles"):
+        records.write("t0", RecordName(RecordKind.PROFILE, "one more"), "x")
+    records.check()
+
+
+def test_many_generations_of_others_leave_room_to_invalidate() -> None:
+    records = Records(None, SystemClock())
+    for number in range(RECORDS_MAX):
+        name = RecordName(RecordKind.GENERATION, made_up(number).hex())
+        records.write(f"t{number // RECORDS_TENANT_MAX}", name, "1")
+    records.write("mine", RecordName(RecordKind.GENERATION, SPACE.hex()), "1")
+    assert records.generation("mine", SPACE) == 1
+    records.check()
+
+
+def test_what_is_removed_at_the_centre_is_gone_in_the_regions(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        one, two = world.regions
+        chat = "/v1/records/alias/chat"
+        assert ask(one, "PUT", chat, b"a" * 64)[0].status == 200
+        wait_until(lambda: ask(two, "GET", chat)[0].status == 200, "the other region to hear of it", 10)
+        assert ask(one, "DELETE", chat)[0].status == 204
+        assert [ask(server, "GET", chat)[0].status for server in (one, world.centre)] == [404, 404]
+        wait_until(lambda: ask(two, "GET", chat)[0].status == 404, "the other region to hear of it", 10)
+        assert ask(one, "DELETE", chat)[0].status == 404
+        assert ask(two, "PUT", chat, b"b" * 64)[0].status == 200
+        assert ask(one, "GET", chat, Force_Latest="1")[1].strip() == b"b" * 64
+
+
+def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.records.REMOVED_MAX", 3)
+    records = Records(tmp_path / "records", SystemClock())
+    records.open()
+    for number in range(10):
+        name = RecordName(RecordKind.PROFILE, str(number))
+        records.write("a", name, "x")
+        assert records.remove("a", name) is not None
+        records.check()
+    records.close()
+    again = Records(tmp_path / "records", SystemClock())
+    again.open()
+    assert [again.get("a", RecordName(RecordKind.PROFILE, str(number))) for number in range(10)] == [None] * 10
+    again.check()
+    again.close()
+
+
+def test_an_engine_whose_url_forces_the_latest_finds_what_another_region_has(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, sync_bytes_s_max=1.0)
+        one, two = world.regions
+        put(one, 0)
+        put(one, 1)
+        for url, found in ((two.url, None), (f"{two.url}?force_latest=1", object_bytes(1))):
+            tiers = stack_of(f"memory:// {url}", Limits(), SystemClock(), lambda key: False)
+            tiers.open()
+            stack.callback(tiers.close)
+            assert tiers.contains(object_id(1)) == (found is not None)
+            assert read_all(tiers, 1) == found
+        world.centre.stop()
+        assert read_all(tiers, 2) is None, "what nobody can say is a miss"
+
+
+def test_a_value_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="force_latest is 0 or 1"):
+        http_tier("http://h:1?force_latest=yes", SystemClock())
+
+
+def test_a_wiped_centre_learns_what_was_invalidated_from_a_region_that_knows(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        assert ask(world.regions[0], "PUT", GENERATION, b"3")[0].status == 200
+        lost(world.centre)
+        wait_until(lambda: world.centre.records.generation("", SPACE) == 3, "the centre to be told", 20)
+
+
+def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(
+    halves: tuple[RunningServer, ServerProcess],
+) -> None:
+    region, centre = halves
+    centre.process.send_signal(signal.SIGSTOP)
+    for number in range(100, 104):
+        took_s, (answer, _) = timed(lambda n=number: ask(region, "GET", n, Deadline_Ms="200"))  # type: ignore[misc]
+        assert answer.status == 504, "nobody knows whether the centre has it"
+        assert took_s < 1.5
+    centre.process.send_signal(signal.SIGCONT)
+    assert ask(region, "GET", 104, Force_Latest="1")[0].status == 404, "it was never left alone"

