@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, islice, takewhile
+from itertools import groupby, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -104,24 +104,20 @@ class HttpTier:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the server in one request for each namespace, and for each EXISTS_KEYS_MAX objects of it."""
-        present: list[bool] = []
-        for _, group in groupby(object_ids, lambda each: each.namespace):
-            while asked := list(islice(group, EXISTS_KEYS_MAX)):
-                present += self._exists(asked, leading_only=False).present
-        return present
+        groups = [list(group) for _, group in groupby(object_ids, lambda each: each.namespace)]
+        parts = (ids[at : at + EXISTS_KEYS_MAX] for ids in groups for at in range(0, len(ids), EXISTS_KEYS_MAX))
+        return [is_here for asked in parts for is_here in self._exists(asked, leading_only=False).present]
 
     def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
         """Ask for objects of one namespace."""
-        names = [self._naming(object_id) for object_id in asked]
-        question = ExistsQuestion([name.key.hex() for name, _ in names], leading_only=leading_only)
-        target, body = f"/v1/{names[0][0].namespace.hex()}/exists", msgspec.json.encode(question)
-        answer = self._any("POST", target, names[0][1], body)
+        question = ExistsQuestion([self._naming(each)[0].key.hex() for each in asked], leading_only=leading_only)
+        first, headers = self._naming(asked[0])
+        answer = self._any("POST", f"/v1/{first.namespace.hex()}/exists", headers, msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
         found = _decoded(answer, ExistsAnswer)
         if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
-            told = f"of {len(found.present)}, and that it has {found.leading}"
-            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells {told}")
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found.present)}")
         return found
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:

@@ -20,7 +20,6 @@ from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
-    Batched,
     Buffer,
     Checked,
     Noting,
@@ -40,7 +39,7 @@ from kvtide.tier.flight import SingleFlight
 from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
-from kvtide.tier.runs import run_places
+from kvtide.tier.runs import contained, run_places
 from kvtide.types import Namespace, ObjectId
 
 __all__ = ["TierStack"]
@@ -167,19 +166,7 @@ class TierStack:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
-        present = [False] * len(object_ids)
-        for tier in self._open:
-            numbers = [number for number, is_here in enumerate(present) if not is_here]
-            asked = [object_ids[number] for number in numbers]
-            if not asked:
-                break
-            if isinstance(tier, Batched):
-                found = self._ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
-            else:
-                found = [self._ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
-            for number, is_here in zip(numbers, found, strict=True):
-                present[number] = is_here
-        return present
+        return contained(object_ids, self._open, self._faults)
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
