@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, islice, takewhile
+from itertools import groupby, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -108,11 +108,9 @@ class HttpTier:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the server in one request for each namespace, and for each EXISTS_KEYS_MAX objects of it."""
-        present: list[bool] = []
-        for _, group in groupby(object_ids, lambda each: each.namespace):
-            while asked := list(islice(group, EXISTS_KEYS_MAX)):
-                present += self._exists(asked, leading_only=False).present
-        return present
+        groups = [list(group) for _, group in groupby(object_ids, lambda each: each.namespace)]
+        parts = (ids[at : at + EXISTS_KEYS_MAX] for ids in groups for at in range(0, len(ids), EXISTS_KEYS_MAX))
+        return [is_here for asked in parts for is_here in self._exists(asked, leading_only=False).present]
 
     def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
         """Ask for objects of one namespace."""
@@ -123,8 +121,7 @@ class HttpTier:
             raise self._refused("POST", answer)
         found = _decoded(answer, ExistsAnswer)
         if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
-            told = f"of {len(found.present)}, and that it has {found.leading}"
-            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells {told}")
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found.present)}")
         return found
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:

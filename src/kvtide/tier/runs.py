@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvtide.tier.base import Batched, Tier
+from kvtide.tier.faults import TierFaults
 from kvtide.types import ObjectId
 
-__all__ = ["LOOK_UPS_MAX", "run_places"]
+__all__ = ["LOOK_UPS_MAX", "contained", "run_places"]
 
 # A prompt that is new costs one look-up; one that is known costs one for every so many blocks.
 LOOK_UPS_MAX = 256
@@ -37,3 +38,20 @@ def run_places(
             count = ask(tiers[number], "contains", partial(batched[number].count_leading, following), 0)
             found += [next(places(object_id, number), number) for object_id in following[:count]]
     return found
+
+
+def contained(object_ids: Sequence[ObjectId], tiers: Sequence[Tier], faults: TierFaults) -> list[bool]:
+    """Tell of each object whether one of the tiers has it now; each tier is asked for what none before it has."""
+    present = [False] * len(object_ids)
+    for tier in tiers:
+        numbers = [number for number, is_here in enumerate(present) if not is_here]
+        asked = [object_ids[number] for number in numbers]
+        if not asked:
+            break
+        if isinstance(tier, Batched):
+            found = faults.ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
+        else:
+            found = [faults.ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
+        for number, is_here in zip(numbers, found, strict=True):
+            present[number] = is_here
+    return present

@@ -20,7 +20,6 @@ from kvtide.decisions import Decided
 from kvtide.index import Record
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
-    Batched,
     Buffer,
     Checked,
     Noting,
@@ -41,7 +40,7 @@ from kvtide.tier.generations import Generations
 from kvtide.tier.invalidation import Invalidations
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.ranking import Ranking, RecencyRanking
-from kvtide.tier.runs import run_places
+from kvtide.tier.runs import contained, run_places
 from kvtide.types import Namespace, ObjectId
 
 __all__ = ["TierStack"]
@@ -170,19 +169,10 @@ class TierStack:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
-        present, named = [False] * len(object_ids), [self.named(each) for each in object_ids]
-        for tier in self._open:
-            numbers = [i for i, is_here in enumerate(present) if not is_here and self.is_valid(named[i])]
-            asked = [named[number] for number in numbers]
-            if not asked:
-                break
-            if isinstance(tier, Batched):
-                found = self._ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
-            else:
-                found = [self._ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
-            for number, is_here in zip(numbers, found, strict=True):
-                present[number] = is_here
-        return present
+        named = [self.named(each) for each in object_ids]
+        valid = [each for each in named if self.is_valid(each)]
+        here = dict(zip(valid, contained(valid, self._open, self._faults), strict=True))
+        return [here.get(each, False) for each in named]
 
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
