@@ -22,6 +22,10 @@ class Remote(Counting):
         self.before("count_leading", 0)
         return sum(1 for _ in takewhile(self.tier.contains, object_ids))
 
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        self.before("contains_each", 0)
+        return [self.tier.contains(each) for each in object_ids]
+
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
