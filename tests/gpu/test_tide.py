@@ -72,6 +72,27 @@ def test_blocks_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> 
     assert np.array_equal(bits_of(block, layout), on_processor(case.codec, case.meta, sections))
 
 
+def test_values_beyond_the_range_become_its_largest_as_on_the_processor(kernels: Kernels) -> None:
+    wide = BlockLayout(2, 24, 2, 8, KVDtype.FLOAT32)
+    values = smooth_bits(wide, 5).view(np.float32).copy()
+    # Two loud tokens, kept apart, and what of the others turns with them; both signs.
+    values[:, :, 3], values[:, :, 9] = 1e5, -3e5
+    codec = TideCodec(fitted(wide, "layer", 1), 1e-3, 1)
+    sections = codec.encode(block_meta(wide, 0, 1), values.view(np.uint32))
+    layout = BlockLayout(*wide.shape[:1], *wide.shape[2:], KVDtype.FLOAT16)
+    meta, block = block_meta(layout, 0, 1), empty_block(layout, kernels.device)
+    target = block_target(block, layout)
+    tide = tide_on(kernels, wide, "layer", target)
+    under_way = tide.block(meta, target.token_starts([0]))
+    tide.feed([(under_way, sections)])
+    kernels.follow()
+    tide.write([under_way])
+    assert tide.check([under_way]) == [None]
+    found = bits_of(block, layout)
+    assert {0x7BFF, 0xFBFF} <= set(found.reshape(-1).tolist())
+    assert np.array_equal(found, on_processor(codec, meta, sections))
+
+
 def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:
     profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
     stored = parse_object((GOLDEN / "tide.kvt").read_bytes())
