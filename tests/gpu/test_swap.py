@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.gpu.ordered import Order, OrderedKernels
 from tests.gpu.twin import needs_compiler
 
 from kvtide.engines.gpu.kernels import Kernels
@@ -30,6 +31,17 @@ def test_pages_come_back_as_they_went(kernels: Kernels, piece_bytes: int) -> Non
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(layer[[1, 2, 8]], old[[1, 2, 8]])
         assert not layer[[0, 3, 4, 5, 6, 7]].any()
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_first_swap_waits_for_what_last_used_its_memory(is_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order()
+    swapper = KernelSwapper(OrderedKernels(order), engine_layers(torch.device("cpu")), slots=4)
+    with order.taking(monkeypatch):
+        swapper.open()
+    assert order.taken
+    (swapper.swap_out if is_out else swapper.swap_in)([1, 2], [2, 1])
+    swapper.close()
 
 
 def test_swapping_nothing_is_done_at_once(kernels: Kernels) -> None:

@@ -77,11 +77,14 @@ class KernelSwapper(Opened):
         self._host = torch.empty((self._slots, slot_bytes), dtype=torch.int8, pin_memory=device.type == "cuda")
         for is_out in (False, True):
             shape = (PIECES, self._pages_per_piece, slot_bytes)
-            rooms = list(torch.empty(shape, dtype=torch.int8, device=device))
+            with self._kernels.queue():
+                rooms = list(torch.empty(shape, dtype=torch.int8, device=device))
             self._directions[is_out] = _Direction(self._kernels, rooms)
         staging = Staging(self._kernels)
         staging.add(np.array([address(layer) for layer in self._layers], dtype=np.uint64))
         self._bases = staging.send()
+        # The rooms may lie where the kernels' stream has something under way, which streams for copies know nothing of.
+        self._kernels.finish()
 
     def close(self) -> None:
         """Wait for what is under way and give the memory back. Idempotent."""
