@@ -65,6 +65,8 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if node.level:
                 yield node.lineno, "." * node.level
                 continue
+            # Only relative imports may leave it out.
+            assert node.module is not None
             yield node.lineno, node.module
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
@@ -96,7 +98,7 @@ def node_problems(tree: ast.AST, here: str) -> Iterator[Problem]:
     """Yield functions that are too long, swallowed errors, prints and evals."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX:
+            if (node.end_lineno or node.lineno) - node.lineno + 1 > FUNCTION_LINES_MAX:
                 yield Problem(node.lineno, f"{node.name}() longer than {FUNCTION_LINES_MAX} lines")
         elif isinstance(node, ast.ExceptHandler) and is_swallowed(node):
             yield Problem(node.lineno, "broad handler that swallows the error")

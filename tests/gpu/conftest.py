@@ -13,10 +13,15 @@ from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels
 has_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> TwinKernels:
+    return TwinKernels(compile_twin(tmp_path_factory.mktemp("twin")))
+
+
 @pytest.fixture(scope="session", params=["twin", pytest.param("cuda", marks=[pytest.mark.gpu, has_device])])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     if request.param == "twin":
-        yield TwinKernels(compile_twin(tmp_path_factory.mktemp("twin")))
+        yield request.getfixturevalue("twin")
         return
     with CudaKernels(torch.device("cuda"), Budget(264)) as found:
         yield found
