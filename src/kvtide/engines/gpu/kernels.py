@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.engines.gpu.program import compile_kernels
+from kvtide.config import cache_home
+from kvtide.engines.gpu.cubins import kept_kernels
 from kvtide.engines.opened import Opened
 from kvtide.errors import DeviceFault
 
@@ -202,13 +203,16 @@ class CudaKernels(Opened, DeviceStream):
         self._functions: dict[str, Any] = {}
 
     def open(self) -> None:
-        """Compile and load. ImportError without the extra `gpu`; DeviceFault if the device does not take them."""
+        """Compile, or read what was compiled before, and load.
+
+        ImportError without the extra `gpu`; DeviceFault if the device does not take them.
+        """
         from cuda.bindings import driver
 
         # Makes the context that torch uses the current one.
         torch.zeros(1, device=self.device)
         major, minor = torch.cuda.get_device_capability(self.device)
-        machine_code = compile_kernels(f"sm_{major}{minor}")
+        machine_code = kept_kernels(f"sm_{major}{minor}", cache_home() / "kernels")
         self._stream = torch.cuda.Stream(self.device, priority=self._priority)
         self._context = _checked(driver.cuCtxGetCurrent())
         self._module = _checked(driver.cuModuleLoadData(machine_code))

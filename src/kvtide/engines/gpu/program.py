@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtide.errors import DeviceFault
 
-__all__ = ["COMPILE_OPTIONS", "compile_kernels", "kernel_sources"]
+__all__ = ["COMPILE_OPTIONS", "compile_kernels", "compiler_version", "kernel_sources"]
 
 # No contraction: floats take one operation at a time, as on the processor.
 COMPILE_OPTIONS = ("--std=c++20", "--fmad=false")
@@ -22,6 +22,14 @@ def kernel_sources() -> dict[str, bytes]:
     """Return the source files by name."""
     folder = resources.files("kvtide.engines.gpu") / "kernels"
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.name.endswith((".cu", ".cuh"))}
+
+
+def compiler_version() -> str:
+    """Return the version of NVRTC. ImportError without the extra `gpu`."""
+    from cuda.bindings import nvrtc
+
+    _, *version = nvrtc.nvrtcVersion()
+    return ".".join(map(str, version))
 
 
 def compile_kernels(architecture: str) -> bytes:

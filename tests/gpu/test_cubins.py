@@ -1,0 +1,116 @@
+"""Machine code kept on disk: read if it is what the compiler would make, compiled anew if anything about it is odd."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtide.engines.gpu import cubins
+from kvtide.engines.gpu.cubins import CUBINS_MAX, kept_kernels
+from kvtide.engines.gpu.program import compile_kernels
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra gpu")
+
+
+@pytest.fixture(scope="module")
+def code() -> bytes:
+    return compile_kernels("sm_90")
+
+
+@pytest.fixture
+def compiled(code: bytes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Architectures that were compiled; each gets the machine code of sm_90."""
+    found: list[str] = []
+    monkeypatch.setattr(cubins, "compile_kernels", lambda architecture: found.append(architecture) or code)
+    return found
+
+
+def test_second_process_reads_what_the_first_compiled(tmp_path: Path, code: bytes) -> None:
+    assert kept_kernels("sm_90", tmp_path / "kernels") == code
+    with pytest.MonkeyPatch.context() as patch:
+        # Calling it would raise.
+        patch.setattr(cubins, "compile_kernels", None)
+        assert kept_kernels("sm_90", tmp_path / "kernels") == code
+
+
+def replaced_by_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def replaced_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "the checksum": lambda path: path.write_bytes(bytes(32) + path.read_bytes()[32:]),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    "machine code alone": lambda path: path.write_bytes(path.read_bytes()[32:]),
+    "unreadable": lambda path: (path.unlink(), path.mkdir()),
+    "a link": replaced_by_link,
+    "a pipe": replaced_by_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_or_foreign_file_is_compiled_anew(
+    tmp_path: Path, compiled: list[str], code: bytes, damage: str
+) -> None:
+    kept_kernels("sm_90", tmp_path)
+    (path,) = tmp_path.iterdir()
+    DAMAGES[damage](path)
+    assert kept_kernels("sm_90", tmp_path) == code
+    assert len(compiled) == 2
+    if damage != "unreadable":
+        assert kept_kernels("sm_90", tmp_path) == code
+        assert len(compiled) == 2
+
+
+def test_file_of_another_architecture_is_not_taken(tmp_path: Path, compiled: list[str]) -> None:
+    kept_kernels("sm_90", tmp_path)
+    (path,) = tmp_path.iterdir()
+    kept_kernels("sm_80", tmp_path)
+    (other,) = set(tmp_path.iterdir()) - {path}
+    other.write_bytes(path.read_bytes())
+    kept_kernels("sm_80", tmp_path)
+    assert compiled == ["sm_90", "sm_80", "sm_80"]
+
+
+def test_another_user_s_file_is_not_taken(tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_kernels("sm_90", tmp_path)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    kept_kernels("sm_90", tmp_path)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("part", ["compiler_version", "COMPILE_OPTIONS", "kernel_sources"])
+def test_what_the_code_depends_on_is_in_its_name(
+    tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    kept_kernels("sm_90", tmp_path)
+    others = {"compiler_version": lambda: "1.0", "COMPILE_OPTIONS": ("-G",), "kernel_sources": lambda: {"a.cu": b""}}
+    monkeypatch.setattr(cubins, part, others[part])
+    kept_kernels("sm_90", tmp_path)
+    assert len(compiled) == len(list(tmp_path.iterdir())) == 2
+
+
+def test_folder_is_bounded_and_keeps_the_newest(tmp_path: Path, compiled: list[str]) -> None:
+    for number in range(CUBINS_MAX + 3):
+        kept_kernels(f"sm_{number}", tmp_path)
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert names == {f"sm_{number}" for number in range(3, CUBINS_MAX + 3)}
+
+
+def test_folder_that_can_not_be_had_costs_time_only(tmp_path: Path, compiled: list[str], code: bytes) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("no folder")
+    assert kept_kernels("sm_90", folder) == code
