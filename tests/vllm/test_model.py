@@ -113,6 +113,28 @@ def test_pages_of_another_shape_are_refused() -> None:
     model = _served(_config(), _caches(_spec()))
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="must be"):
-        page_pool(model, {"a": pages, "b": pages}, None, 1)
+        page_pool(model, {"a": pages, "b": pages}, None, SETTINGS)
     with pytest.raises(UnsupportedModel, match="do not match"):
-        page_pool(model, {"a": pages}, None, 1)
+        page_pool(model, {"a": pages}, None, SETTINGS)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, "torch"), ({"device_kernels": True}, "kernels")])
+def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
+) -> None:
+    import torch
+
+    from kvtide.engines.gpu import pages as gpu_pages
+    from kvtide.engines.paged.device import DevicePages
+    from kvtide.engines.vllm import model as vllm_model
+
+    attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    monkeypatch.setattr(vllm_model, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
+    monkeypatch.setattr(gpu_pages, "cuda_pages", lambda layers, layout, multiprocessors: ("kernels", multiprocessors))
+    served = _served(_config(), _caches(_spec()))
+    # On no processor, and no device needed.
+    pages = torch.zeros((4, 2, 16, 128), dtype=torch.bfloat16, device="meta")
+    settings = ConnectorSettings.parse({"store": "memory://", **options})
+    pool = vllm_model.page_pool(served, {"a": pages, "b": pages}, None, settings)
+    found = "torch" if isinstance(pool, DevicePages) else pool
+    assert found == ("torch" if expected == "torch" else ("kernels", 32))

@@ -47,6 +47,9 @@ def test_deadline_is_what_computing_would_take_within_bounds() -> None:
     assert pace.deadline_s(1, 0.0) == DEADLINE_S_MIN
 
 
+KERNELS: dict[str, object] = {"device_kernels": True}
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -56,13 +59,33 @@ def test_deadline_is_what_computing_would_take_within_bounds() -> None:
         ({"store": "memory://", "block_tokens": -1}, "block_tokens"),
         ({"store": "memory://", "match_s_max": 0.0}, "match_s_max"),
         ({"store": "memory://", "load_threads": 0}, "load_threads"),
-        ({"store": "memory://", "device_multiprocessors": 0}, "device_multiprocessors"),
-        ({"store": "memory://", "device_bytes_max": -1}, "device_bytes_max"),
+        ({"store": "memory://", "device_kernels": True, "device_multiprocessors": 0}, "device_multiprocessors must"),
+        ({"store": "memory://", "device_kernels": True, "device_bytes_max": -1}, "device_bytes_max not negative"),
+        ({"store": "memory://", "device_multiprocessors": 8}, "device_multiprocessors .* needs device_kernels"),
+        ({"store": "memory://", "device_bytes_max": 1 << 30}, "device_bytes_max .* needs device_kernels"),
+        ({"store": "memory://", "device_kernels": "yes"}, "device_kernels"),
     ],
 )
 def test_bad_options_are_refused_with_their_name(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ConnectorSettings.parse(options)
+
+
+def test_options_that_the_engine_s_device_does_not_take_are_refused() -> None:
+    layers, kernels = (
+        ConnectorSettings.parse({"store": "memory://", **each}) for each in ({"load": "layers"}, KERNELS)
+    )
+    layers.check_device("cpu")
+    kernels.check_device("cuda")
+    with pytest.raises(ValueError, match="layers is for engines on a processor"):
+        layers.check_device("cuda")
+    with pytest.raises(ValueError, match="device_kernels is for engines on a CUDA device, this one is on cpu"):
+        kernels.check_device("cpu")
+
+
+def test_kernels_are_for_those_who_ask() -> None:
+    assert not ConnectorSettings.parse({"store": "memory://"}).device_kernels
+    assert ConnectorSettings.parse({"store": "memory://", **KERNELS, "device_bytes_max": 1}).device_kernels
 
 
 def test_blocks_are_whole_pages() -> None:

@@ -174,7 +174,9 @@ def opened_pages(kernels: CudaKernels, layers: Sequence[torch.Tensor], layout: B
     try:
         with device_faults():
             kernels.open()
-        return KernelPages(kernels, layers, layout, kernels.close)
+        pages = KernelPages(kernels, layers, layout, kernels.close)
+        _log.info("kernels copy and decode the engine's pages on %s", layers[0].device)
+        return pages
     except (ImportError, DeviceFault, ValueError) as error:
         _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
         return DevicePages(layers, layout)

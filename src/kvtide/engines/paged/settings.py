@@ -35,7 +35,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disk_bytes_max: int = Limits().disk_bytes_max
     store_queue_bytes_max: int = Limits().store_queue_bytes_max
     load_threads: int = Limits().load_threads
-    # On a GPU: how many of its multiprocessors copying and decoding may fill, and how much of its memory holds objects.
+    # On a GPU: kvtide's kernels instead of torch's copies. No device has proven them yet.
+    device_kernels: bool = False
+    # With them: how many multiprocessors copying and decoding may fill, and how much of the memory holds objects.
     device_multiprocessors: int = 32
     device_bytes_max: int = 0
     # A look-up or load that has no better bound is given up after this long, and the engine computes.
@@ -56,6 +58,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if settings.device_multiprocessors <= 0 or settings.device_bytes_max < 0:
             found = (settings.device_multiprocessors, settings.device_bytes_max)
             raise ValueError(f"device_multiprocessors must be positive and device_bytes_max not negative, got {found}")
+        alone = sorted({"device_multiprocessors", "device_bytes_max"} & set(options))
+        if alone and not settings.device_kernels:
+            raise ValueError(f"{alone[0]} is an option of the kernels: it needs device_kernels to be true")
         settings.limits()
         return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
 
@@ -63,6 +68,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def is_local(self) -> bool:
         """Tell whether the store is on this machine."""
         return "://" not in self.store or self.store.startswith(("disk://", "memory://"))
+
+    def check_device(self, kind: str) -> None:
+        """ValueError for options that an engine on a device of this kind ("cpu", "cuda") does not take."""
+        if self.load == "layers" and kind != "cpu":
+            raise ValueError(f"load layers is for engines on a processor, pages on {kind} are filled by whole blocks")
+        if self.device_kernels and kind != "cuda":
+            raise ValueError(f"device_kernels is for engines on a CUDA device, this one is on {kind}")
 
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""

@@ -71,6 +71,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Read after the connector is made: a block that can't be loaded is computed, never a failed request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         self._settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._settings.check_device(vllm_config.device_config.device_type)
         self._clock = SystemClock()
         registry = CodecRegistry(shipped_profiles())
         self._model = served_model(
@@ -90,11 +91,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         """Return False: a block that is not stored is a future miss."""
         return False
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Tell that waiting for single layers needs Python between them."""
-        return extra_config.get("load") == "layers"
 
     def _cache(self, limits: Limits, device: DeviceMemory | None = None) -> Cache:
         profiles = shipped_profiles()
@@ -195,7 +191,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
-        pool = page_pool(self._model, kv_caches, self._vllm_config, self._settings.device_multiprocessors)
+        pool = page_pool(self._model, kv_caches, self._vllm_config, self._settings)
         limits, kept_bytes_max = self._settings.limits(), self._settings.kept_bytes_max
         device = pool.memory if self._settings.device_bytes_max else None
         cache = self._cache(replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max), device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
 __all__ = ["ServedModel", "model_folder", "page_pool", "served_model"]
+
+_log = logging.getLogger(__name__)
 
 # The connector interface is experimental and changes between versions; these were tested.
 VERSIONS = ("0.32.",)
@@ -124,9 +127,9 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
 
 def page_pool(
-    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, multiprocessors: int
+    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings
 ) -> PagePool:
-    """Return the engine's pages, with kernels for so many multiprocessors where they lie on a GPU.
+    """Return the engine's pages: on a device torch copies them, or kernels if the user asks for them.
 
     UnsupportedModel if they are not as kvtide knows them.
     """
@@ -148,12 +151,13 @@ def page_pool(
     backends = {layer.attn_backend.get_name() for layer in attention.values()}
     if not backends <= _SPLIT_BACKENDS:
         raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
-    if layers[0].device.type == "cuda":
+    if settings.device_kernels:
         from kvtide.engines.gpu.pages import cuda_pages
 
-        return cuda_pages(layers, layout, multiprocessors)
+        return cuda_pages(layers, layout, settings.device_multiprocessors)
     from kvtide.engines.paged.device import DevicePages
 
+    _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
     return DevicePages(layers, layout)
 
 
