@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from kvtide.engines.gpu.kernels import DeviceStream, Kernels
+from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 
 

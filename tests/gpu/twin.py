@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.engines.gpu.kernels import DeviceStream
 from kvtide.engines.gpu.program import COMPILE_OPTIONS
+from kvtide.engines.streams import DeviceStream
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src/kvtide/engines/gpu/kernels"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_writes, host_pages, random_block
+from tests.gpu.ordered import Order, OrderedStream
 
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.pages import CellOrder, cell_order, keys_values
+from kvtide.engines.streams import DeviceStream
 
 
 @pytest.mark.parametrize("order", CellOrder)
@@ -107,6 +110,20 @@ def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int
     assert np.array_equal(pool.capture([3, 4]).block(), bits)
     captured.restore([5], 1)
     assert torch.equal(layers[0][5].view(torch.int16), layers[0][4].view(torch.int16))
+
+
+def test_device_pages_wait_for_what_the_engine_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order()
+    monkeypatch.setattr(DeviceStream, "new", lambda device: OrderedStream("copies", order))
+    monkeypatch.setattr(DeviceStream, "current", lambda device: OrderedStream("engine", order))
+    pool, bits = DevicePages(_strided((4, 0, 1, 2, 3)), LAYOUT), random_block(4)
+    order.taken = Counter(engine=1)
+    with pytest.raises(AssertionError, match="copies did not wait for"):
+        pool.scatter(bits, [9, 1], 0)
+    pool.follow()
+    pool.scatter(bits, [9, 1], 0)
+    order.queued["engine"] = order.taken["engine"] = 2
+    pool.capture([9, 1])
 
 
 @pytest.mark.gpu

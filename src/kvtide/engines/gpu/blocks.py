@@ -7,9 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits
-from kvtide.engines.gpu.kernels import DeviceStream, Kernels, Staging, address
+from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
+from kvtide.engines.streams import DeviceStream
 
 __all__ = ["BlockCopier"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from kvtide.config import cache_home
 from kvtide.engines.gpu.cubins import kept_kernels
 from kvtide.engines.opened import Opened
+from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 
-__all__ = ["Budget", "CudaKernels", "DeviceStream", "Kernels", "Staging", "address", "device_faults"]
+__all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address", "device_faults"]
 
 # 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -42,39 +43,6 @@ def device_faults() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DeviceFault(f"{type(error).__name__}: {error}") from error
-
-
-class DeviceStream:
-    """A stream of a device. Without one, in this machine's memory, all is done at once and events are None."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-
-    def queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch queues here."""
-        context: AbstractContextManager[Any] = (
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        )
-        return context
-
-    def mark(self) -> Any:
-        """Return an event behind all that is queued here."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait_for(self, event: Any) -> None:
-        """Put what is queued from now on behind an event."""
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-
-    def finish(self) -> None:
-        """Wait for all that is queued."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory from others until what is queued here is done."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
 
 
 class Budget(NamedTuple):
@@ -253,7 +221,7 @@ class CudaKernels(Opened, DeviceStream):
 
     def copies(self) -> DeviceStream:
         """Return a new stream for copies."""
-        return DeviceStream(torch.cuda.Stream(self.device))
+        return DeviceStream.new(self.device)
 
     def at_current(self) -> CudaKernels:
         """Return the same kernels on torch's current stream; see Kernels. Only this one is to be closed."""

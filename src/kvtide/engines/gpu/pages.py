@@ -17,11 +17,12 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec
 from kvtide.engines.gpu.blocks import BlockCopier
 from kvtide.engines.gpu.decoding import DeviceDecoder
-from kvtide.engines.gpu.kernels import Budget, CudaKernels, DeviceStream, Kernels, device_faults
+from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import PageTarget, page_target
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.pages import Captured, PagePool
+from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 from kvtide.tier import DeviceMemory
 from kvtide.tier.breaker import Breaker

@@ -1,8 +1,11 @@
-"""Pages on an accelerator: copied through pinned memory on a stream of their own, beside the engine's."""
+"""Pages on an accelerator: copied through pinned memory on a stream of their own, beside the engine's.
+
+On a processor the same lines run at once: what is CUDA's alone is pinned memory and the making of streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys_values
+from kvtide.engines.streams import DeviceStream
 from kvtide.types import Section
 
 __all__ = ["DevicePages"]
@@ -32,7 +36,8 @@ class DevicePages:
         self._device = layers[0].device
         self._layers = [layer.view(_INT_BITS[layout.dtype.item_bytes]) for layer in layers]
         self._views = [keys_values(layer, CellOrder.SPLIT) for layer in self._layers]
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._is_cuda = self._device.type == "cuda"
+        self._copies = DeviceStream.new(self._device)
         self._after: Any = None
 
     @property
@@ -44,8 +49,7 @@ class DevicePages:
 
     def follow(self) -> None:
         """Put what is written from now on behind what torch's current stream has queued."""
-        if self._stream is not None:
-            self._after = torch.cuda.current_stream(self._device).record_event()
+        self._after = DeviceStream.current(self._device).mark()
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`, from `skip_pages` pages into the block on. Done on return."""
@@ -54,17 +58,13 @@ class DevicePages:
         part = bits[:, :, skip_pages * tokens : (skip_pages + len(pages)) * tokens]
         shape = (len(self._layers), 2, len(pages), tokens, kv_heads, content // 2)
         shaped = part.reshape(shape).view(f"<i{bits.itemsize}")
-        with self._on_stream():
-            host = torch.from_numpy(shaped)
-            if self._stream is not None:
-                host = host.pin_memory()
-            chosen = torch.tensor(list(pages), device=self._device)
+        with self._behind_engine():
+            host, chosen = self._pinned(torch.from_numpy(shaped)), self._numbers(pages)
             for rooms, both in zip(self._views, host, strict=True):
                 for room, values in zip(rooms, both.to(self._device, non_blocking=True), strict=True):
                     room[chosen] = values.transpose(1, 2)
-        if self._stream is not None:
-            # `bits` is the caller's again, and the engine may read the pages.
-            self._stream.synchronize()
+        # `bits` is the caller's again, and the engine may read the pages.
+        self._copies.finish()
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
@@ -78,44 +78,48 @@ class DevicePages:
         They are gathered on the device and may be overwritten by what the engine queues next; the way to the host is
         beside it.
         """
-        chosen = torch.tensor(list(pages), device=self._device)
+        chosen = self._numbers(pages)
         gathered = torch.stack([layer[chosen] for layer in self._layers])
-        if self._stream is None:
-            return _DeviceCaptured(self, gathered, lambda: None)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+        self._copies.wait_for(DeviceStream.current(self._device).mark())
+        with self._copies.queue():
+            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=self._is_cuda)
             host.copy_(gathered, non_blocking=True)
-            gathered.record_stream(self._stream)
-            return _DeviceCaptured(self, host, self._stream.record_event().synchronize)
+        self._copies.uses(gathered)
+        return _DeviceCaptured(self, host, self._copies.mark())
 
     def write(self, cells: torch.Tensor, pages: Sequence[int]) -> None:
         """Write cells (layers, pages, kv_heads, page_tokens, 2 * head_dim) of the host into pages. Done on return."""
-        with self._on_stream():
-            chosen = torch.tensor(list(pages), device=self._device)
+        with self._behind_engine():
+            chosen = self._numbers(pages)
             for layer, copy in zip(self._layers, cells, strict=True):
                 layer[chosen] = copy.to(self._device, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._copies.finish()
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
+    def _behind_engine(self) -> Iterator[None]:
+        self._copies.wait_for(self._after)
+        with self._copies.queue():
             yield
-            return
-        with torch.cuda.stream(self._stream):
-            if self._after is not None:
-                self._stream.wait_event(self._after)
-            yield
+
+    def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return page numbers on the device. From pageable memory the engine's thread would wait for its step here."""
+        return self._pinned(torch.tensor(list(pages))).to(self._device, non_blocking=True)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self._is_cuda else tensor
 
 
 class _DeviceCaptured:
     """Cells on their way to the host; `wait` returns when they are there."""
 
-    def __init__(self, pool: DevicePages, cells: torch.Tensor, wait: Callable[[], None]) -> None:
+    def __init__(self, pool: DevicePages, cells: torch.Tensor, event: Any) -> None:
         self._pool = pool
         self._cells = cells
-        self.wait = wait
+        self._event = event
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
     def block(self) -> BlockBits:
         self.wait()
