@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.gpu.twin import TwinKernels, needs_compiler
+
+from kvtide.cli.doctor_gpu import GOALS
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -24,6 +27,12 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_script_starts() -> None:
     command = [sys.executable, str(TOOLS / "gpu.py"), "--help"]
     assert "--dry-run" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("goal", GOALS)
+def test_figures_that_the_doctor_judges_are_measured(cases: ModuleType, twin: TwinKernels, goal: Any) -> None:
+    assert goal.figure in getattr(cases, f"{goal.case}_case")(twin, cases.DRY)
 
 
 @needs_compiler

@@ -8,13 +8,15 @@ import os
 import platform
 import shutil
 from pathlib import Path
+from typing import Annotated
 
-import msgspec
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 import kvtide
-from kvtide.cli.report import CONSOLE, cpu_name, emit_json, format_bytes
+from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
+from kvtide.cli.report import CONSOLE, Finding, cpu_name, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption, store_folder
 from kvtide.config import cache_home
 
@@ -31,17 +33,20 @@ _OPTIONAL = {
 _LOW_DISK_BYTES = 2 << 30
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. `status` is ok, off (optional and absent) or bad."""
+GpuOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--gpu", metavar="FILE", help="judge what tools/gpu.py measured; measures this GPU if there is no file"
+    ),
+]
 
-    subject: str
-    status: str
-    detail: str
 
-
-def doctor(url: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """Check this installation; exit status 1 if something needed is broken."""
-    findings = [_python(), _native(), *map(_optional, _OPTIONAL), _cpu(), _model(), *_disk(url)]
+def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: JsonOption = False) -> None:
+    """Check this installation, or judge a GPU; exit status 1 if something needed is broken or a goal is missed."""
+    if gpu is not None:
+        findings = verdicts(measured(gpu))
+    else:
+        findings = [_python(), _native(), *map(_optional, _OPTIONAL), _cpu(), gpu_path(), _model(), *_disk(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
         emit_json({"version": kvtide.__version__, "ok": is_good, "rows": findings})

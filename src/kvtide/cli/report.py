@@ -17,10 +17,18 @@ from rich.console import Console
 
 import kvtide
 
-__all__ = ["CONSOLE", "cpu_name", "emit", "emit_json", "envelope", "fail", "format_bytes"]
+__all__ = ["CONSOLE", "Finding", "cpu_name", "emit", "emit_json", "envelope", "fail", "format_bytes"]
 
 # Tables and progress are for people and go to stderr when stdout carries JSON.
 CONSOLE = Console()
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad."""
+
+    subject: str
+    status: str
+    detail: str
 
 
 def envelope() -> dict[str, str]:

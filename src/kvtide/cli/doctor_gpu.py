@@ -1,0 +1,134 @@
+"""`kvtide doctor` on GPUs: which way an engine's pages go here, and a verdict on what tools/gpu.py measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import kvtide
+from kvtide.cli.report import Finding
+
+__all__ = ["gpu_path", "measured", "verdicts"]
+
+REPORT_BYTES_MAX = 1 << 20
+# It takes some minutes on a GPU.
+MEASURING_S_MAX = 1800.0
+# Of the driver, also inside containers; of WSL.
+_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+class _Goal(NamedTuple):
+    """A figure of a case and the bound that it must reach, or stay below if `is_ceiling`."""
+
+    case: str
+    figure: str
+    bound: float
+    is_ceiling: bool = False
+
+
+GOALS = (
+    _Goal("rans", "decode_tsym_s", 0.4),
+    _Goal("swap", "swap_out_of_pinned", 0.9),
+    _Goal("swap", "swap_in_of_pinned", 0.9),
+    _Goal("overlap", "gemm_slowdown", 1.05, is_ceiling=True),
+)
+
+
+class _Case(msgspec.Struct, frozen=True):
+    """A case's figures that have goals, or why it failed."""
+
+    failed: str = ""
+    decode_tsym_s: float | None = None
+    swap_out_of_pinned: float | None = None
+    swap_in_of_pinned: float | None = None
+    gemm_slowdown: float | None = None
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """A run of tests: exit status, None if it did not run or end."""
+
+    status: int | None = None
+    reason: str = ""
+
+
+class _Report(msgspec.Struct, frozen=True):
+    is_measured: bool
+    device: str | None
+    commit: str
+    build: _Case
+    sanitizer: _Run
+    cases: dict[str, _Case]
+    # A dry run leaves them to `make test`.
+    tests: _Run | None = None
+
+
+def gpu_path() -> Finding:
+    """Tell who copies an engine's pages on this machine."""
+    if not _has_device():
+        return Finding("gpu", "off", "no CUDA device here")
+    has_extra = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+    needed = "" if has_extra else "pip install 'kvtide[gpu]' and "
+    detail = f"torch copies vLLM's pages; for kernels, which no device has proven yet: {needed}device_kernels: true"
+    return Finding("gpu", "off", detail)
+
+
+def _has_device() -> bool:
+    return any(path.exists() for path in _DEVICES)
+
+
+def measured(path: Path) -> Path:
+    """Return the path once a file is there: tools/gpu.py writes one where a GPU is. ValueError if it can't be had."""
+    if path.exists():
+        return path
+    script = Path(kvtide.__file__).parents[2] / "tools" / "gpu.py"
+    if not _has_device() or not script.exists():
+        missing = "a checkout of kvtide" if _has_device() else "a CUDA device"
+        raise ValueError(f"no file {path}, and without {missing} it can't be measured: see docs/gpu.md")
+    subprocess.run([sys.executable, str(script), "--out", str(path)], check=False, timeout=MEASURING_S_MAX)
+    if not path.exists():
+        raise ValueError(f"{script} ended without writing {path}")
+    return path
+
+
+def verdicts(path: Path) -> list[Finding]:
+    """Judge a report of tools/gpu.py: a line for each goal, and for what has none. ValueError if it is none."""
+    with path.open("rb") as file:
+        data = file.read(REPORT_BYTES_MAX + 1)
+    try:
+        report = msgspec.json.decode(data, type=_Report)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no report of tools/gpu.py: {error}") from error
+    dry = "nothing: a dry run on the kernels' twin, by request or because torch saw no CUDA device,"
+    status, device = ("ok", report.device) if report.is_measured else ("off", dry)
+    where = Finding("measured on", status, f"{device} at {report.commit}")
+    runs = [("gpu tests", report.tests), ("gpu sanitizer", report.sanitizer)]
+    return [
+        where,
+        *(_of_run(name, run) for name, run in runs if run is not None),
+        *(Finding(name, "bad", case.failed) for name, case in _all_cases(report) if case.failed),
+        *(_of_goal(goal, report.cases.get(goal.case, _Case())) for goal in GOALS),
+    ]
+
+
+def _all_cases(report: _Report) -> list[tuple[str, _Case]]:
+    return [("build", report.build), *report.cases.items()]
+
+
+def _of_run(name: str, run: _Run) -> Finding:
+    if run.status is None:
+        return Finding(name, "off", run.reason or "did not end in time")
+    return Finding(name, "bad" if run.status else "ok", f"failed with status {run.status}" if run.status else "passed")
+
+
+def _of_goal(goal: _Goal, case: _Case) -> Finding:
+    figure: float | None = getattr(case, goal.figure)
+    wanted = f"the goal is {'at most' if goal.is_ceiling else 'at least'} {goal.bound}"
+    if figure is None:
+        return Finding(goal.figure, "off", f"not measured, {wanted}")
+    is_reached = figure <= goal.bound if goal.is_ceiling else figure >= goal.bound
+    return Finding(goal.figure, "ok" if is_reached else "bad", f"{figure:.3g}, {wanted}")

@@ -1,0 +1,100 @@
+"""`kvtide doctor --gpu`: a verdict for each goal, and none on what was not measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.cli import doctor_gpu
+from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
+
+GOOD: dict[str, Any] = {
+    "is_measured": True,
+    "device": "NVIDIA H200",
+    "commit": "abc",
+    "build": {"compile_s": {}},
+    "tests": {"status": 0, "log": ""},
+    "sanitizer": {"status": 0, "memcheck": {"status": 0}},
+    "cases": {
+        "rans": {"decode_tsym_s": 0.41},
+        "swap": {"swap_out_of_pinned": 0.95, "swap_in_of_pinned": 0.9},
+        "overlap": {"gemm_slowdown": 1.02},
+        "nvcomp": {"reason": "not installed"},
+    },
+}
+
+
+def statuses(folder: Path, report: dict[str, Any]) -> dict[str, str]:
+    path = folder / "gpu.json"
+    path.write_text(json.dumps(report))
+    return {finding.subject: finding.status for finding in verdicts(path)}
+
+
+def test_goals_that_are_reached_are_ok(tmp_path: Path) -> None:
+    found = statuses(tmp_path, GOOD)
+    assert set(found.values()) == {"ok"}
+    assert {"decode_tsym_s", "swap_out_of_pinned", "swap_in_of_pinned", "gemm_slowdown", "gpu tests"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "figure", "value"),
+    [
+        ("rans", "decode_tsym_s", 0.39),
+        ("swap", "swap_out_of_pinned", 0.89),
+        ("swap", "swap_in_of_pinned", 0.1),
+        ("overlap", "gemm_slowdown", 1.06),
+    ],
+)
+def test_goal_that_is_missed_is_bad_and_no_other(tmp_path: Path, case: str, figure: str, value: float) -> None:
+    cases = {**GOOD["cases"], case: {**GOOD["cases"][case], figure: value}}
+    found = statuses(tmp_path, {**GOOD, "cases": cases})
+    assert [subject for subject, status in found.items() if status != "ok"] == [figure]
+
+
+def test_dry_run_has_no_verdict_on_goals(tmp_path: Path) -> None:
+    cases = {"rans": {"decode_tsym_s": None}, "swap": {}, "overlap": {"gemm_slowdown": None}}
+    report = {**GOOD, "is_measured": False, "device": None, "cases": cases}
+    del report["tests"]
+    found = statuses(tmp_path, report)
+    assert found.pop("gpu sanitizer") == "ok"
+    assert set(found.values()) == {"off"}
+
+
+def test_what_failed_is_bad(tmp_path: Path) -> None:
+    cases = {**GOOD["cases"], "tide-layer": {"failed": "AssertionError: keys"}}
+    found = statuses(tmp_path, {**GOOD, "cases": cases, "tests": {"status": 1}, "sanitizer": {"status": None}})
+    assert (found["tide-layer"], found["gpu tests"], found["gpu sanitizer"]) == ("bad", "bad", "off")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'{"is_measured": 1}', b" " * (2 << 20)])
+def test_what_is_no_report_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(ValueError, match="is no report"):
+        verdicts(tmp_path / "x")
+
+
+def test_without_file_and_device_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "_DEVICES", ())
+    with pytest.raises(ValueError, match=r"without a CUDA device .* docs/gpu.md"):
+        measured(tmp_path / "gpu.json")
+
+
+def test_device_is_measured_where_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> None:
+        assert Path(command[1]).name == "gpu.py"
+        Path(command[3]).write_text("{}")
+
+    monkeypatch.setattr(doctor_gpu, "_DEVICES", (tmp_path,))
+    monkeypatch.setattr(subprocess, "run", run)
+    assert measured(tmp_path / "gpu.json").exists()
+
+
+def test_doctor_says_which_way_pages_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "_DEVICES", (tmp_path,))
+    assert "torch copies vLLM's pages; for kernels" in gpu_path().detail
+    monkeypatch.setattr(doctor_gpu, "_DEVICES", ())
+    assert gpu_path().detail.startswith("no CUDA device here")
