@@ -105,8 +105,9 @@ def sanitize() -> dict[str, Any]:
             found[tool] = {"status": done.returncode, "log": done.stdout[-1500:]}
         except subprocess.TimeoutExpired:
             found[tool] = {"status": None, "log": f"not done after {SANITIZER_S_MAX} s"}
-    bad = [each["status"] for each in found.values() if each["status"] != 0]
-    return {"status": bad[0] if bad else 0, **found}
+    statuses = [each["status"] for each in found.values()]
+    # A failure says more than a tool that did not end.
+    return {"status": next(filter(None, statuses), None if None in statuses else 0), **found}
 
 
 def sanitize_twin() -> dict[str, Any]:

@@ -89,7 +89,9 @@ def measured(path: Path) -> Path:
     if not _has_device() or not script.exists():
         missing = "a checkout of kvtide" if _has_device() else "a CUDA device"
         raise ValueError(f"no file {path}, and without {missing} it can't be measured: see docs/gpu.md")
-    subprocess.run([sys.executable, str(script), "--out", str(path)], check=False, timeout=MEASURING_S_MAX)
+    command = [sys.executable, str(script), "--out", str(path)]
+    # What it is at goes to stderr; stdout has the file once more.
+    subprocess.run(command, check=False, timeout=MEASURING_S_MAX, stdout=subprocess.DEVNULL)
     if not path.exists():
         raise ValueError(f"{script} ended without writing {path}")
     return path

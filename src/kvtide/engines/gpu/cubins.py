@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 # Files in the folder: a few architectures, and versions before and after an update. The oldest go.
 CUBINS_MAX = 8
-# They have 0.4 MB.
+# They have half a megabyte.
 CUBIN_BYTES_MAX = 16 << 20
 _DIGEST_BYTES = 32
 
