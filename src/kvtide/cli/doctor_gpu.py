@@ -91,7 +91,10 @@ def measured(path: Path) -> Path:
         raise ValueError(f"no file {path}, and without {missing} it can't be measured: see docs/gpu.md")
     command = [sys.executable, str(script), "--out", str(path)]
     # What it is at goes to stderr; stdout has the file once more.
-    subprocess.run(command, check=False, timeout=MEASURING_S_MAX, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(command, check=False, timeout=MEASURING_S_MAX, stdout=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{script} did not end within {MEASURING_S_MAX:.0f} s") from error
     if not path.exists():
         raise ValueError(f"{script} ended without writing {path}")
     return path
