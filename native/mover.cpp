@@ -244,7 +244,11 @@ Progress Mover::progress(std::uint64_t id) {
 bool Mover::shorten(std::uint64_t id, std::size_t size) {
   const std::lock_guard lock(mutex_);
   const auto found = jobs_.find(id);
-  if (found == jobs_.end()) return true;
+  if (found == jobs_.end()) {
+    const auto ended = std::ranges::find(outcomes_, id, &Outcome::id);
+    if (ended == outcomes_.end()) throw std::invalid_argument("no such job");
+    return ended->moved <= size;
+  }
   Running& running = *found->second;
   if (running.moved >= size) return false;
   running.size = std::min(running.size, size);

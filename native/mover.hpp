@@ -73,7 +73,7 @@ class Mover {
   Outcome stop(std::uint64_t id);
   // Receives what has come and was too little to wake for.
   Progress progress(std::uint64_t id);
-  // Lets a job end after `size` bytes, whole slices. False if it is that far; a job that has ended goes no further.
+  // Lets a job end after `size` bytes, whole slices. False if it is that far, or has ended beyond it.
   bool shorten(std::uint64_t id, std::size_t size);
 
   static constexpr std::size_t at_once_bytes_max = 64 << 10;

@@ -226,6 +226,29 @@ def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None:
     assert run(steps()) == "a"
 
 
+class Stalled:
+    """A body of which nothing moves for too long."""
+
+    async def end(self, due_s: object) -> int:
+        return 0
+
+
+def test_head_goes_out_once_though_nothing_of_the_body_could_follow_it() -> None:
+    async def steps(patch: pytest.MonkeyPatch) -> bytes:
+        rig = Rig()
+        start = Stream.start_views
+        stalled = iter([cast(Body, Stalled())])
+        patch.setattr(Stream, "start_views", lambda *given: next(stalled, None) or start(*given))
+        task, reader = rig.sending("a")
+        data = await read(reader, SIZE + 4)
+        await task
+        rig.close()
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert run(steps(patch)) == b"head" + CONTENT
+
+
 def test_bodies_that_come_and_go_beside_each_other_keep_their_slots_apart() -> None:
     async def steps() -> None:
         rig = Rig(slots=2)

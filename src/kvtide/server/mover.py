@@ -112,8 +112,10 @@ class Body:
         return Progress(size, self._mover.loop.time())
 
     def shorten(self, size: int) -> bool:
-        """Send no more than `size` bytes, whole slices. False if it is that far already; a body that ended is not."""
-        return self._job not in self._mover.waiting or self._mover.native.shorten(self._job, size)
+        """Send no more than `size` bytes, whole slices. False if it is that far already, or has ended beyond it."""
+        if self._job in self._mover.waiting:
+            return self._mover.native.shorten(self._job, size)
+        return self.progress().size <= size
 
     async def end(self, due_s: Callable[[Progress], float]) -> int:
         """Wait until all has moved, or the time is over that `due_s` gives it for its progress. Return what has moved.

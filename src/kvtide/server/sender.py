@@ -103,14 +103,15 @@ class Sender:
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
         position, stop = order.part
-        wait_s = 0.0
+        wait_s, is_begun = 0.0, False
         send = self._enqueue(order, stop - position)
         try:
             while position < stop:
                 run = await self._granted(send, order, position)
                 sent = 0
                 try:
-                    if position == order.part.start:
+                    if not is_begun:
+                        is_begun = True
                         order.on_start()
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
