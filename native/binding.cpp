@@ -35,7 +35,7 @@ void join(const ConstBytes& planes, const std::string& format_name, const Bytes&
 }  // namespace kvtide
 
 NB_MODULE(_native, module) {
-  module.doc() = "Native kernels of kvtide: no I/O, no state.";
+  module.doc() = "Native kernels of kvtide, without I/O or state, and the thread that moves the server's bodies.";
   // Tables that a module or a cache of the user's holds live until the interpreter ends; that is no leak.
   nb::set_leak_warnings(false);
   kvtide::bind_quantise(module);
@@ -45,4 +45,5 @@ NB_MODULE(_native, module) {
   kvtide::bind_rans(module);
   kvtide::bind_prefix(module);
   kvtide::bind_tide(module);
+  kvtide::bind_mover(module);
 }

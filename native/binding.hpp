@@ -76,5 +76,6 @@ void bind_rope(nb::module_& module);
 void bind_rans(nb::module_& module);
 void bind_prefix(nb::module_& module);
 void bind_tide(nb::module_& module);
+void bind_mover(nb::module_& module);
 
 }  // namespace kvtide

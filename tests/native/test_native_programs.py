@@ -1,4 +1,4 @@
-"""The native core outside of Python: AVX-512 kernels under emulation, decoders under sanitizers and mutated input."""
+"""The native core outside of Python: AVX-512 kernels under emulation, decoders and the mover under sanitizers."""
 
 from __future__ import annotations
 
@@ -79,3 +79,13 @@ def fuzz_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fuzzed_decoder_stays_within_its_buffers(fuzz_program: Path, target: str) -> None:
     done = subprocess.run([fuzz_program, target, str(FUZZ_S), str(SEED)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr[-4000:]}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("sanitize", "batches"), [("address,undefined", 30), ("thread", 5)])
+def test_mover_keeps_to_its_jobs_whatever_peers_and_owners_do(tmp_path: Path, sanitize: str, batches: int) -> None:
+    program, sources = tmp_path / "mover_stress", [HERE / "mover_stress.cpp", NATIVE / "mover.cpp"]
+    compile_program(program, sources, ["-O1", "-g", "-pthread", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"])
+    done = subprocess.run([program, str(batches), str(SEED)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr[-4000:]}"
+    assert done.stdout == f"{batches} batches\n"

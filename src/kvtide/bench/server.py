@@ -69,7 +69,9 @@ class ServerBenchResult(msgspec.Struct, frozen=True):
     get_cpu_s_per_gb_server: float
     put_cpu_s_per_gb_server: float
     get_vs_nginx: float | None
+    get_cpu_vs_nginx: float | None
     get_vs_floor: float
+    put_cpu_vs_floor: float
     rounds: int
     clients: int
     object_bytes: int
@@ -110,13 +112,15 @@ def run(quick: bool, clock: Clock | None = None) -> ServerBenchResult:
                 side.gets.append(_gets(side, made, get_s, clock))
         by_name = {side.name: side for side in sides}
         crowd = _crowd(by_name["kvtide memory"].service, made, get_s, clock)
-    disk = by_name["kvtide disk"]
+    disk, floor = by_name["kvtide disk"], by_name["floor"]
     nginx = by_name.get("nginx")
     return ServerBenchResult(
         get_cpu_s_per_gb_server=statistics.median(rate.cpu_s_per_gb for rate in disk.gets),
         put_cpu_s_per_gb_server=statistics.median(rate.cpu_s_per_gb for rate in disk.puts),
-        get_vs_nginx=_ratio(disk.gets, nginx.gets) if nginx else None,
-        get_vs_floor=_ratio(disk.gets, by_name["floor"].gets),
+        get_vs_nginx=_rate_ratio(disk.gets, nginx.gets) if nginx else None,
+        get_cpu_vs_nginx=_cpu_ratio(disk.gets, nginx.gets) if nginx else None,
+        get_vs_floor=_rate_ratio(disk.gets, floor.gets),
+        put_cpu_vs_floor=_cpu_ratio(disk.puts, floor.puts),
         rounds=rounds,
         clients=CLIENTS,
         object_bytes=OBJECT_BYTES,
@@ -324,8 +328,12 @@ def _resident_bytes_most(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
-def _ratio(ours: Sequence[_Rate], theirs: Sequence[_Rate]) -> float:
+def _rate_ratio(ours: Sequence[_Rate], theirs: Sequence[_Rate]) -> float:
     return statistics.median(one.gb_s / other.gb_s for one, other in zip(ours, theirs, strict=True))
+
+
+def _cpu_ratio(ours: Sequence[_Rate], theirs: Sequence[_Rate]) -> float:
+    return statistics.median(one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in zip(ours, theirs, strict=True))
 
 
 def _row(side: _Side) -> ServerBenchRow:

@@ -13,8 +13,9 @@ from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.metrics import Metrics
+from kvtide.server.mover import Body, Following, Progress
 from kvtide.server.pace import Pace
-from kvtide.server.scheduler import Scheduler, Send, Slice
+from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.stream import Stream
 from kvtide.server.workers import Workers
 from kvtide.tier.lend import FilePart, LentObject
@@ -24,6 +25,8 @@ __all__ = ["Order", "Sender", "window"]
 
 # What TLS reads of a file at a time: the kernel can't encrypt.
 _TLS_READ_BYTES = 256 << 10
+# A run that nobody waits for is at most so many slices long: for it the scheduler, and what it shows, lag behind.
+_RUN_SLICES_MAX = 16
 # One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
 _WARM_STEP_BYTES = 64 << 10
 # How often a reader that takes nothing is asked whether it is in somebody's way.
@@ -57,6 +60,22 @@ class Order:
         self.is_cold = self.lent.file is not None and not _is_cached(self.lent.file, self.part)
 
 
+@dataclass(slots=True)
+class _Run:
+    """Slices of one send that go out one after the other without anybody being asked in between.
+
+    [0, done)           finished
+    [done, +piece.size) the slice that holds the slot
+    [..., size)         granted when it is reached; nobody else waits
+    """
+
+    piece: Slice
+    size: int
+    done: int = 0
+    # None while it can't be shortened.
+    body: Body | None = None
+
+
 class Sender:
     """Runs the scheduler on an event loop. All calls come from the loop's thread."""
 
@@ -74,6 +93,7 @@ class Sender:
         self._workers = workers
         self._stall_s_max = stall_s_max
         self._waiting: dict[Send, asyncio.Future[Slice]] = {}
+        self._runs: dict[Send, _Run] = {}
         # Runs when the scheduler's link has room again.
         self._timer: asyncio.TimerHandle | None = None
 
@@ -83,26 +103,26 @@ class Sender:
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
         position, stop = order.part
-        wait_s = 0.0
+        wait_s, is_begun = 0.0, False
         send = self._enqueue(order, stop - position)
         try:
             while position < stop:
-                piece = await self._slice(send, order)
+                run = await self._granted(send, order, position)
                 sent = 0
                 try:
-                    if position == order.part.start:
+                    if not is_begun:
+                        is_begun = True
                         order.on_start()
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
                         await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
-                    sent = await self._send_slice(order, position, position + piece.size)
+                    sent = await self._send_run(order, position, run)
                 finally:
-                    self.scheduler.finish(piece, sent, self._loop.time())
+                    self._finish(run, sent)
                 position += sent
-                order.pace.moved(sent, self._loop.time())
                 if order.pace.due_s <= self._loop.time():
                     raise TimeoutError
-                if sent < piece.size:
+                if sent < run.size:
                     # Nobody waits for a slot behind a peer that takes nothing.
                     self._leave(send)
                     await self._resumed(order)
@@ -114,6 +134,11 @@ class Sender:
     def _enqueue(self, order: Order, size: int) -> Send:
         # Where nobody shows a token a tenant is what anybody calls himself.
         tenant, now_s = "" if order.share else order.tenant, self._loop.time()
+        for run in self._runs.values():
+            self._catch_up(run)
+        if not self._has_slots(tenant, 1):
+            # Before it is queued: a slot that is given up by then comes back to its run.
+            self._make_way()
         try:
             return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
         except QueueFull as error:
@@ -133,6 +158,58 @@ class Sender:
                 break
         raise TimeoutError
 
+    async def _granted(self, send: Send, order: Order, position: int) -> _Run:
+        """Wait for a slice; go on behind it, up to a bound, if nobody else waits for a slot."""
+        piece = await self._slice(send, order)
+        settings, size = self.scheduler.settings, piece.size
+        is_alone = not self._waiting and self._has_slots(send.owner.tenant, 0)
+        if is_alone and not (settings.link_bits_s or order.is_cold or order.stream.is_encrypted):
+            size = max(size, min(order.part.stop - position, _RUN_SLICES_MAX * settings.slice_bytes))
+        run = self._runs[send] = _Run(piece, size)
+        return run
+
+    def _catch_up(self, run: _Run) -> None:
+        """Tell the scheduler how far a run is: finish each slice that went out, and take the next."""
+        if run.body is None:
+            return
+        sent = run.body.progress().size
+        while sent >= run.done + run.piece.size < run.size:
+            self._next(run)
+
+    def _next(self, run: _Run) -> None:
+        now_s = self._loop.time()
+        run.done += run.piece.size
+        self.scheduler.finish(run.piece, run.piece.size, now_s)
+        # Nobody else waits, or the run would have been shortened to the slice that is finished here.
+        (run.piece,) = self.scheduler.grant(now_s)
+
+    def _has_slots(self, tenant: str, count: int) -> bool:
+        """Whether so many slices of this tenant would fit beside those that go out. Those without tokens are one."""
+        settings, loads = self.scheduler.settings, self.scheduler.loads()
+        held = count + sum(load.in_flight_slices for load in loads if load.tenant == tenant)
+        return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
+
+    def adopt(self, settings: SchedulerSettings) -> None:
+        """Share by other settings, as the scheduler does."""
+        self._make_way()
+        self.scheduler.adopt(settings)
+
+    def _make_way(self) -> None:
+        """Let all runs end with the slice that goes out now: somebody is about to wait for a slot."""
+        for run in self._runs.values():
+            while run.done + run.piece.size < run.size:
+                if run.body is None or run.body.shorten(run.done + run.piece.size):
+                    run.size = run.done + run.piece.size
+                else:
+                    # It had sent the whole slice by now.
+                    self._next(run)
+
+    def _finish(self, run: _Run, sent: int) -> None:
+        del self._runs[run.piece.send]
+        while sent > run.done + run.piece.size:
+            self._next(run)
+        self.scheduler.finish(run.piece, max(0, sent - run.done), self._loop.time())
+
     async def _slice(self, send: Send, order: Order) -> Slice:
         waiting: asyncio.Future[Slice] = self._loop.create_future()
         self._waiting[send] = waiting
@@ -142,6 +219,11 @@ class Sender:
         waits_since_s = self._loop.time()
         try:
             return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():
+                # It was granted in the same moment.
+                self.scheduler.finish(waiting.result(), 0, self._loop.time())
+            raise
         finally:
             self._waiting.pop(send, None)
             order.pace.paused(self._loop.time() - waits_since_s)
@@ -165,40 +247,34 @@ class Sender:
         due_s = self.scheduler.next_grant_s()
         self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
 
-    async def _send_slice(self, order: Order, position: int, stop: int) -> int:
-        """Send bytes [position, stop) of the object, and return how many went out before the peer stopped taking."""
-        file = order.lent.file
+    async def _send_run(self, order: Order, position: int, run: _Run) -> int:
+        """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
+        stream, file, stop = order.stream, order.lent.file, position + run.size
+        slice_bytes = self.scheduler.settings.slice_bytes
         if file is None:
-            return await self._send_views(order.stream, window(order.lent.views, position, stop))
-        file = FilePart(file.descriptor, file.offset + position)
-        if not order.stream.can_send_files:
-            return await self._send_encrypted(order, file, stop - position)
-        if order.is_cold:
-            warm = partial(_warm, file, stop - position, order.part.stop - position)
-            await self._workers.read(order.owner, warm)
-        return await self._send_file(order.stream, file, stop - position)
+            views = window(order.lent.views, position, stop)
+            if stream.is_encrypted:
+                return self._paced(order, await stream.send_encrypted(views, self._stall_s_max))
+            body = run.body = stream.start_views(views, slice_bytes)
+        else:
+            file = FilePart(file.descriptor, file.offset + position)
+            if stream.is_encrypted:
+                return self._paced(order, await self._send_encrypted(order, file, run.size))
+            if order.is_cold:
+                warm = partial(_warm, file, run.size, order.part.stop - position)
+                await self._workers.read(order.owner, warm)
+            body = run.body = stream.start_file(file, run.size, slice_bytes)
+        follow = Following(order.pace, self._stall_s_max)
+        try:
+            sent = await body.end(follow.due_s)
+        except EOFError:
+            raise ConnectionAbortedError("the object was evicted while it was sent") from None
+        follow.due_s(Progress(sent, self._loop.time()))
+        return sent
 
-    async def _send_views(self, stream: Stream, views: list[memoryview]) -> int:
-        done, count = 0, sum(map(len, views))
-
-        def step() -> bool:
-            nonlocal done
-            done += stream.send_some(window(views, done, count))
-            return done == count
-
-        await stream.send_steps(step, self._stall_s_max)
-        return done
-
-    async def _send_file(self, stream: Stream, file: FilePart, count: int) -> int:
-        done = 0
-
-        def step() -> bool:
-            nonlocal done
-            done += stream.send_some_of(FilePart(file.descriptor, file.offset + done), count - done)
-            return done == count
-
-        await stream.send_steps(step, self._stall_s_max)
-        return done
+    def _paced(self, order: Order, sent: int) -> int:
+        order.pace.moved(sent, self._loop.time())
+        return sent
 
     async def _send_encrypted(self, order: Order, file: FilePart, count: int) -> int:
         done = 0
@@ -208,7 +284,7 @@ class Sender:
             data = await self._workers.read(order.owner, read)
             if len(data) < wanted:
                 raise ConnectionAbortedError("the object was evicted while it was sent")
-            sent = await self._send_views(order.stream, [memoryview(data)])
+            sent = await order.stream.send_encrypted([memoryview(data)], self._stall_s_max)
             done += sent
             if sent < wanted:
                 break

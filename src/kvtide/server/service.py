@@ -27,6 +27,7 @@ from kvtide.server.listeners import bound, listener_on, turn_away
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
+from kvtide.server.mover import Mover
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.outlook import Outlook
@@ -130,6 +131,8 @@ class Service:
             self._addresses.append(Address("", 0, str(settings.socket_path)))
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
+        self._mover = Mover()
+        self._sender: Sender | None = None
         # Connections of proxies that have not said yet whom they are of.
         self._introducing: set[asyncio.Task[None]] = set()
         self.health = Health(tier, backing.region, member, clock.monotonic_s)
@@ -173,6 +176,8 @@ class Service:
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
+            self._mover.open(loop)
+            stack.callback(self._mover.close)
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             await self._open_health(stack)
@@ -204,7 +209,7 @@ class Service:
 
     def _gateway(self, loop: asyncio.AbstractEventLoop, workers: Workers) -> Gateway:
         live, metrics = self.live, self.observatory.metrics
-        sender = Sender(self.scheduler, loop, workers, live.limits.stall_s_max, metrics)
+        sender = self._sender = Sender(self.scheduler, loop, workers, live.limits.stall_s_max, metrics)
         _, stored, names, region = self._backing
         lending = Lending(self.buffers, live.limits, metrics, workers)
         objects = ObjectRequests(
@@ -251,7 +256,7 @@ class Service:
         except ValueError as error:
             _log.error("the settings stay as they are: %s", error)
             return
-        self.scheduler.adopt(self.live.settings.sending)
+        (self._sender or self.scheduler).adopt(self.live.settings.sending)
         _log.info("settings read anew%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
 
     def _recount(self) -> None:
@@ -339,7 +344,7 @@ class Service:
         return sock
 
     def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        stream = Stream(sock, loop)
+        stream = Stream(sock, loop, self._mover)
         task = self._tasks[guest] = loop.create_task(gateway.serve(stream, guest))
         task.add_done_callback(partial(self._end, guest, stream))
 

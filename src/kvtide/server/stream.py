@@ -7,22 +7,21 @@ Invariant: bytes that were read behind a head stay in order in front of what the
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtide.errors import RequestRefused
+from kvtide.server.mover import Body, Following, Mover, Progress
 from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
 __all__ = ["Stream", "common_name"]
 
-# The loop is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
+# The mover is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.
 LINGER_BYTES_MAX = 1 << 20
@@ -38,18 +37,21 @@ def common_name(certificate: Mapping[str, Any] | None) -> str | None:
 
 
 class Stream:
-    """A connected socket, plain or TLS. One coroutine at a time uses it."""
+    """A connected socket, plain or TLS. One coroutine at a time uses it.
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    Bodies on plain sockets move in the mover's thread; what TLS encrypts, and heads, move here.
+    """
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, mover: Mover) -> None:
         self._sock = sock
         self._loop = loop
+        self._mover = mover
         self._descriptor = sock.fileno()
         self._pending = b""
         # When the first byte of the last head came, or was found behind the request before.
         self.head_began_s = loop.time()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._wake_bytes = 1
-        self._can_set_wake_bytes = sock.family in {socket.AF_INET, socket.AF_INET6} and not self._is_tls
+        self._wake_bytes = WAKE_BYTES if sock.family in {socket.AF_INET, socket.AF_INET6} else 0
 
     @property
     def has_pending(self) -> bool:
@@ -105,31 +107,25 @@ class Stream:
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
 
-        def read() -> bool:
-            """Read once; ask to be called again when a good part of the rest has come. True if that was all."""
-            nonlocal done
-            rest = view[done:]
-            came = self._sock.recv_into(rest)
+        if not self._is_tls and done < len(view):
+            await self._receive(view[done:], pace)
+            return
+        while done < len(view):
+            came = await self._until_done(partial(self._sock.recv_into, view[done:]), pace.due_s)
             if not came:
                 raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
             done += came
             pace.moved(came, self._loop.time())
-            self._set_wake_bytes(min(len(view) - done, WAKE_BYTES) or 1)
-            return done == len(view)
 
-        if self._is_tls:
-            while done < len(view):
-                await self._until_done(read, pace.due_s)
-        elif done < len(view):
-            try:
-                await self._drive(read, lambda: pace.due_s, is_send=False)
-            finally:
-                self._set_wake_bytes(1)
-
-    def _set_wake_bytes(self, count: int) -> None:
-        if self._can_set_wake_bytes and count != self._wake_bytes:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._wake_bytes = count
+    async def _receive(self, view: memoryview, pace: Pace) -> None:
+        body, follow = self._mover.receive(self._descriptor, view, self._wake_bytes), Following(pace)
+        try:
+            done = await body.end(follow.due_s)
+        except EOFError as error:
+            raise ConnectionResetError(f"the peer closed within a body: {error}") from None
+        if done < len(view):
+            raise TimeoutError
+        follow.due_s(Progress(done, self._loop.time()))
 
     async def send_all(self, data: bytes, deadline_s: float, has_more: bool = False) -> None:
         """Send bytes; with `has_more` they may wait in the kernel for what follows."""
@@ -139,87 +135,32 @@ class Stream:
             sent = await self._until_done(partial(self._sock.send, view, flags), deadline_s, is_send=True)
             view = view[sent:]
 
-    def send_some(self, views: Sequence[memoryview]) -> int:
-        """Send what the socket takes now of memory in pieces; 0 if it takes nothing."""
-        try:
-            return self._sock.send(views[0]) if self._is_tls or len(views) == 1 else self._sock.sendmsg(views)
-        except _WOULD_BLOCK:
-            return 0
-
     @property
-    def can_send_files(self) -> bool:
-        """Whether `send_some_of` works: the kernel can't encrypt."""
-        return not self._is_tls
+    def is_encrypted(self) -> bool:
+        """Whether bodies go through `send_encrypted`; otherwise they are started and move on their own."""
+        return self._is_tls
 
-    def send_some_of(self, file: FilePart, count: int) -> int:
-        """Send what the socket takes now of `count` bytes of a file; 0 if it takes nothing.
+    def start_views(self, views: Sequence[memoryview], slice_bytes: int) -> Body:
+        """Begin to send memory in pieces, by calls that end where slices do."""
+        return self._mover.send(self._descriptor, views, slice_bytes)
 
-        ConnectionAbortedError if the file ends: what was promised to the peer can't be sent.
-        """
-        try:
-            sent = os.sendfile(self._descriptor, file.descriptor, file.offset, count)
-        except BlockingIOError:
-            return 0
-        if not sent:
-            raise ConnectionAbortedError("the object was evicted while it was sent")
-        return sent
+    def start_file(self, file: FilePart, size: int, slice_bytes: int) -> Body:
+        """Begin to send a part of a file, as `start_views` does."""
+        return self._mover.send_file(self._descriptor, file, size, slice_bytes)
 
-    async def send_steps(self, step: Callable[[], bool], stall_s_max: float) -> None:
-        """Call `step`, which sends what the socket takes, until it is True or the peer takes nothing for so long."""
-        if step():
-            return
-        due_s = self._loop.time() + stall_s_max
-
-        def stalling() -> bool:
-            nonlocal due_s
-            is_done = step()
-            due_s = self._loop.time() + stall_s_max
-            return is_done
-
-        try:
-            await self._drive(stalling, lambda: due_s, is_send=True)
-        except TimeoutError:
-            return
-
-    async def _drive(self, step: Callable[[], bool], due_s: Callable[[], float], is_send: bool) -> None:
-        """Let the loop call `step` whenever the socket is ready, until it is True. TimeoutError when it is `due_s()`.
-
-        Steps may put that off. One registration and one timer for all calls: resuming a coroutine, which registers
-        again, for each of them cost half of the time that a body took in Python.
-        """
-        waiter = self._loop.create_future()
-
-        def ready() -> None:
-            if waiter.done():
-                return
-            try:
-                is_done = step()
-            except _WOULD_BLOCK:
-                return
-            except OSError as error:
-                waiter.set_exception(error)
-                return
-            if is_done:
-                waiter.set_result(None)
-
-        def expire() -> None:
-            if not is_send:
-                # What came is too little to have woken us.
-                ready()
-            if waiter.done():
-                return
-            if self._loop.time() < due_s():
-                timers.append(self._loop.call_at(due_s(), expire))
-            else:
-                waiter.set_exception(TimeoutError())
-
-        timers = deque([self._loop.call_at(due_s(), expire)], maxlen=1)
-        (self._loop.add_writer if is_send else self._loop.add_reader)(self._descriptor, ready)
-        try:
-            await waiter
-        finally:
-            timers[0].cancel()
-            (self._loop.remove_writer if is_send else self._loop.remove_reader)(self._descriptor)
+    async def send_encrypted(self, views: Sequence[memoryview], stall_s_max: float) -> int:
+        """Send memory in pieces over TLS. Return how much went out before the peer took nothing for so long."""
+        done = 0
+        for view in views:
+            rest = view
+            while rest:
+                try:
+                    send, due_s = partial(self._sock.send, rest), self.now_s() + stall_s_max
+                    sent = await self._until_done(send, due_s, is_send=True)
+                except TimeoutError:
+                    return done
+                done, rest = done + sent, rest[sent:]
+        return done
 
     async def is_writable(self, deadline_s: float) -> bool:
         """Wait until the socket takes bytes. False if it did not until the deadline."""

@@ -1,0 +1,282 @@
+"""Bodies that a native thread moves: how they end, and what the scheduler hears of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtide.server.metrics import Metrics
+from kvtide.server.mover import Body, Mover, Progress
+from kvtide.server.pace import Pace
+from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.server.sender import Order, Sender
+from kvtide.server.stream import Stream
+from kvtide.server.workers import Workers
+from kvtide.tier.lend import FilePart, LentObject
+from kvtide.wire.protocol import ByteRange
+
+_Result = TypeVar("_Result")
+SLICE = 64 << 10
+SIZE = 4 << 20
+CONTENT = random.Random(1).randbytes(SIZE)
+
+
+class Rig:
+    """A mover and a sender with few slots, and readers at the other ends of its sockets."""
+
+    def __init__(self, slots: int = 1) -> None:
+        loop = asyncio.get_running_loop()
+        self.mover = Mover()
+        self.mover.open(loop)
+        settings = SchedulerSettings(slots=slots, tenant_slots_max=slots, slice_bytes=SLICE)
+        self.scheduler = Scheduler(settings, random.Random(0))
+        self.workers = Workers(2)
+        self.sender = Sender(self.scheduler, loop, self.workers, 5.0, Metrics(CollectorRegistry()))
+        self.sockets: list[socket.socket] = []
+
+    def pair(self) -> tuple[socket.socket, socket.socket]:
+        ours, theirs = socket.socketpair()
+        self.sockets += [ours, theirs]
+        for end in (ours, theirs):
+            end.setblocking(False)
+        return ours, theirs
+
+    def sending(self, client: str) -> tuple[asyncio.Task[float], socket.socket]:
+        """Send CONTENT to a reader, who is returned."""
+        ours, theirs = self.pair()
+        lent = LentObject(SIZE, b"", [memoryview(CONTENT)], None, lambda: None)
+        stream = Stream(ours, asyncio.get_running_loop(), self.mover)
+        pace, part = Pace(1e9, 1.0, stream.now_s()), ByteRange(0, SIZE)
+        order = Order(stream, b"head", lent, part, client, client, client, "", 0, pace, lambda: None, lambda: False)
+        return asyncio.create_task(self.sender.send(order)), theirs
+
+    def close(self) -> None:
+        self.mover.close()
+        self.workers.__exit__(None, None, None)
+        for end in self.sockets:
+            end.close()
+        self.scheduler.check()
+        assert self.scheduler.slots_used == 0
+
+
+async def read(end: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, size - len(data)), 20)
+    return data
+
+
+def run(steps: Coroutine[Any, Any, _Result]) -> _Result:
+    return asyncio.run(asyncio.wait_for(steps, 60))
+
+
+def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> None:
+    async def steps() -> tuple[int, bytes]:
+        rig = Rig()
+        ours, theirs = rig.pair()
+        body = rig.mover.send(ours.fileno(), [memoryview(CONTENT)], 0)
+        sent = await body.end(lambda progress: progress.moved_s + 0.05)
+        ours.close()
+        got = b""
+        while data := await asyncio.get_running_loop().sock_recv(theirs, SIZE):
+            got += data
+        rig.close()
+        return sent, got
+
+    sent, got = run(steps())
+    assert 0 < sent < SIZE and got == CONTENT[:sent]
+
+
+def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
+    async def steps() -> bytes:
+        rig = Rig()
+        ours, theirs = rig.pair()
+        buffer = bytearray(SIZE)
+        task = asyncio.create_task(rig.mover.receive(ours.fileno(), memoryview(buffer), 0).end(lambda progress: 1e9))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        theirs.send(b"x" * 1000)
+        await asyncio.sleep(0.05)
+        assert not rig.mover.waiting
+        rig.close()
+        return bytes(buffer)
+
+    assert run(steps()) == bytes(SIZE)
+
+
+def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
+    async def steps() -> list[Progress]:
+        rig = Rig()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            theirs = socket.create_connection(listener.getsockname())
+            ours = listener.accept()[0]
+        rig.sockets += [ours, theirs]
+        ours.setblocking(False)
+        looks: list[Progress] = []
+
+        def due_s(progress: Progress) -> float:
+            looks.append(progress)
+            if len(looks) == 2:
+                theirs.sendall(CONTENT[1000:])
+            return asyncio.get_running_loop().time() + 0.05
+
+        theirs.sendall(CONTENT[:1000])
+        buffer = bytearray(SIZE)
+        body = rig.mover.receive(ours.fileno(), memoryview(buffer)[: 128 << 10], 256 << 10)
+        theirs.setblocking(True)
+        assert await body.end(due_s) == 128 << 10 and buffer[: 128 << 10] == CONTENT[: 128 << 10]
+        rig.close()
+        return looks
+
+    looks = run(steps())
+    assert looks[0].size == 0 and looks[1].size == 1000
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_file_that_ends_early_and_peer_that_closes_are_told_apart(is_cut: bool) -> None:
+    async def steps() -> None:
+        rig = Rig()
+        ours, theirs = rig.pair()
+        with tempfile.TemporaryFile() as file:
+            os.ftruncate(file.fileno(), 1000 if is_cut else SIZE)
+            if not is_cut:
+                theirs.close()
+            body = rig.mover.send_file(ours.fileno(), FilePart(file.fileno(), 0), SIZE, 0)
+            with pytest.raises(EOFError if is_cut else BrokenPipeError):
+                await body.end(lambda progress: 1e9)
+        rig.close()
+
+    run(steps())
+
+
+def test_body_that_nobody_waits_behind_goes_out_whole_and_is_accounted_by_slices() -> None:
+    async def steps() -> tuple[bytes, int]:
+        rig = Rig()
+        task, reader = rig.sending("a")
+        data = await read(reader, SIZE + 4)
+        await task
+        turns = rig.scheduler.enqueue("b", "b", 1, 0.0)
+        rig.scheduler.cancel(turns)
+        rig.close()
+        return data, turns.turn
+
+    data, turn = run(steps())
+    # Numbers are taken by two sends and by each of 64 slices.
+    assert data == b"head" + CONTENT and turn == 1 + SIZE // SLICE + 1
+
+
+def test_newcomer_has_its_turn_after_the_slice_that_goes_out() -> None:
+    async def steps() -> int:
+        rig = Rig(slots=1)
+        first, slow = rig.sending("a")
+        await read(slow, 4 + 10 * SLICE)
+        second, reader = rig.sending("b")
+        # The first reader takes the rest of its slice, and what its socket holds by then, and no more.
+        data, came = asyncio.create_task(read(reader, 4 + SLICE)), 0
+        while not data.done():
+            came += len(await read(slow, 1000)) if came < 16 * SLICE else 0
+            await asyncio.sleep(0)
+        assert (await data) == b"head" + CONTENT[:SLICE]
+        await asyncio.gather(read(reader, SIZE - SLICE), read(slow, SIZE - 10 * SLICE - came), first, second)
+        rig.close()
+        return came
+
+    assert run(steps()) <= 16 * SLICE
+
+
+class Ahead:
+    """A body that has sent more by the time it is shortened than it had when it was asked."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._answers = [False]
+
+    def progress(self) -> Progress:
+        return Progress(0, 0.0)
+
+    def shorten(self, size: int) -> bool:
+        return self._answers.pop() if self._answers else self._body.shorten(size)
+
+
+def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None:
+    async def steps() -> str:
+        rig = Rig(slots=1)
+        first, slow = rig.sending("a")
+        await read(slow, 4)
+        (under_way,) = rig.sender._runs.values()
+        assert under_way.body is not None
+        under_way.body = cast(Body, Ahead(under_way.body))
+        second, reader = rig.sending("b")
+        await asyncio.sleep(0)
+        client = under_way.piece.send.client
+        await asyncio.gather(read(slow, SIZE), read(reader, SIZE + 4), first, second)
+        rig.close()
+        return client
+
+    assert run(steps()) == "a"
+
+
+class Stalled:
+    """A body of which nothing moves for too long."""
+
+    async def end(self, due_s: object) -> int:
+        return 0
+
+
+def test_head_goes_out_once_though_nothing_of_the_body_could_follow_it() -> None:
+    async def steps(patch: pytest.MonkeyPatch) -> bytes:
+        rig = Rig()
+        start = Stream.start_views
+        stalled = iter([cast(Body, Stalled())])
+        patch.setattr(Stream, "start_views", lambda *given: next(stalled, None) or start(*given))
+        task, reader = rig.sending("a")
+        data = await read(reader, SIZE + 4)
+        await task
+        rig.close()
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert run(steps(patch)) == b"head" + CONTENT
+
+
+def test_bodies_that_come_and_go_beside_each_other_keep_their_slots_apart() -> None:
+    async def steps() -> None:
+        rig = Rig(slots=2)
+
+        async def client(name: str) -> None:
+            for _ in range(3):
+                task, reader = rig.sending(name)
+                assert await read(reader, SIZE + 4) == b"head" + CONTENT
+                await task
+
+        await asyncio.gather(*map(client, "abcd"))
+        rig.close()
+
+    run(steps())
+
+
+def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -> None:
+    async def steps() -> None:
+        rig = Rig(slots=1)
+        first, _ = rig.sending("a")
+        await asyncio.sleep(0)
+        second, _ = rig.sending("b")
+        await asyncio.sleep(0)
+        first.cancel()
+        # The first one ends now, and the second has its slice, but has not gone on.
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        rig.close()
+
+    run(steps())
