@@ -52,6 +52,10 @@ class CentralRecords:
         self._client.open()
         self._asking.open()
 
+    def stop(self) -> None:
+        """Ask for nothing more by itself. Does not wait."""
+        self._asking.stop()
+
     def close(self) -> None:
         """Stop asking. Idempotent."""
         self._asking.close()

@@ -148,6 +148,10 @@ class Synchroniser:
         self._central.open()
         self._sending.open()
 
+    def stop(self) -> None:
+        """Send nothing more after what is under way. Does not wait."""
+        self._sending.stop()
+
     def close(self) -> None:
         """Stop after what is under way; the manifest keeps the rest. Idempotent."""
         self._sending.close()
@@ -299,6 +303,13 @@ class Region:
             self.synchroniser.open()
         if self.central is not None:
             self.central.open()
+
+    def stop(self) -> None:
+        """Begin nothing more with other regions but what is asked for. Does not wait."""
+        if self.central is not None:
+            self.central.stop()
+        if self.synchroniser is not None:
+            self.synchroniser.stop()
 
     def close(self) -> None:
         """Stop synchronising. Idempotent; the store is closed by its owner, after."""

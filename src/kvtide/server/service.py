@@ -201,6 +201,9 @@ class Service:
                     task.result()
             for listener in listeners:
                 listener.close()
+            if self._backing.region is not None:
+                # Its waits for a centre that is silent and ours for connections are over at the same time.
+                self._backing.region.stop()
             await self._drain(gateway, self.live.limits.drain_s_max)
             self._access_log.flush()
         for address in self._addresses:

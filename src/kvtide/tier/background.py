@@ -80,9 +80,13 @@ class Repeater:
         thread.start()
         self._thread = thread
 
+    def stop(self) -> None:
+        """Begin nothing more. Does not wait."""
+        self._closing.set()
+
     def close(self) -> None:
         """Stop after what is under way, for which it waits CLOSE_S_MAX. Idempotent."""
-        self._closing.set()
+        self.stop()
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
             self._thread = None
