@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -136,6 +137,21 @@ def test_readers_share_what_they_hold_of_the_memory_and_are_all_served() -> None
         with ThreadPoolExecutor(8) as threads:
             found = list(threads.map(lambda _: ask(server, "GET", OBJECT, "")[1], range(24)))
     assert found == [data] * 24
+
+
+def test_a_late_reader_is_not_cut_off_for_others_of_its_tenant() -> None:
+    limits = ServerLimits(memory_bytes_max=16 * MIB)
+    with running_server(limits=limits) as server, ThreadPoolExecutor(1) as threads:
+        data = object_bytes(1, 3 * MIB)
+        assert ask(server, "PUT", OBJECT, "", data)[0].status == 201
+        with sending(server, head("GET", OBJECT, "")) as (late,):
+            wait_until(lambda: server.service.observatory.metrics.reads().get("found") == 1, "it to have begun")
+            other = threads.submit(ask, server, "GET", OBJECT, "")
+            time.sleep(0.5)
+            came = b""
+            while not came.endswith(data[-1000:]) and (part := late.recv(1 << 16)):
+                came += part
+        assert came.endswith(data) and other.result()[1] == data
 
 
 @pytest.mark.parametrize("value", [b"x" * 10, bytes(400), b"\xff" * 400, object_bytes(3)[:900]])

@@ -39,7 +39,12 @@ CLIENTS = 4
 IDLE = 1000
 ACTIVE = 64
 _EXCHANGE_S_MAX = 30.0
-_LIMITS = {"memory_bytes_max": 256 << 20, "buffer_bytes_max": 128 << 20, "connections_max": 1200, "tenant_connections_max": 1200}
+_LIMITS = {
+    "memory_bytes_max": 256 << 20,
+    "buffer_bytes_max": 128 << 20,
+    "connections_max": 1200,
+    "tenant_connections_max": 1200,
+}
 
 
 class _Size(NamedTuple):

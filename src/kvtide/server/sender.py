@@ -31,6 +31,8 @@ _RUN_SLICES_MAX = 16
 _WARM_STEP_BYTES = 64 << 10
 # How often a reader that takes nothing is asked whether it is in somebody's way.
 _LOOK_AGAIN_S = 0.2
+# A reader that takes nothing for so long stands still; before that, its own tenant's others wait for it.
+_LATE_S_MAX = 2.0
 
 
 @dataclass(slots=True)
@@ -149,8 +151,12 @@ class Sender:
         self._pump()
 
     async def _resumed(self, order: Order) -> None:
-        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds."""
-        while not order.is_in_the_way():
+        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds.
+
+        Those wait for as long as a reader of a busy machine may be late.
+        """
+        since_s = self._loop.time()
+        while self._loop.time() < since_s + _LATE_S_MAX or not order.is_in_the_way():
             look_s = self._loop.time() + _LOOK_AGAIN_S
             if await order.stream.is_writable(min(look_s, order.pace.due_s)):
                 return
