@@ -22,6 +22,8 @@ from kvtide.engines.importance_curve import CurvePoint, over_line
 from kvtide.engines.importance_judge import ImportanceJudge
 from kvtide.types import BlockKey, Namespace, ObjectId
 
+pytestmark = pytest.mark.usefixtures("any_block_fits")
+
 TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
 OTHERS = ["\n".join(f"Another text altogether, its line {n} says so." for n in range(50))]
 

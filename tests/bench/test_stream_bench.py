@@ -18,6 +18,8 @@ from kvtide.sim.links import Link
 from kvtide.sim.stream import Costs
 from kvtide.stream.plan import PrefillSpeed
 
+pytestmark = pytest.mark.usefixtures("any_block_fits")
+
 STEADY = Link("steady", [0, 100], [0, 100e6])
 
 

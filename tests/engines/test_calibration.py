@@ -14,6 +14,8 @@ from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.judge import Judge
 from kvtide.engines.sensitivity import cache_sensitivity
 
+pytestmark = pytest.mark.usefixtures("any_block_fits")
+
 
 def texts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(7)

@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.ways import Ways
+from kvtide.engines.ways import Way, Ways
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
@@ -53,8 +53,9 @@ def test_a_part_of_the_prefix_is_loaded(tiny_model: Any, prompt: torch.Tensor, s
 def test_with_all_tokens_the_answer_is_exact(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     fill(tiny_model, tmp_path, prompt, None)
     with attached(tiny_model, tmp_path, 1.0) as cached:
-        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-        assert cached.last.selected.tokens_share == 1.0
+        for _ in range(4):
+            assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+            assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 
 
 def test_off_it_is_the_exact_path(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -70,20 +71,19 @@ def test_blocks_of_a_part_are_never_served_as_exact(tiny_model: Any, prompt: tor
         assert cached.last.hit_tokens == 0
 
 
-def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    fill(tiny_model, tmp_path, prompt, 1.0)
-    with attached(tiny_model, tmp_path, 1.0) as cached:
+def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+    with attached(tiny_model, store) as cached:
         for _ in range(4):
             cached._ways = Ways()  # It knows no faster way yet.
             cached.generate(prompt, **GREEDY)
             learner = cached._importance[1]
             learner.flush(20)
         assert learner.replaced
-    with attached(tiny_model, tmp_path, None) as cached:
+    with attached(tiny_model, store) as cached:
+        for is_near in (False, True):
+            cached._ways.note(Way.PART, is_near, 1000, 2.0, cached._clock.monotonic_s())
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-        assert cached.last.hit_tokens == 96
+        assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 
 
 @pytest.mark.parametrize("importance", [0, 1.5, -1])

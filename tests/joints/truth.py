@@ -7,6 +7,7 @@ or another model's by 1e-2 and more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvtide.codec import Codec
 from kvtide.engines.judge import block_metas
 from kvtide.engines.pages import block_bits
 from kvtide.engines.transformers import CachedModel
+from kvtide.errors import UnencodableBlock
 
 TOLERANCE = 1e-3
 # What a codec may lose on a restored block, in times of what it loses on the true one.
@@ -94,8 +96,10 @@ def check_quality(cached: CachedModel, ids: torch.Tensor, asked: Codec, others: 
     true, decoded = block_bits(prefill(cached.model, ids), meta), np.empty(cached.layout.shape, np.uint32)
     own = 0.0
     for codec in [asked, *(other for other in others if other.quality <= asked.quality)]:
-        codec.decode(meta, codec.encode(meta, true), decoded)
-        own = max(own, _loss(true, decoded))
+        # What a codec refuses is kept losslessly.
+        with suppress(UnencodableBlock):
+            codec.decode(meta, codec.encode(meta, true), decoded)
+            own = max(own, _loss(true, decoded))
     lost = _loss(true, block_bits(past, meta))
     if not lost <= LOSS_MAX * own:
         raise WrongAnswer(f"restored a block {lost:.2g} off, of which {asked.codec_id} as asked for loses {own:.2g}")

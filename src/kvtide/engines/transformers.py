@@ -199,8 +199,8 @@ class CachedModel:
         return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
 
     def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, Pages, float] | None:
-        """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be loaded."""
-        if self._importance is None:
+        """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
+        if self._importance is None or self._importance[0].ratio == 1.0:
             return None
         started_s = self._clock.monotonic_s()
         hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
