@@ -175,7 +175,9 @@ class Cache:
         return next(coarse, known) if self._coarse else known
 
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
-        block = self._storer.find(object_id) if self._storer is not None else None
+        # Read once: `close` takes it away at any moment.
+        storer = self._storer
+        block = storer.find(object_id) if storer is not None else None
         # What waits may have been invalidated meanwhile.
         return block.source if block is not None and self.tiers.is_valid(block.meta.id) else None
 
@@ -248,7 +250,8 @@ class Cache:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
-        return not self.is_open or self._storer is None or self._storer.flush(timeout_s)
+        storer = self._storer
+        return not self.is_open or storer is None or storer.flush(timeout_s)
 
     def check(self) -> None:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
