@@ -252,9 +252,10 @@ def test_late_read_is_answered_by_the_replica() -> None:
             for peer in tier._peers[:1]:
                 peer.close()
                 peer.open()
-            started_s = time.monotonic()
+            # On a busy machine one of the reads above may have been late too.
+            started, won = tier.hedges.started, tier.hedges.won
             assert verified(tier, 1) == object_bytes(1, SIZE)
-            assert time.monotonic() - started_s < 2
-            assert (tier.hedges.started, tier.hedges.won) == (1, 1)
+            # The whole of the first answer takes ten minutes.
+            assert (tier.hedges.started, tier.hedges.won) == (started + 1, won + 1)
             tier.close()
             tier.check()
