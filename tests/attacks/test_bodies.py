@@ -13,12 +13,12 @@ import redis
 from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import valkey_server, wait_until
 from kvtide.errors import QueueFull
 from kvtide.server.bodies import BodyBuffers
 from kvtide.server.pace import Pace
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import valkey_server, wait_until
 
 MIB = 1 << 20
 OBJECT = path_of(object_id(1))

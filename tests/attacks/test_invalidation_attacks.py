@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.cache import PendingBlock, cache_for
 from kvtide.clock import SystemClock
@@ -29,6 +28,7 @@ from kvtide.tier.records import raise_generation, records_clients
 from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.bench.services import wait_until
 
 CLOCK = SystemClock()
 ONE = object_id(1)

@@ -16,12 +16,12 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.doors import account_of, host_of
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import wait_until
 
 
 def connect(server: RunningServer, address: str = "127.0.0.1") -> HTTPConnection:

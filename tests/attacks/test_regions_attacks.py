@@ -18,7 +18,6 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
 
-from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.errors import RequestRefused
@@ -32,6 +31,7 @@ from kvtide.tier.http import http_tier
 from kvtide.tier.records import raise_to, records_clients
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide.wire.records import RecordKind, RecordName
+from kvtide_lab.bench.services import wait_until
 
 _Result = TypeVar("_Result")
 SPACE = object_id(1).namespace

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import pytest
 
-from kvtide.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PlacementKind, PoolMap, PoolServer
@@ -24,6 +23,7 @@ from kvtide.tier.breaker import Breaker
 from kvtide.tier.membership import Watcher
 from kvtide.tier.membership_etcd import EtcdMembership, _b64
 from kvtide.tier.valkey_url import parse_valkey_url
+from kvtide_lab.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 s3 = pytest.importorskip("kvtide.tier.s3")

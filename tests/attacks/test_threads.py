@@ -13,11 +13,11 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.server.rates import Rates
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.wrap import WrappedTier
+from kvtide_lab.bench.services import wait_until
 
 OBJECT = path_of(object_id(1))
 SPACE = OBJECT.rpartition("/")[0]

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvtide.bench.texts import calibration_texts, evaluation_texts
+from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
 
 pytestmark = pytest.mark.real_model
 
 
 def kvtide(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtide.cli", *map(str, arguments)]
+    module = "kvtide_lab.cli" if arguments[0] == "bench" else "kvtide.cli"
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 

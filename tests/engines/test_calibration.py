@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.codec import Profile, TideCodec
-from kvtide.engines.calibration import TideCalibration
+from kvtide.engines.calibrate.calibration import TideCalibration
+from kvtide.engines.calibrate.judge import Judge
+from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.judge import Judge
-from kvtide.engines.sensitivity import cache_sensitivity
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
 

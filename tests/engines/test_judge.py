@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, LosslessCodec
+from kvtide.engines.calibrate.judge import Judge
 from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.judge import Judge
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.judge import block_metas, capture_blocks
 from kvtide.engines.pages import Pages
 from kvtide.engines.selective import (
     PROBE_TOKENS,

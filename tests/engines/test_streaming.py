@@ -15,8 +15,8 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
 from kvtide.decisions import Choice, Decided, Why, parse_decisions
+from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.judge import capture_blocks
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.engines.transformers import CachedModel, Streaming, attach
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish

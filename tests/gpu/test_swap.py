@@ -8,7 +8,7 @@ from tests.gpu.ordered import Order, OrderedKernels
 from tests.gpu.twin import needs_compiler
 
 from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.swap import KernelSwapper
+from kvtide_lab.swap.device import KernelSwapper
 
 pytestmark = needs_compiler
 

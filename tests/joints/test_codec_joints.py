@@ -14,7 +14,7 @@ from tests.codec.tide_profiles import fitted
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, PackedCodec, TideCodec
-from kvtide.engines.profiles import shipped_profiles
+from kvtide.engines.profiles import installed_profiles
 from kvtide.errors import UnencodableBlock
 from kvtide.testing.strategies import block_meta, smooth_bits
 
@@ -138,7 +138,7 @@ def test_a_block_that_the_profile_does_not_fit_is_refused_in_words(content: str,
 
 @pytest.mark.parametrize("kind", ["tide-light", "tide-layer", "tide-deep"])
 def test_noise_is_refused_by_the_profiles_that_ship(kind: str) -> None:
-    profile = next(found for found in shipped_profiles() if found.kind == kind)
+    profile = next(found for found in installed_profiles() if found.kind == kind)
     noise = np.random.default_rng(3).normal(size=REAL.shape)
     with pytest.raises(UnencodableBlock, match="the profile does not fit"):
         TideCodec(profile).encode(block_meta(REAL, 0, 1), as_bits(noise))

@@ -12,12 +12,12 @@ from tests.codec.tide_profiles import fitted_on
 from tests.servers import running_server
 from tests.stores import stored_records
 
-from kvtide.bench.services import valkey_server
 from kvtide.cache import MissReason
 from kvtide.engines.fingerprint import model_layout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.explain import Verdict, explain
 from kvtide.wire import parse_header
+from kvtide_lab.bench.services import valkey_server
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits
 from kvtide.codec import Codec
-from kvtide.engines.judge import block_metas
+from kvtide.engines.calibrate.judge import block_metas
 from kvtide.engines.pages import block_bits
 from kvtide.engines.transformers import CachedModel
 from kvtide.errors import UnencodableBlock

@@ -20,7 +20,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.servers import running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.decisions import Choice, Decided, Why
 from kvtide.placement import PoolMap, PoolServer
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
@@ -35,6 +34,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats
 from kvtide.tier.membership import StaticMembership
 from kvtide.types import Namespace
+from kvtide_lab.bench.services import wait_until
 
 BROWSER = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")

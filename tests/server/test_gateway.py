@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.decisions import Choice, Decided, Why
 from kvtide.server.scheduler import SchedulerSettings
@@ -23,6 +22,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
 from kvtide.types import ObjectId
 from kvtide.wire import version_tag
+from kvtide_lab.bench.services import wait_until
 
 
 def path_of(name: ObjectId) -> str:

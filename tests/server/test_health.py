@@ -12,11 +12,11 @@ from typing import Any
 
 from tests.servers import RunningServer, ServerProcess, running_server
 
-from kvtide.bench.services import free_ports, wait_until
 from kvtide.placement import PoolServer
 from kvtide.server.member import Member
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.membership import FileMembership
+from kvtide_lab.bench.services import free_ports, wait_until
 
 HEALTH = "127.0.0.1:0"
 

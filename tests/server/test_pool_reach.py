@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from tests.servers import running_server
 
-from kvtide.bench.services import Service, free_ports, started, wait_until
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.placement import Placement, PoolMap, PoolServer
@@ -26,6 +25,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.membership import StaticMembership
 from kvtide.tier.membership_etcd import EtcdMembership
 from kvtide.tier.pool_url import membership_of, pool_tier, server_urls
+from kvtide_lab.bench.services import Service, free_ports, started, wait_until
 
 
 def test_pool_of_servers_under_tls_is_used_by_one_url(certificates: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from tests.attacks.floods import GRANTS, TOKENS
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.server.access import ACCESS_LOGGER, write_log
 from kvtide.server.proxies import Proxies, ProxyHeader
 from kvtide.server.settings import ServerLimits, read_settings
+from kvtide_lab.bench.services import wait_until
 
 LOCAL = ("127.0.0.1",)
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"

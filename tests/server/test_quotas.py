@@ -11,11 +11,11 @@ import pytest
 from tests.attacks.floods import GRANTS, ask
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.server import service
 from kvtide.server.quotas import Quota, Stored
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import wait_until
 
 SIZE = 10_000
 NAMESPACE = object_id(1).namespace.hex()

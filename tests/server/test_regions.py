@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.server.worlds import World, ask, put
 
-from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.server.manifest import Manifest
@@ -20,6 +19,7 @@ from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import MemoryTier
 from kvtide.types import Name, NamedId
+from kvtide_lab.bench.services import wait_until
 
 
 def named(number: int) -> NamedId:

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from tests.servers import START_S_MAX
 
-from kvtide.bench.services import free_ports, wait_until
 from kvtide.clock import SystemClock
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.live import Live
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ServerLimits, ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import free_ports, wait_until
 
 
 class Configured:

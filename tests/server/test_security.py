@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_log
@@ -25,6 +24,7 @@ from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, re
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
 from kvtide.types import ObjectId
+from kvtide_lab.bench.services import wait_until
 
 TOKENS = {name: new_token() for name in ("reader", "writer", "admin", "other", "expired")}
 GRANTS = (

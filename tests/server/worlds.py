@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.servers import RunningServer
 
-from kvtide.bench.services import free_ports
 from kvtide.server.settings import ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import free_ports
 
 
 class World:

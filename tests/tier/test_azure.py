@@ -17,11 +17,11 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtide.bench.services import Service, started
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
+from kvtide_lab.bench.services import Service, started
 
 AZURITE = shutil.which("azurite-blob")
 # The emulator's only account and its published key.

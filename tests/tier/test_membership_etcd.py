@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.bench.services import Service, free_ports, started, wait_until
 from kvtide.errors import TierUnavailable
 from kvtide.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier import membership_etcd
 from kvtide.tier.membership import Watcher
 from kvtide.tier.membership_etcd import EtcdMembership
+from kvtide_lab.bench.services import Service, free_ports, started, wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd; apt install etcd-server")
 

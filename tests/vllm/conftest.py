@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvtide.bench.engine_nursery import EngineNursery
-from kvtide.bench.engine_process import EngineProcess
+from kvtide_lab.bench.engine_nursery import EngineNursery
+from kvtide_lab.bench.engine_process import EngineProcess
 
 PROMPT_TOKENS = 2068
 ANSWER_TOKENS = 16
@@ -90,7 +90,7 @@ def plain(engine: Any, tokens: list[int], soak_prompts: list[list[int]]) -> Iter
 @pytest.fixture(scope="session")
 def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that an engine has left behind after answering the long prompt."""
-    from kvtide.bench.engine_process import kvtide_transfer
+    from kvtide_lab.bench.engine_process import kvtide_transfer
 
     store = tmp_path_factory.mktemp("filled") / "store"
     with engine(kvtide_transfer(str(store), codec="lossless")) as process:

@@ -15,7 +15,7 @@ import pytest
 from tests.servers import disk_arguments, server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
 
-from kvtide.bench.engine_process import EngineProcess, kvtide_transfer
+from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
 

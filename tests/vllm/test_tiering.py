@@ -16,7 +16,7 @@ def _transfer(store: Path) -> dict[str, Any]:
     tier = {"type": "KVTideTier", "module_path": "kvtide.engines.vllm.tiering", "store": str(store)}
     config = {
         "spec_name": "CpuTieringSpec",
-        "spec_module_path": "kvtide.engines.vllm.cpu_offload",
+        "spec_module_path": "kvtide_lab.vllm.cpu_offload",
         "cpu_bytes_to_use": 256 << 20,
         "secondary_tiers": [tier],
     }

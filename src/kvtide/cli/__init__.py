@@ -1,5 +1,5 @@
 """The `kvtide` command."""
 
-from kvtide.cli.app import main
+from kvtide.cli.app import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

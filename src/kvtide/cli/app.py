@@ -6,11 +6,11 @@ import logging
 
 import typer
 
-from kvtide.cli import bench, calibrate, demo, doctor, records, serve, sim, store
+from kvtide.cli import calibrate, demo, doctor, records, serve, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(
     name="kvtide",
@@ -30,15 +30,18 @@ app.command("token")(serve.token)
 app.command("invalidate")(records.invalidate)
 app.command("record")(records.record)
 app.command("calibrate")(calibrate.calibrate)
-app.add_typer(bench.app, name="bench")
-app.add_typer(sim.app, name="sim")
 
 
-def main() -> None:
-    """Run the command line; a user's mistake ends in one line on stderr and exit status 2."""
+def run(commands: typer.Typer) -> None:
+    """Run commands; a user's mistake ends in one line on stderr and exit status 2."""
     wait_passively()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        app()
+        commands()
     except ValueError as error:
         fail(str(error))
+
+
+def main() -> None:
+    """Run the `kvtide` command."""
+    run(app)

@@ -10,7 +10,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvtide.cli.bench import TextOption
 from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
@@ -18,8 +17,9 @@ from kvtide.codec import Profile
 from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.tide.fit import COSTS
 
-__all__ = ["calibrate"]
+__all__ = ["TextOption", "calibrate"]
 
+TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
 _KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)
 _Progress = Callable[[str, int, int], None]
@@ -50,8 +50,8 @@ def calibrate(
 
     Profiles of tide are fitted in three passes; one that was stopped goes on from `OUTPUT.partial`.
     """
-    from kvtide.bench import texts
     from kvtide.engines import smollm2
+    from kvtide.engines.calibrate import texts
 
     if codec not in _KINDS:
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
@@ -77,7 +77,7 @@ def calibrate(
 
 
 def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
-    from kvtide.engines import judge
+    from kvtide.engines.calibrate import judge
 
     fitter = ProfileFitter(codec, subject.name, subject.layout)
     for number, ids in enumerate(subject.texts):
@@ -92,7 +92,7 @@ def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
 
 
 def _tide(subject: _Subject, cost: str, output: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
-    from kvtide.engines.calibration import TideCalibration
+    from kvtide.engines.calibrate.calibration import TideCalibration
 
     partial = output.with_name(f"{output.name}.partial")
     calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.layout, partial)

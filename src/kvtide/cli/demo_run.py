@@ -17,8 +17,8 @@ import msgspec
 from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import smollm2
-from kvtide.engines.judge import restored_kl
-from kvtide.engines.profiles import shipped_profiles
+from kvtide.engines.calibrate.judge import restored_kl
+from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.watch import model_fingerprint
 
@@ -88,7 +88,7 @@ def _run(job: DemoJob, is_cold: bool) -> DemoRun:
     _watch_layers(model)
     # Our hooks change nothing, which the cache can't know: the model is named without them.
     name = model_fingerprint(model)
-    with attach(model, job.store, codec=job.codec, profiles=shipped_profiles(), fingerprint=name) as cached:
+    with attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name) as cached:
         return _answer(job, cached, tokenizer, input_ids, is_cold)
 
 

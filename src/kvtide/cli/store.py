@@ -18,7 +18,7 @@ from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
-from kvtide.engines.profiles import read_profile, shipped_profiles
+from kvtide.engines.profiles import installed_profiles, read_profile
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import Explanation, Verdict, read_header, read_object, read_record, weigh
 from kvtide.explain import explain as explain_prompt
@@ -275,7 +275,7 @@ def explain(
     """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
     if (link is None) != (prefill is None):
         raise ValueError("load or recompute is decided by both: give --link-mbit-s and --prefill-tokens-s")
-    known = [*shipped_profiles(), *(read_profile(path) for path in profile or ())]
+    known = [*installed_profiles(), *(read_profile(path) for path in profile or ())]
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
     with _looking_at(url) as tier:

@@ -52,7 +52,7 @@ GROUP_TOKENS = 10
 # third of the layers. Levels scale all three; level 4 has the paper's own.
 THIRD_BINS = (0.5, 1.0, 1.5)
 LEVELS = {1: 0.125, 2: 0.25, 3: 0.5, 4: 1.0}
-# KL divergence of the next token, in nats, by level: SmolLM2-135M, `kvtide bench codec-quality`, docs/benchmarks.md.
+# KL divergence of the next token, in nats, by level: SmolLM2-135M, `kvtide-lab bench codec-quality`.
 LEVEL_QUALITY = {1: 0.00096, 2: 0.0038, 3: 0.0132, 4: 0.0741}
 STEP_MIN = 1e-30
 # Layers share the sections of their deltas until a section has this many numbers: what a section costs beside them (200

@@ -1,21 +1,26 @@
-"""Profiles that ship with the package, and profile files of the user's."""
+"""Profiles that installed distributions bring, and profile files of the user's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvtide.codec import Profile
 from kvtide.codec.profile import PROFILE_BYTES_MAX
 from kvtide.errors import CorruptPayload
 
-__all__ = ["read_profile", "shipped_profiles"]
+__all__ = ["installed_profiles", "read_profile"]
+
+_ENTRY_POINTS = "kvtide.profiles"
 
 
-def shipped_profiles() -> Sequence[Profile]:
-    """Return all profiles of the package."""
-    files = sorted(resources.files("kvtide.profiles").iterdir(), key=lambda file: file.name)
+def installed_profiles() -> Sequence[Profile]:
+    """Return the profiles of every distribution that names a package of them as entry point `kvtide.profiles`."""
+    packages = sorted({point.value for point in entry_points(group=_ENTRY_POINTS)})
+    files = [file for package in packages for file in resources.files(package).iterdir()]
+    files.sort(key=lambda file: file.name)
     return [Profile.parse(file.read_bytes()) for file in files if file.name.endswith(".kvprofile")]
 
 

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 # KL divergence of the next token that a selection of part of a prefix is taken for, in nats: SmolLM2-135M at ratios of
-# .1 to .5 (`kvtide bench importance`: .0100, .0077, .0002).
+# .1 to .5 (`kvtide-lab bench importance`: .0100, .0077, .0002).
 SELECTED_QUALITY = 1e-2
 # Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
 FIRST_TOKENS = 4

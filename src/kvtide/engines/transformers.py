@@ -372,7 +372,7 @@ def attach(
     store: `disk:///path`, a path, or `memory://`. codec: `lossless`
     (the default), `tide[:quality[:refinements]]`, `tide-light`,
     `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
-    needs one (`engines.profiles.shipped_profiles()` has those of SmolLM2-135M), others keep tables in payloads without.
+    needs one (`engines.profiles.installed_profiles()` lists them), others keep tables in payloads without.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
     profile as tide does. None, the default: all of it exactly.

@@ -30,7 +30,7 @@ _NO_RULES = Rules()
 class RadixIndex:
     """Blocks of many namespaces under one bound and one policy. Safe to use from several threads.
 
-    Memory: about `bytes_per_block` of `kvtide bench index` for each block held or remembered; a policy remembers at
+    Memory: about `bytes_per_block` of `kvtide-lab bench index` for each block held or remembered; a policy remembers at
     most its `ghost_blocks_max` evicted blocks.
     """
 

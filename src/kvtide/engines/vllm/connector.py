@@ -31,7 +31,7 @@ from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
-from kvtide.engines.profiles import shipped_profiles
+from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
 from kvtide.tier import DeviceMemory
 
@@ -73,7 +73,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._settings.check_device(vllm_config.device_config.device_type)
         self._clock = SystemClock()
-        registry = CodecRegistry(shipped_profiles())
+        registry = CodecRegistry(installed_profiles())
         self._model = served_model(
             vllm_config, kv_cache_config, self._settings, registry.make(self._settings.codec).is_lossless
         )
@@ -93,7 +93,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     def _cache(self, limits: Limits, device: DeviceMemory | None = None) -> Cache:
-        profiles = shipped_profiles()
+        profiles = installed_profiles()
         cache = cache_for(self._settings.store, self._codec, profiles, limits, self._clock, device=device)
         cache.open()
         return cache

@@ -1,0 +1,218 @@
+"""What stands beside kvtide in the engine bench: how each is configured, started and waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtide.config import engine_environment
+from kvtide_lab.bench.engine_process import kvtide_transfer
+from kvtide_lab.bench.link import open_link
+
+__all__ = [
+    "LINK_CODECS",
+    "PEERS",
+    "Contender",
+    "contenders",
+    "drop_page_cache",
+    "link_contenders",
+    "link_name",
+    "settle",
+    "side_server",
+]
+
+PEERS = ("native", "lmcache")
+LINK_CODECS = ("raw", "tide")
+LOSSLESS = "kvtide lossless"
+MEMORY_BYTES = 512 << 20
+SETTLE_S_MAX = 60.0
+SERVER_S_MAX = 120.0
+
+
+class Contender(NamedTuple):
+    """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
+
+    What was stored outlives a restart: in `folder`, or (None, kvtide's alone) wherever the store's URL says. `prefix`
+    are the words before the engine's command where its store is behind a link. `is_brief`: only restarts are measured.
+    """
+
+    name: str
+    python: Path
+    transfer: Mapping[str, Any] | None
+    folder: Path | None = None
+    server: tuple[str, ...] = ()
+    health_url: str = ""
+    prefix: tuple[str, ...] = ()
+    is_brief: bool = False
+
+    @property
+    def is_peer(self) -> bool:
+        """Tell whether it is what a user would pick instead."""
+        return self.name in PEERS
+
+    @property
+    def is_kvtide(self) -> bool:
+        """Tell whether kvtide's connector is in it."""
+        return self.transfer is not None and not self.is_peer
+
+
+def contenders(
+    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], stores: tuple[str, ...], work: Path
+) -> list[Contender]:
+    """Return plain vLLM, kvtide, kvtide with `lossless` and the chosen peers, each with its store under `work`.
+
+    `stores` are further stores for kvtide, each `codec=URL`. ValueError for an unknown peer, a store without a codec,
+    and for LMCache without an environment that has it.
+    """
+    unknown = sorted(set(peers) - set(PEERS))
+    if unknown:
+        raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
+    disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
+    folder = work / "lossless"
+    lossless = _further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
+    found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
+    for store in stores:
+        codec, separator, url = store.partition("=")
+        if not separator or "/" in codec:
+            raise ValueError(f"a further store is given as codec=URL, got {store!r}")
+        found.append(_further(f"kvtide {store}", python, codec, url))
+    if "native" in peers:
+        found.append(Contender("native", python, _native(work / "native"), work / "native"))
+    if "lmcache" in peers:
+        if lmcache_python is None:
+            raise ValueError("LMCache runs in an environment of its own: give --lmcache-python")
+        found.append(_lmcache(lmcache_python, work / "lmcache"))
+    return found
+
+
+def _further(name: str, python: Path, codec: str, url: str) -> Contender:
+    return Contender(name, python, kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES))
+
+
+def _behind(name: str, python: Path, codec: str, url: str, prefix: Sequence[str]) -> Contender:
+    return _further(name, python, codec, url)._replace(prefix=tuple(prefix), is_brief=True)
+
+
+@contextmanager
+def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Contender]]:
+    """Run a server behind a link of that rate and yield kvtide with each of LINK_CODECS there; none for a rate of 0.
+
+    ValueError for a negative rate, and where the system allows no such link.
+    """
+    if mbit_s < 0:
+        raise ValueError(f"a link's rate must be positive, or 0 for none, got {mbit_s}")
+    if mbit_s == 0:
+        yield []
+        return
+    with open_link(mbit_s * 1e6) as prefix, (work / "server.log").open("ab") as log:
+        words = ("-m", "kvtide.cli", "serve", "--listen", "127.0.0.1:0", "--tier", f"disk://{work / 'server'}")
+        command = [*prefix, sys.executable, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server:
+            assert server.stdout is not None
+            try:
+                line = server.stdout.readline()
+                if " on " not in line:
+                    raise ValueError(f"the server behind the link said {line!r}")
+                url = f"http://127.0.0.1:{line.rsplit(':', 1)[1].strip()}"
+                yield [_behind(link_name(codec), python, codec, url, prefix) for codec in LINK_CODECS]
+            finally:
+                server.terminate()
+
+
+def link_name(codec: str) -> str:
+    """Return the name of the contender that has this codec behind the link."""
+    return f"kvtide {codec}, link"
+
+
+def _native(folder: Path) -> dict[str, Any]:
+    tier = {"type": "fs", "root_dir": str(folder), "n_read_threads": 2, "n_write_threads": 2}
+    config = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "kvtide_lab.vllm.cpu_offload",
+        "cpu_bytes_to_use": MEMORY_BYTES,
+        "secondary_tiers": [tier],
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
+def _lmcache(python: Path, folder: Path) -> Contender:
+    # No port is asked for: one that is taken ends the bench with the server's own message.
+    port, http_port = random.sample(range(20_000, 32_000), 2)
+    adapter = json.dumps({"type": "fs", "base_path": str(folder)})
+    server = f"server --host 127.0.0.1 --port {port} --http-port {http_port} --l1-size-gb 1 --chunk-size 256"
+    modes = "--supported-transfer-mode auto --eviction-policy LRU --disable-observability"
+    command = (str(python.parent / "lmcache"), *server.split(), *modes.split(), "--l2-adapter", adapter)
+    config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+    return Contender("lmcache", python, transfer, folder, command, f"http://127.0.0.1:{http_port}/healthcheck")
+
+
+@contextmanager
+def side_server(contender: Contender, log: Path) -> Iterator[None]:
+    """Run the contender's server, if it has one, for the time of the `with`. RuntimeError if it does not come up."""
+    if not contender.server:
+        yield
+        return
+    if contender.folder is not None:
+        contender.folder.mkdir(parents=True, exist_ok=True)
+    environment = engine_environment({"LMCACHE_TRACK_USAGE": "false"})
+    with log.open("ab") as output:
+        process = subprocess.Popen(contender.server, stdout=output, stderr=output, env=environment)
+    try:
+        _wait_for(contender.health_url, process)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    give_up_s = time.monotonic() + SERVER_S_MAX
+    while time.monotonic() < give_up_s and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=1.0).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError(f"nothing answers at {url}")
+
+
+def settle(folder: Path | None) -> None:
+    """Wait until nothing has been written to the folder for half a second."""
+    if folder is None:
+        return
+    give_up_s, before, quiet_s = time.monotonic() + SETTLE_S_MAX, -1, 0.0
+    while quiet_s < 0.5 and time.monotonic() < give_up_s:
+        now = sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+        quiet_s = quiet_s + 0.1 if now == before else 0.0
+        before = now
+        time.sleep(0.1)
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Make the next reading of the folder's files come from the disk, as after a restart of the machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

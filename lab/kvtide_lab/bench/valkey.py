@@ -1,0 +1,324 @@
+"""The Valkey tier beside a raw socket that speaks just enough RESP, and beside redis-py, all on one server.
+
+The clients move the same values in turns, a few at a time; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from socket import IPPROTO_TCP, TCP_NODELAY, create_connection
+from typing import NamedTuple, Protocol
+
+import msgspec
+from rich.table import Table
+
+from kvtide.clock import SystemClock
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide_lab.bench.services import valkey_server
+
+__all__ = ["ValkeyBenchResult", "ValkeyBenchRow", "run", "table"]
+
+_VALUE_BYTES = 4 << 20
+_VALUES = 32
+_SLICE = 4
+_THREADS = (1, 4)
+_SEED = 6
+# A run of small blocks, such as a narrow codec makes: what a round trip costs shows there.
+_BATCH_VALUE_BYTES = 64 << 10
+_BATCH_VALUES = 64
+
+
+class ValkeyBenchRow(msgspec.Struct, frozen=True):
+    """One client with so many threads, each with a connection of its own; medians. CPU time is the client's alone."""
+
+    client: str
+    threads: int
+    put_gb_s: float
+    get_gb_s: float
+    put_cpu_s_per_gb: float
+    get_cpu_s_per_gb: float
+
+
+class ValkeyBenchResult(msgspec.Struct, frozen=True):
+    """Ratios with one thread, then all rows; the spread is the quartiles over rounds."""
+
+    get_vs_raw_resp: float
+    put_vs_raw_resp: float
+    get_vs_redis_py: float
+    get_vs_raw_resp_spread: tuple[float, float]
+    put_vs_raw_resp_spread: tuple[float, float]
+    get_vs_redis_py_spread: tuple[float, float]
+    get_vs_redis_py_4_threads: float
+    # Small values read in one call, against one call each.
+    batch_get_vs_single: float
+    batch_get_vs_single_spread: tuple[float, float]
+    batch_value_bytes: int
+    server: str
+    value_bytes: int
+    rounds: int
+    rows: list[ValkeyBenchRow]
+
+
+class _Client(Protocol):
+    """What is measured: one connection's worth of a client."""
+
+    def put(self, number: int, value: bytes) -> None: ...
+
+    def get(self, number: int) -> memoryview | bytes: ...
+
+    def close(self) -> None: ...
+
+
+class _Raw:
+    """As little as can be done: one blocking socket, one buffer that is used again, no checks."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+        self._view = aligned_buffer(_VALUE_BYTES + 64)
+
+    def put(self, number: int, value: bytes) -> None:
+        head = b"*3\r\n$3\r\nSET\r\n$6\r\nraw%03d\r\n$%d\r\n" % (number, len(value))
+        parts = [memoryview(head), memoryview(value), memoryview(b"\r\n")]
+        while parts:
+            sent = self._socket.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+        self._socket.recv(64)
+
+    def get(self, number: int) -> memoryview:
+        self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$6\r\nraw%03d\r\n" % number)
+        done = self._socket.recv_into(self._view)
+        start = bytes(self._view[:32]).index(b"\r\n") + 2
+        stop = start + int(bytes(self._view[1 : start - 2])) + 2
+        while done < stop:
+            done += self._socket.recv_into(self._view[done:stop])
+        return self._view[start : stop - 2]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _RedisPy:
+    """redis-py as it comes, with its C parser if that is installed."""
+
+    def __init__(self, port: int) -> None:
+        import redis
+
+        self._client = redis.Redis(port=port, protocol=2)
+
+    def put(self, number: int, value: bytes) -> None:
+        self._client.set(f"red{number:03}", value)
+
+    def get(self, number: int) -> bytes:
+        found = self._client.get(f"red{number:03}")
+        assert isinstance(found, bytes)
+        return found
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _Tier:
+    """The tier, with a buffer that is used again."""
+
+    def __init__(self, port: int) -> None:
+        from kvtide.tier.valkey import ValkeyTier
+
+        self._tier = ValkeyTier(f"valkey://127.0.0.1:{port}", SystemClock())
+        self._tier.open()
+        self._buffer = aligned_buffer(_VALUE_BYTES + 1)
+
+    def put(self, number: int, value: bytes) -> None:
+        self._tier.put_from(_object_id(number), value)
+
+    def get(self, number: int) -> memoryview:
+        size = self._tier.get_into(_object_id(number), self._buffer)
+        assert size is not None
+        return self._buffer[:size]
+
+    def batch_ratio(self, first: int) -> float:
+        """Return how much longer single reads of small values take than one read of all."""
+        ids = [_object_id(first + number) for number in range(_BATCH_VALUES)]
+        values = [bytes([number]) * _BATCH_VALUE_BYTES for number in range(_BATCH_VALUES)]
+        for object_id, value in zip(ids, values, strict=True):
+            self._tier.put_from(object_id, value)
+        buffers = [memoryview(bytearray(_BATCH_VALUE_BYTES + 1)) for _ in ids]
+        started_s = time.perf_counter()
+        for object_id, buffer in zip(ids, buffers, strict=True):
+            self._tier.get_into(object_id, buffer)
+        single_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        self._tier.get_many_into(ids, buffers)
+        batch_s = time.perf_counter() - started_s
+        assert all(buffer[:-1] == value for buffer, value in zip(buffers, values, strict=True)), "wrong values"
+        return single_s / batch_s
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+_CLIENTS: dict[str, Callable[[int], _Client]] = {"raw": _Raw, "kvtide": _Tier, "redis-py": _RedisPy}
+
+
+def _object_id(number: int) -> ObjectId:
+    digest = hashlib.sha256(b"bench valkey %d" % number).digest()
+    return ObjectId(Namespace(digest), BlockKey(digest))
+
+
+class _Measured(NamedTuple):
+    wall_s: float
+    cpu_s: float
+
+
+# Figures by verb, client and threads.
+_Case = tuple[str, str, int]
+_Figures = dict[_Case, list[_Measured]]
+
+
+def run(quick: bool) -> ValkeyBenchResult:
+    """Start a server and measure. Quick means fewer rounds. ValueError if no server or no redis-py is installed."""
+    rounds = 5 if quick else 15
+    rng = random.Random(_SEED)
+    values = [rng.randbytes(_VALUE_BYTES) for _ in range(_VALUES)]
+    figures: _Figures = {}
+    with _flushed_server() as (port, flush, version):
+        clients = {name: [make(port) for _ in range(max(_THREADS))] for name, make in _CLIENTS.items()}
+        alone = _Tier(port)
+        try:
+            batched = [alone.batch_ratio(1000 * number) for number in range(1, 2 * rounds)]
+            for threads, number in itertools.product(_THREADS, range(rounds + 1)):
+                found = _round(number, threads, clients, values, flush)
+                # The first round takes memory from the system.
+                for key, measured in found.items() if number else ():
+                    figures.setdefault(key, []).append(measured)
+        finally:
+            for client in (alone, *itertools.chain.from_iterable(clients.values())):
+                client.close()
+    get_raw, put_raw = _ratios(figures, "get", "raw", 1), _ratios(figures, "put", "raw", 1)
+    get_redis = _ratios(figures, "get", "redis-py", 1)
+    return ValkeyBenchResult(
+        get_vs_raw_resp=statistics.median(get_raw),
+        put_vs_raw_resp=statistics.median(put_raw),
+        get_vs_redis_py=statistics.median(get_redis),
+        get_vs_raw_resp_spread=_quartiles(get_raw),
+        put_vs_raw_resp_spread=_quartiles(put_raw),
+        get_vs_redis_py_spread=_quartiles(get_redis),
+        get_vs_redis_py_4_threads=statistics.median(_ratios(figures, "get", "redis-py", 4)),
+        batch_get_vs_single=statistics.median(batched),
+        batch_get_vs_single_spread=_quartiles(batched),
+        batch_value_bytes=_BATCH_VALUE_BYTES,
+        server=version,
+        value_bytes=_VALUE_BYTES,
+        rounds=rounds,
+        rows=[_row(figures, name, threads) for threads in _THREADS for name in _CLIENTS],
+    )
+
+
+@contextmanager
+def _flushed_server() -> Iterator[tuple[int, Callable[[], object], str]]:
+    try:
+        import redis
+    except ModuleNotFoundError as error:
+        raise ValueError("bench valkey needs redis: pip install 'kvtide[valkey]'") from error
+    with ExitStack() as stack:
+        server = stack.enter_context(valkey_server())
+        client = stack.enter_context(redis.Redis(port=server.port, protocol=2))
+        info = client.info("server")
+        version = info.get("valkey_version") or info["redis_version"]
+        yield server.port, client.flushall, f"{info.get('server_name', 'redis')} {version}"
+
+
+def _round(
+    number: int,
+    threads: int,
+    clients: dict[str, list[_Client]],
+    values: Sequence[bytes],
+    flush: Callable[[], object],
+) -> dict[_Case, _Measured]:
+    flush()
+    names = list(clients)
+    found: dict[_Case, _Measured] = {}
+    for verb in ("put", "get"):
+        times = {name: _Measured(0.0, 0.0) for name in names}
+        # In slices, so that whatever else the machine does falls on all clients alike.
+        for start in range(0, len(values), _SLICE):
+            first = (number + start // _SLICE) % len(names)
+            for name in names[first:] + names[:first]:
+                took = _measure(clients[name][:threads], verb, range(start, start + _SLICE), values)
+                times[name] = _Measured(times[name].wall_s + took.wall_s, times[name].cpu_s + took.cpu_s)
+        for name in names:
+            found[verb, name, threads] = times[name]
+    wrong = sum(clients[name][0].get(n) != values[n] for name in names for n in range(0, len(values), 7))
+    assert wrong == 0, f"{wrong} wrong values"
+    return found
+
+
+def _measure(clients: Sequence[_Client], verb: str, numbers: range, values: Sequence[bytes]) -> _Measured:
+    def work(position: int) -> None:
+        for number in numbers[position :: len(clients)]:
+            if verb == "put":
+                clients[position].put(number, values[number])
+            else:
+                clients[position].get(number)
+
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    if len(clients) == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(len(clients)) as workers:
+            list(workers.map(work, range(len(clients))))
+    return _Measured(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+
+
+def _ratios(figures: _Figures, verb: str, other: str, threads: int) -> list[float]:
+    pairs = zip(figures[verb, "kvtide", threads], figures[verb, other, threads], strict=True)
+    return [theirs.wall_s / ours.wall_s for ours, theirs in pairs]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+def _row(figures: _Figures, client: str, threads: int) -> ValkeyBenchRow:
+    puts, gets = figures["put", client, threads], figures["get", client, threads]
+    moved_gb = _VALUES * _VALUE_BYTES / 1e9
+    return ValkeyBenchRow(
+        client=client,
+        threads=threads,
+        put_gb_s=moved_gb / statistics.median(each.wall_s for each in puts),
+        get_gb_s=moved_gb / statistics.median(each.wall_s for each in gets),
+        put_cpu_s_per_gb=statistics.median(each.cpu_s for each in puts) / moved_gb,
+        get_cpu_s_per_gb=statistics.median(each.cpu_s for each in gets) / moved_gb,
+    )
+
+
+def table(result: ValkeyBenchResult) -> Table:
+    """Return the result as people read it."""
+    title = f"{result.server}, values of {result.value_bytes >> 20} MiB, medians of {result.rounds} rounds"
+    shown = Table("client", "threads", "put GB/s", "get GB/s", "put CPU s/GB", "get CPU s/GB", title=title)
+    for row in result.rows:
+        rates = (
+            f"{row.put_gb_s:.2f}",
+            f"{row.get_gb_s:.2f}",
+            f"{row.put_cpu_s_per_gb:.2f}",
+            f"{row.get_cpu_s_per_gb:.2f}",
+        )
+        shown.add_row(row.client, str(row.threads), *rates)
+    shown.caption = (
+        f"against raw RESP: get {result.get_vs_raw_resp:.2f}, put {result.put_vs_raw_resp:.2f}; "
+        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}; "
+        f"{_BATCH_VALUES} values of {result.batch_value_bytes >> 10} KiB in one call: {result.batch_get_vs_single:.2f}"
+    )
+    return shown

@@ -1,0 +1,5 @@
+"""The `kvtide-lab` command."""
+
+from kvtide_lab.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""`python -m kvtide_lab.cli`."""
+
+from kvtide_lab.cli import main
+
+main()

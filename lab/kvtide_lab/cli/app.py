@@ -1,0 +1,25 @@
+"""The commands of `kvtide-lab`: what measures and simulates."""
+
+from __future__ import annotations
+
+import typer
+
+from kvtide.cli import run
+from kvtide_lab.cli import bench, sim
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="kvtide-lab",
+    help="Measure and simulate kvtide.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+app.add_typer(sim.app, name="sim")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends in one line on stderr and exit status 2."""
+    run(app)

@@ -1,0 +1,64 @@
+"""`kvtide-lab bench importance`: load only what matters of a prefix, the real model and a disk of a stated speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide.block import KVDtype
+from kvtide.cli.progress import progress_bars
+from kvtide.cli.report import emit
+from kvtide.cli.store import JsonOption
+
+__all__ = ["bench_importance"]
+
+
+def bench_importance(
+    text: Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be repeated.")] = None,
+    disk_mb_s: Annotated[float, typer.Option("--disk-mb-s", help="What the disk reads in a second.")] = 200.0,
+    kv: Annotated[
+        str,
+        typer.Option("--kv", help="float32, float16 (rounded from it), or bfloat16 (the model runs in it, too)."),
+    ] = "float32",
+    context_tokens: Annotated[
+        int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
+    ] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="Where to draw quality against bytes.")] = Path("importance.png"),
+    quick: Annotated[bool, typer.Option("--quick", help="One short text, two questions, one ratio.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Quality, bytes and TTFT of every selector at every ratio, the guards, and what each part brings."""
+    from kvtide.engines import profiles, smollm2
+    from kvtide.engines.calibrate import texts
+    from kvtide_lab.bench import importance, importance_show
+
+    if not disk_mb_s > 0:
+        raise ValueError(f"--disk-mb-s must be positive, got {disk_mb_s}")
+    if kv not in {"float16", "float32", "bfloat16"}:
+        raise ValueError(f"--kv must be float32, float16 or bfloat16, got {kv!r}")
+    if context_tokens is not None and context_tokens % 256:
+        raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
+    chosen = texts.read_texts(text) if text else texts.evaluation_texts()
+    folder = smollm2.converted_folder()
+    tokenizer, model = (
+        smollm2.load_tokenizer(folder),
+        smollm2.load_model(folder, "bfloat16" if kv == "bfloat16" else "float32"),
+    )
+    size = importance.QUICK if quick else importance.FULL
+    size = size._replace(context_tokens=context_tokens or size.context_tokens)
+    with progress_bars() as show:
+        result = importance.run(
+            model,
+            folder.name,
+            lambda content: tokenizer(content).input_ids,
+            chosen,
+            profiles.installed_profiles(),
+            size,
+            disk_mb_s * 1e6,
+            show,
+            KVDtype(kv),
+        )
+    importance_show.plot(result, plot)
+    emit(result, importance_show.render, as_json)

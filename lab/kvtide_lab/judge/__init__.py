@@ -1,0 +1,1 @@
+"""Judges of quality: what the model says of the cache that was built."""

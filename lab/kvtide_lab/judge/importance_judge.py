@@ -1,0 +1,351 @@
+"""Judges selections by what the model then says: whole cache against a part of it, on one question and its answer.
+
+Bytes and times are real: objects lie behind a device of a stated speed, and are read by the code that engines use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import Clock
+from kvtide.codec import CodecRegistry, PackedCodec, RawCodec
+from kvtide.engines.calibrate.judge import block_metas, capture_blocks
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.pages import Pages
+from kvtide.engines.selective import Importance, SelectedLayers, Selection
+from kvtide.fetch.repack import Repacker, UseStore
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.importance.probe import Floats
+from kvtide.tier import MemoryTier, Tier
+from kvtide.tier.wrap import Paced
+from kvtide.types import ObjectId
+from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["Device", "ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
+
+ANSWER_TOKENS = 16
+# Room for a question and its answer.
+SPARE_TOKENS = 256
+# Threads that load whole blocks, as many as an engine's cache has for a disk: one copies while another reads.
+WHOLE_THREADS = 2
+STORE_BYTES = 4 << 30
+
+
+class Question(NamedTuple):
+    """What is asked behind a prefix, as token ids; what a right answer begins with, if that is known."""
+
+    kind: str
+    ids: list[int]
+    right: tuple[int, ...] = ()
+
+
+class Said(NamedTuple):
+    """What the model says with the whole cache: an answer, and the log-probabilities of each of its tokens."""
+
+    answer: list[int]
+    log_probabilities: torch.Tensor
+
+
+class Judged(NamedTuple):
+    """One question under one selection. KL in nats against the whole cache, in the mean over the answer.
+
+    is_right: the answer begins as the text has it, None where that is not known. reads: bytes of each block.
+    """
+
+    kl: float
+    top1: float
+    answer_match: bool
+    is_right: bool | None
+    reads: Mapping[ObjectId, int]
+    read_bytes: int
+    whole_bytes: int
+    ttft_s: float
+    selected: SelectedLayers | None
+
+
+@dataclass(frozen=True)
+class JudgedPrefix:
+    """A prefix that is stored: whole, packed as it came, packed by uses; its questions and what is said of them."""
+
+    metas: list[BlockMeta]
+    blocks: list[BlockBits]
+    questions: list[Question]
+    said: list[Said]
+    scores: Floats
+    packed: MemoryTier
+    original: MemoryTier
+
+
+class Device(Paced):
+    """Counts what is read of each object."""
+
+    def __init__(self, tier: Tier, clock: Clock, bytes_s: float) -> None:
+        super().__init__(tier, clock, time.sleep, bytes_s)
+        self.reads: Counter[ObjectId] = Counter()
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read and count."""
+        size = super().get_into(object_id, buffer, offset)
+        with self._lock:
+            self.reads[object_id] += size or 0
+        return size
+
+
+class ProbeKeys:
+    """Exact keys of some KV heads, read from the device layer by layer: what probes without a rough base need.
+
+    The other heads' keys are zeros: a probe that asked them would find nothing.
+    """
+
+    def __init__(self, prefix: JudgedPrefix, device: Device, heads: Sequence[int], dtype: torch.dtype) -> None:
+        self._prefix = prefix
+        self._device = device
+        self._heads = list(heads)
+        self._dtype = dtype
+        self.read_bytes = 0
+
+    def __call__(self, layer: int) -> Floats:
+        """Return (kv_heads, prefix, head_dim)."""
+        keys = np.concatenate([bits[layer, 0] for bits in self._prefix.blocks])
+        size = keys[:, self._heads].nbytes
+        # Read as bytes of the whole objects: what the device takes does not hang on where they lie.
+        per_block = size // len(self._prefix.metas)
+        buffer = memoryview(bytearray(per_block))
+        for meta in self._prefix.metas:
+            self.read_bytes += self._device.get_into(meta.id, buffer) or 0
+        floats: Floats = torch.from_numpy(keys.view(f"<i{keys.itemsize}")).view(self._dtype).float().numpy()
+        found = np.zeros_like(floats)
+        found[:, self._heads] = floats[:, self._heads]
+        return np.ascontiguousarray(found.transpose(1, 0, 2))
+
+
+class ImportanceJudge:
+    """One model, its KV kept as `dtype`, behind a device of `bytes_s`."""
+
+    def __init__(
+        self, model: Any, registry: CodecRegistry, clock: Clock, bytes_s: float, dtype: KVDtype, block_tokens: int = 256
+    ) -> None:
+        self._model = model
+        self._registry = registry
+        self._clock = clock
+        self.bytes_s = bytes_s
+        self.layout: BlockLayout = replace(model_layout(model, block_tokens), dtype=dtype)
+        codec = registry.make("packed", self.layout)
+        assert isinstance(codec, PackedCodec)
+        self.codec = codec
+
+    def add(self, ids: Sequence[int], uses: Sequence[Question], questions: Sequence[Question]) -> JudgedPrefix:
+        """Prefill a prefix of whole blocks, store it, learn from `uses`, pack it anew, and ask with the whole cache."""
+        metas = block_metas(ids, self.layout)
+        own = model_layout(self._model, self.layout.tokens)
+        blocks = [_as(bits, own.dtype, self.layout.dtype) for bits in capture_blocks(self._model, ids, own)]
+        packed, original = self._tier(), self._tier()
+        for meta, bits in zip(metas, blocks, strict=True):
+            sections = self.codec.encode(meta, bits)
+            for tier in (packed, original):
+                tier.put_from(meta.id, pack_object(meta, self.codec.codec_id, sections, self.codec.profile))
+        store = UseStore(packed, b"training", self._clock)
+        for use in uses:
+            importance = self._importance(metas, packed, use)
+            for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
+                store.note(meta, part)
+        opened = SelectiveLoad(packed)
+        assert opened.open(metas, self._registry) == len(metas)
+        opened.close()
+        report = Repacker(packed, self._registry, store).run(metas, opened.bases)
+        assert not report.failed
+        scores = np.concatenate([store.scores(meta) for meta in metas], axis=1)
+        said = [self._say_whole(blocks, question) for question in questions]
+        return JudgedPrefix(metas, blocks, list(questions), said, scores, packed, original)
+
+    def _tier(self) -> MemoryTier:
+        tier = MemoryTier(STORE_BYTES, self._clock, lambda key: False, frame_bytes=1 << 20)
+        tier.open()
+        return tier
+
+    def _importance(self, metas: Sequence[BlockMeta], tier: MemoryTier, use: Question) -> Floats:
+        load, pages = SelectiveLoad(tier), self._pages(len(metas))
+        load.open(metas, self._registry, pages.write)
+        selection = Selection(load, Importance(0.25, guard=None))
+        self._first(self._filled(pages, load.blocks), use, selection)
+        load.close()
+        return np.stack([selection.importance[layer] for layer in sorted(selection.importance)])
+
+    def past(self, blocks: Sequence[BlockBits]) -> DynamicCache:
+        """Return the engine's cache with these blocks."""
+        pages = Pages(self.layout, len(blocks))
+        for position, bits in enumerate(blocks):
+            pages.write(position, bits)
+        return self._filled(pages, len(blocks))
+
+    def _pages(self, blocks: int) -> Pages:
+        return Pages(self.layout, blocks, SPARE_TOKENS)
+
+    def _filled(self, pages: Pages, blocks: int) -> DynamicCache:
+        past = DynamicCache(config=self._model.config)
+        pages.fill(past, blocks, self._model.device)
+        return past
+
+    def _first(self, past: DynamicCache, question: Question, selection: Selection | None = None) -> torch.Tensor:
+        """Return what the answer's first token is chosen by, as engines do: of the last token's logits alone."""
+        return self._pass(past, question.ids, selection, 1)
+
+    def _pass(
+        self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None, logits: int = 0
+    ) -> torch.Tensor:
+        """logits: of how many of the last tokens, 0 for all."""
+        with torch.inference_mode(), nullcontext() if selection is None else selection.active(self._model):
+            tokens = torch.tensor([list(ids)])
+            output = self._model(tokens, past_key_values=past, use_cache=True, logits_to_keep=logits)
+        found: torch.Tensor = output.logits[0].float().log_softmax(-1)
+        return found
+
+    def _say_whole(self, blocks: Sequence[BlockBits], question: Question) -> Said:
+        past = self.past(blocks)
+        rows = [self._first(past, question)]
+        for _ in range(ANSWER_TOKENS - 1):
+            rows.append(self._pass(past, [int(rows[-1].argmax())]))
+        found = torch.cat(rows)
+        return Said(found.argmax(-1).tolist(), found)
+
+    def whole(self, prefix: JudgedPrefix, number: int) -> Judged:
+        """Load everything, as raw objects, and ask."""
+        device = Device(self._tier(), self._clock, self.bytes_s)
+        for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
+            device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
+        pages = Pages(self.layout, len(prefix.metas))
+        started_s = self._clock.monotonic_s()
+        with ThreadPoolExecutor(WHOLE_THREADS) as pool:
+            done = [pool.submit(self._load_raw, device, *each, pages) for each in enumerate(prefix.metas)]
+        for each in done:
+            each.result()
+        past = self._filled(pages, len(prefix.metas))
+        first = self._first(past, prefix.questions[number])
+        ttft_s = self._clock.monotonic_s() - started_s
+        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s, device.reads), None)
+
+    def _load_raw(self, device: Device, position: int, meta: BlockMeta, pages: Pages) -> None:
+        buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
+        stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
+        bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        RawCodec().decode(meta, stored.sections(), bits)
+        pages.write(position, bits)
+
+    def selected(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        importance: Importance,
+        is_packed: bool = True,
+        has_base: bool = True,
+        probes: bool = False,
+    ) -> Judged:
+        """Load a part and ask.
+
+        is_packed: of blocks packed by uses, not as they came. has_base: the rough base is read; without it mapping
+        lists are known for nothing, as the paper's few bytes. probes: choose by exact keys, which are read too.
+        """
+        tier = prefix.packed if is_packed else prefix.original
+        device = Device(tier, self._clock, self.bytes_s)
+        load = SelectiveLoad(device if has_base else tier)
+        keys = self._probe(prefix, device, importance) if probes else None
+        pages = self._pages(len(prefix.metas))
+        if not has_base:
+            load.open(prefix.metas, self._registry, pages.write)
+            load.read_from(device)
+        started_s = self._clock.monotonic_s()
+        if has_base:
+            ahead = importance.tokens_ahead(self.layout.tokens)
+            load.open(prefix.metas, self._registry, pages.write, ahead)
+        selection = Selection(load, importance, keys)
+        past = self._filled(pages, load.blocks)
+        first = self._first(past, prefix.questions[number], selection)
+        if selection.is_refused:
+            selection.fall_back(past)
+            first = self._first(past, prefix.questions[number], selection)
+        ttft_s = self._clock.monotonic_s() - started_s
+        read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
+        cost = (read_bytes, ttft_s, device.reads)
+        judged = self._judged(prefix, number, past, first, selection, cost, selection.report())
+        load.close()
+        return judged
+
+    def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
+        """Ask with the base alone."""
+        device = Device(prefix.packed, self._clock, self.bytes_s)
+        load, pages = SelectiveLoad(device), self._pages(len(prefix.metas))
+        started_s = self._clock.monotonic_s()
+        load.open(prefix.metas, self._registry, pages.write)
+        past = self._filled(pages, load.blocks)
+        first = self._first(past, prefix.questions[number])
+        ttft_s = self._clock.monotonic_s() - started_s
+        load.close()
+        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
+
+    def _probe(self, prefix: JudgedPrefix, device: Device, importance: Importance) -> ProbeKeys:
+        config = self._model.config
+        group = config.num_attention_heads // self.layout.kv_heads
+        asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
+        dtype = {KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT32: torch.float32}
+        return ProbeKeys(prefix, device, sorted({head // group for head in asked}), dtype[self.layout.dtype])
+
+    def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
+        """Ask with blocks that something else decoded; nothing is read."""
+        # All in one pass: nobody asks how long the first token takes.
+        ids = [*prefix.questions[number].ids, *prefix.said[number].answer[:-1]]
+        said = self._pass(self.past(blocks), ids, None, len(prefix.said[number].answer))
+        return self._compared(prefix, number, said, (0, 0.0, {}), None)
+
+    def _judged(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        past: DynamicCache,
+        first: torch.Tensor,
+        selection: Selection | None,
+        cost: tuple[int, float, Mapping[ObjectId, int]],
+        selected: SelectedLayers | None,
+    ) -> Judged:
+        rest = self._pass(past, prefix.said[number].answer[:-1], selection)
+        return self._compared(prefix, number, torch.cat([first, rest]), cost, selected)
+
+    def _compared(
+        self,
+        prefix: JudgedPrefix,
+        number: int,
+        ours: torch.Tensor,
+        cost: tuple[int, float, Mapping[ObjectId, int]],
+        selected: SelectedLayers | None,
+    ) -> Judged:
+        exact = prefix.said[number]
+        whole = exact.log_probabilities
+        kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
+        same = ours.argmax(-1) == torch.tensor(exact.answer)
+        raw_bytes = len(prefix.metas) * self.layout.raw_bytes
+        read_bytes, ttft_s, reads = cost
+        right = prefix.questions[number].right
+        # Greedy words behind a wrong one were never said: each is compared behind the whole cache's answer.
+        said = tuple(ours.argmax(-1).tolist())[: len(right)]
+        is_right = said == right if right else None
+        top1, is_same = float(same.float().mean()), bool(same.all())
+        return Judged(kl, top1, is_same, is_right, reads, read_bytes, raw_bytes, ttft_s, selected)
+
+
+def _as(bits: BlockBits, own: KVDtype, wanted: KVDtype) -> BlockBits:
+    """Return the bit patterns of the same values in another type."""
+    if own is wanted:
+        return bits
+    assert own is KVDtype.FLOAT32 and wanted is KVDtype.FLOAT16
+    with np.errstate(over="ignore"):
+        return bits.view(np.float32).astype(np.float16).view(np.uint16)

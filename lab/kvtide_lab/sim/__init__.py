@@ -1,0 +1,46 @@
+"""Replays of public traces and of the report's experiments through the real index, on a clock of their own."""
+
+from kvtide_lab.sim.belady import belady_hits
+from kvtide_lab.sim.prompts import PROBABILITIES, PromptPoint, PromptSetup, run_prompts
+from kvtide_lab.sim.replay import (
+    BELADY,
+    Comparison,
+    ReplayResult,
+    TenantResult,
+    capacity_blocks,
+    compare,
+    prefill_cost,
+    replay,
+)
+from kvtide_lab.sim.workload import (
+    Trace,
+    TraceRequest,
+    TraceSource,
+    WekaReplay,
+    build_trace,
+    read_trace,
+    tenant_namespace,
+)
+
+__all__ = [
+    "BELADY",
+    "PROBABILITIES",
+    "Comparison",
+    "PromptPoint",
+    "PromptSetup",
+    "ReplayResult",
+    "TenantResult",
+    "Trace",
+    "TraceRequest",
+    "TraceSource",
+    "WekaReplay",
+    "belady_hits",
+    "build_trace",
+    "capacity_blocks",
+    "compare",
+    "prefill_cost",
+    "read_trace",
+    "replay",
+    "run_prompts",
+    "tenant_namespace",
+]

@@ -1,0 +1,61 @@
+"""What codecs cost and lose, as measured on SmolLM2-135M: the only place where simulations take quality from.
+
+Bits for each KV element, and KL in nats of the next-token distribution, 12 texts of 1,536 tokens unless said otherwise.
+A larger model may differ; what is compared is policies on the same curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["CURVES", "Curve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A codec's steps: bits of each of them alone, and KL with all up to it (levels: with it alone)."""
+
+    name: str
+    is_layered: bool
+    bits: tuple[float, ...]
+    kl: tuple[float, ...]
+    source: str
+
+
+CURVES: Mapping[str, Curve] = MappingProxyType(
+    {
+        "tide": Curve(
+            "tide",
+            is_layered=True,
+            bits=(0.369, 0.617, 1.001, 1.181),
+            kl=(0.103, 0.00966, 0.00124, 0.00038),
+            source="tide-deep:0.00038, made for engines on a GPU: curve in the shipped profile smollm2-135m.tide-deep, "
+            "as its calibration measured it, at 12, -7, -26 and -45 units: each step a third of the one before",
+        ),
+        # The same qualities stored one beside the other, to tell the planner's gain from the codec's.
+        "tide-levels": Curve(
+            "tide-levels",
+            is_layered=False,
+            bits=(0.369, 0.986, 1.987, 3.168),
+            kl=(0.103, 0.00966, 0.00124, 0.00038),
+            source="tide, each quality as an object of its own",
+        ),
+        "cachegen": Curve(
+            "cachegen",
+            is_layered=False,
+            bits=(2.60, 3.45, 4.33, 5.22),
+            kl=(0.07399, 0.01315, 0.00335, 0.00087),
+            source="kvtide-lab bench codec-quality, cachegen levels 4 to 1, shared tables, rans",
+        ),
+        "cachegen-apart": Curve(
+            "cachegen-apart",
+            is_layered=True,
+            bits=(0.679, 0.405, 0.405, 0.811, 0.811, 0.811, 0.405),
+            kl=(0.525, 0.462, 0.403, 0.234, 0.107, 0.0405, 0.00337),
+            source="cachegen level 2, shared tables, decoded with the deltas of positions up to 0, 1, 2, 4, 6, 8, 9 in "
+            "their groups; 6 texts",
+        ),
+    }
+)

@@ -1,0 +1,1 @@
+"""Real vLLM in processes of its own, for benches and tests."""

@@ -1,0 +1,211 @@
+"""An engine in a process of its own that takes jobs as JSON lines: `python -m kvtide_lab.vllm.session`.
+
+The first line says what to start (`Start`), each further one what to do (`Job`); each is answered by one line. Needs
+nothing of kvtide's besides the connector that the start names, so that every peer is driven alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "import_engine", "serve"]
+
+
+class Start(msgspec.Struct, frozen=True):
+    """An engine to start. `transfer` are the fields of vLLM's KVTransferConfig, none for no connector."""
+
+    model: str
+    options: dict[str, Any]
+    transfer: dict[str, Any] | None = None
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One request: greedy, exactly `answer_tokens` tokens unless aborted after `abort_after` of them."""
+
+    ids: list[int]
+    answer_tokens: int
+    abort_after: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to do: `generate` prompts all at once, `reset` the engine's own prefix cache, `settle` or `check` kvtide."""
+
+    verb: str
+    prompts: list[Prompt] = []
+    # With `reset`: the connector's as well.
+    is_deep: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of a prompt. `finish`: `length`, `abort`, or what vLLM says of a failure."""
+
+    ids: list[int]
+    ttft_s: float
+    cached_tokens: int
+    finish: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a job did."""
+
+    answers: list[Answer] = []
+    seconds: float = 0.0
+    # Of the thread that runs the engine and, with one OpenMP thread, its kernels: busy neighbours don't count.
+    cpu_s: float = 0.0
+    is_done: bool = True
+    rss_bytes: int = 0
+    stats: dict[str, Any] = {}
+
+
+class _Running:
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.ttft_s = 0.0
+        self.cached_tokens = 0
+        self.finish = ""
+
+    def take(self, output: Any, started_s: float) -> bool:
+        """Take an output; tell whether the request is to be aborted now."""
+        fresh = list(output.outputs[0].token_ids)
+        if fresh and not self.ids:
+            self.ttft_s = time.perf_counter() - started_s
+        self.ids = fresh
+        self.cached_tokens = output.num_cached_tokens or 0
+        if output.finished:
+            self.finish = str(output.outputs[0].finish_reason)
+        return not self.finish and self.prompt.abort_after is not None and len(fresh) >= self.prompt.abort_after
+
+
+class _Session:
+    def __init__(self, start: Start) -> None:
+        from vllm.config import KVTransferConfig
+
+        from vllm import LLM
+
+        _hide_llvmlite()
+        transfer = {"kv_transfer_config": KVTransferConfig(**start.transfer)} if start.transfer else {}
+        self._llm = LLM(model=start.model, **start.options, **transfer)
+        self._engine = self._llm.llm_engine
+        self._count = 0
+
+    def do(self, job: Job) -> Result:
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+        answers: list[Answer] = []
+        is_done, stats = True, dict[str, Any]()
+        if job.verb == "generate":
+            answers = self._generate(job.prompts)
+        elif job.verb == "reset":
+            is_done = bool(self._llm.reset_prefix_cache(reset_connector=job.is_deep))
+        elif job.verb == "settle":
+            is_done = self._halves()[1].worker.cache.flush(60.0)
+        elif job.verb == "check":
+            stats = self._check()
+        else:
+            raise ValueError(f"unknown job {job.verb!r}")
+        seconds, cpu_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
+        return Result(answers, seconds, cpu_s, is_done, _rss_bytes(), stats)
+
+    def _generate(self, prompts: list[Prompt]) -> list[Answer]:
+        from vllm.inputs import TokensPrompt
+
+        from vllm import SamplingParams
+
+        running: dict[str, _Running] = {}
+        started_s = time.perf_counter()
+        for prompt in prompts:
+            self._count += 1
+            params = SamplingParams(temperature=0.0, max_tokens=prompt.answer_tokens, ignore_eos=True)
+            running[str(self._count)] = _Running(prompt)
+            self._engine.add_request(str(self._count), TokensPrompt(prompt_token_ids=prompt.ids), params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if running[output.request_id].take(output, started_s):
+                    self._engine.abort_request([output.request_id])
+                    running[output.request_id].finish = "abort"
+        # Empty steps let the connector hear of requests that ended last.
+        self._engine.step()
+        return [Answer(each.ids, each.ttft_s, each.cached_tokens, each.finish) for each in running.values()]
+
+    def _halves(self) -> tuple[Any, Any]:
+        """Return the connector's two sides; both live in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
+
+    def _check(self) -> dict[str, Any]:
+        scheduler, worker = self._halves()
+        scheduler.scheduler.check()
+        worker.worker.check()
+        cache = worker.worker.cache
+        cache.check()
+        scheduler.scheduler.cache.check()
+        pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        stats: dict[str, Any] = msgspec.to_builtins(cache.stats()._asdict())
+        # One page is vLLM's own placeholder.
+        pages = {"pages": pool.num_gpu_blocks - 1, "free_pages": pool.get_num_free_blocks()}
+        pinned = {"pinned_blocks": cache.index.stats().pinned_blocks, "preemptions": self._preemptions()}
+        return {**stats, **pinned, **pages}
+
+    def _preemptions(self) -> int:
+        if not self._engine.log_stats:
+            return 0
+        return sum(metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _rss_bytes() -> int:
+    """Return the memory that this process has now, not its peak."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def _hide_llvmlite() -> None:
+    """Let vLLM register kernels although numba is imported, as LMCache does.
+
+    vLLM reads every object's `__dict__`; llvmlite's library takes that for the name of a C function (AttributeError).
+    """
+    if importlib.util.find_spec("llvmlite") is not None:
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
+
+
+def import_engine() -> None:
+    """Do what most of an engine's start goes into; starts no threads, which a fork would lose."""
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
+    """Start the engine that the first line of `jobs` asks for and do the others until they end."""
+    session = _Session(msgspec.json.decode(jobs.readline(), type=Start))
+    _reply(replies, Result(stats={"pid": os.getpid()}))
+    for line in jobs:
+        _reply(replies, session.do(msgspec.json.decode(line, type=Job)))
+    session.close()
+
+
+def _reply(replies: BinaryIO, result: Result) -> None:
+    replies.write(msgspec.json.encode(result) + b"\n")
+    replies.flush()
+
+
+def main() -> None:
+    """Serve jobs from standard input until it ends. What the engine prints goes to standard error."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, replies)
+
+
+if __name__ == "__main__":
+    main()

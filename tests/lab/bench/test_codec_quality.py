@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.profiles import installed_profiles
+from kvtide_lab.bench import codec_quality
+from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run
+from kvtide_lab.bench.quality_cases import SINGLE_DELTAS, TIDE_QUALITIES, TIDE_QUALITIES_QUICK, cases
+
+LAYOUT = BlockLayout(layers=30, tokens=256, kv_heads=3, head_dim=64, dtype=KVDtype.FLOAT32)
+
+
+@pytest.mark.parametrize("qualities", [TIDE_QUALITIES, TIDE_QUALITIES_QUICK])
+@pytest.mark.parametrize("where", ["shared", "payload"])
+def test_each_case_is_judged_once_and_parts_take_the_best_tables(
+    qualities: tuple[tuple[float, int], ...], where: str
+) -> None:
+    found = cases(installed_profiles() if where == "shared" else [], LAYOUT, qualities)
+    assert len({case.id for case in found}) == len(found)
+    parts = [(*case[:4], case.refinements) for case in found if case.refinements is not None]
+    assert parts == [("cachegen", 4, "rans", where, refinements) for refinements in SINGLE_DELTAS]
+
+
+@pytest.fixture
+def subject(tiny_model: Any) -> Subject:
+    return subject_with(tiny_model, seed=1)
+
+
+def subject_with(model: Any, seed: int) -> Subject:
+    rng = np.random.default_rng(seed)
+    size = QualitySize(contexts=2, context_tokens=48, continuation=20, greedy=6)
+    ids = [rng.integers(0, 256, size=69).tolist() for _ in range(2)]
+    return Subject(model, "tiny", model_layout(model, 16), size, ids, ["noise", "noise"])
+
+
+class Stopped(Exception):
+    pass
+
+
+def judged(subject: Subject, path: Path | None, codecs: tuple[str, ...] = (), results_max: int = 1000) -> CodecQuality:
+    """Judge; after so many results as if the user had stopped it."""
+
+    def stop(_: str, done: int, total: int) -> None:
+        if done >= results_max and done < total:
+            raise Stopped
+
+    return run(subject, [], codecs, partial_of(subject, [], path), stop)
+
+
+def findings(result: CodecQuality) -> list[tuple[Any, ...]]:
+    """Return all of the rows but speeds."""
+    fields = [name for name in codec_quality.QualityRow.__struct_fields__ if not name.endswith("_mb_s")]
+    return [tuple(getattr(row, name) for name in fields) for row in result.rows]
+
+
+@pytest.mark.parametrize("results_max", [1, 30])
+def test_run_that_was_broken_off_goes_on_to_the_same_rows(subject: Subject, tmp_path: Path, results_max: int) -> None:
+    path = tmp_path / "partial"
+    with pytest.raises(Stopped):
+        judged(subject, path, results_max=results_max)
+    kept = len(partial_of(subject, [], path))
+    assert kept >= results_max
+    assert findings(judged(subject, path)) == findings(judged(subject, None))
+    assert len(partial_of(subject, [], path)) > kept
+
+
+def test_what_was_found_is_not_judged_again(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = judged(subject, tmp_path / "partial", ("lossless", "chunkwise"))
+    monkeypatch.setattr(codec_quality, "Judge", None)
+    assert judged(subject, tmp_path / "partial", ("lossless", "chunkwise")) == first
+
+
+def test_results_of_other_inputs_are_refused_by_name(subject: Subject, tiny_model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    judged(subject, path, ("raw",))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="another texts:"):
+        partial_of(subject_with(tiny_model, seed=2), [], path)
+    with pytest.raises(ValueError, match="another greedy_tokens:"):
+        partial_of(subject._replace(size=subject.size._replace(greedy=5)), [], path)
+    with pytest.raises(ValueError, match="another profiles:"):
+        partial_of(subject, installed_profiles()[:1], path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"inputs": {}, "results": {}}', b"\x93NUMPY"])
+def test_foreign_file_is_refused(subject: Subject, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "partial").write_bytes(content)
+    with pytest.raises(ValueError, match="holds no results"):
+        partial_of(subject, [], tmp_path / "partial")
+
+
+def test_codec_that_is_not_there_is_refused(subject: Subject) -> None:
+    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, got 'zip'"):
+        judged(subject, None, ("raw", "zip"))
+
+
+def test_only_what_is_named_is_judged(subject: Subject) -> None:
+    assert {row.codec for row in judged(subject, None, ("raw", "chunkwise")).rows} == {"raw", "chunkwise"}
+
+
+def test_exact_bytes_are_judged_once_and_as_perfect(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    judge = codec_quality.Judge.judge
+    monkeypatch.setattr(codec_quality.Judge, "judge", lambda *args: asked.append(1) or judge(*args))
+    rows = judged(subject, None, ("raw", "lossless")).rows
+    assert [(row.kl, row.greedy_match) for row in rows] == [(0.0, 6), (0.0, 6)]
+    assert len(asked) == len(subject.ids)

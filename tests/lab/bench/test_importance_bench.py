@@ -1,0 +1,155 @@
+"""The generator of questions, and the shape of what the bench says."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tests.codec.tide_profiles import fitted
+
+from kvtide.block import KVDtype
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.codec import CodecRegistry
+from kvtide.engines.calibrate.texts import Text
+from kvtide.engines.fingerprint import model_layout
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide_lab.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
+from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
+from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
+from kvtide_lab.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
+from kvtide_lab.bench.importance_show import render
+from kvtide_lab.judge.importance_curve import CurvePoint, over_line
+from kvtide_lab.judge.importance_judge import ImportanceJudge
+
+pytestmark = pytest.mark.usefixtures("any_block_fits")
+
+TEXT = "\n".join(f"This is line number {n} of a text about nothing." for n in range(200))
+OTHERS = ["\n".join(f"Another text altogether, its line {n} says so." for n in range(50))]
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_a_task_has_its_needles_and_right_answers_in_the_text() -> None:
+    task = make_task(TEXT, OTHERS, 1500, tokenize, random.Random(3))
+    text = "".join(map(chr, task.ids))
+    assert len(task.ids) == 1500
+    asked = [*task.uses, *task.questions]
+    found = [each for each in asked if each.kind == "retrieval"]
+    assert len(found) == 4
+    for each in found:
+        assert (each.answer is not None and each.answer.strip() in text) or len(text) < len(TEXT) // 4
+    for each in (each for each in asked if each.kind == "choice"):
+        lines = {line[0]: line[3:] for line in each.words.splitlines() if line[1:2] == ")"}
+        assert each.answer is not None
+        assert lines.pop(each.answer.strip()) in TEXT
+        assert not any(line in TEXT for line in lines.values())
+
+
+def test_the_same_seed_gives_the_same_task() -> None:
+    one, other = (make_task(TEXT, OTHERS, 500, tokenize, random.Random(5)) for _ in range(2))
+    assert one == other
+
+
+def test_a_short_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        make_task("short", OTHERS, 500, tokenize, random.Random(0))
+
+
+def test_tasks_are_made_of_texts_that_are_long_enough() -> None:
+    texts = [Text("short", "prose", "short"), Text("long", "prose", TEXT), Text("other", "prose", TEXT[::-1])]
+    assert len(make_tasks(texts, 1, 500, tokenize)) == 1
+    assert len(make_tasks(texts, 9, 500, tokenize)) == 2
+    with pytest.raises(ValueError, match="no text has 500 tokens"):
+        make_tasks(texts[:1], 1, 500, tokenize)
+
+
+@pytest.fixture
+def random_model() -> Any:
+    """The tiny model with words enough for noise."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=1100, num_attention_heads=4, max_position_embeddings=1024, **shape)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(random_model: Any) -> None:
+    """Random weights attend to everything alike, so that our guard refuses them all."""
+    registry = CodecRegistry([fitted(model_layout(random_model, 32))])
+    judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
+    texts = [Text("one", "prose", TEXT), Text("other", "prose", OTHERS[0])]
+    size = GuardSize(2, 2, 1, (192, 512))
+    (task,) = make_tasks(texts, 1, 256, tokenize)
+    known = judge.add(task.ids, *tokenized(task, tokenize, 2))
+    rows = guard_rows(judge, texts, [known], 256, 0.25, size, tokenize, 1100, lambda *_: None)
+    assert {(row.prompt, row.tokens) for row in rows} == {
+        (prompt, tokens) for prompt in ("text", "shuffled text", "needle in noise") for tokens in (192, 256)
+    }
+    assert [(row.guard, row.rest) for row in rows[:3]] == [
+        ("jaccard", "drop"),
+        ("neighbours", "drop"),
+        ("neighbours", "base"),
+    ]
+    assert all(row.prompts == 2 for row in rows)
+    ours = [row for row in rows if row.guard == "neighbours"]
+    assert all(row.fallback_share == 1 and abs(row.kl_fallback) < 1e-6 for row in ours)
+
+
+def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
+    ids = list(range(100))
+    assert sorted(shuffled(ids, random.Random(0))) == ids
+    noise = noisy(ids, 5000, [1, 2, 3], random.Random(0))
+    assert len(noise) == 100 and any(noise[i : i + 3] == [1, 2, 3] for i in range(98))
+
+
+def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
+    line = [CurvePoint("", 0.1, 1e-1), CurvePoint("", 0.2, 1e-3)]
+    assert over_line(CurvePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
+    assert over_line(CurvePoint("", 0.21, 1e-3), line) is None
+
+
+def test_all_tables_are_rendered() -> None:
+    row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
+    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3)
+    ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
+    ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
+    result = ImportanceBench(
+        "m",
+        "float16",
+        2e8,
+        1,
+        512,
+        ["open"],
+        [row],
+        [guard],
+        [ttft],
+        [ablation],
+        [CurveRow("s", "l", 0.1, 0.1, None)],
+        2.0,
+        50.0,
+        0.0,
+        0.9,
+    )
+    assert render(result).row_count == 4
+
+
+def test_memory_in_front_of_the_disk_is_counted_by_what_each_ranking_keeps() -> None:
+    """Two prefixes of five blocks; memory has three. Only the second block of each holds anything important."""
+    ids = [ObjectId(Namespace(bytes(32)), BlockKey(bytes([n]) * 32)) for n in range(10)]
+    sizes = {block: 100 if n % 5 == 1 else 10 for n, block in enumerate(ids)}
+    reads = [{block: sizes[block] for block in part} for part in (ids[:5], ids[5:])]
+    important = {block: 50.0 if n % 5 == 1 else 1.0 for n, block in enumerate(ids)}
+    asked = [reads[prefix] for prefix, _ in sequence(2, 1, random.Random(0))]
+    rows = replayed("step", 0.1, asked, 100, important, 1e3, ManualClock())
+    by_cache = {row.cache: row for row in rows}
+    assert list(by_cache) == ["none", "lru", "lfu", "score"]
+    assert by_cache["none"].memory_share == 0 and by_cache["none"].disk_read_share == pytest.approx(140 / 500)
+    assert by_cache["none"].disk_s == pytest.approx(0.14)
+    assert by_cache["score"].disk_read_share < min(by_cache["lru"].disk_read_share, by_cache["lfu"].disk_read_share)
+    assert by_cache["score"].memory_share > 0.7

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtide.cache import Cache
+from kvtide.engines.calibrate.texts import Text
+from kvtide_lab.bench import turns, turns_show
+from kvtide_lab.bench.turns import Subject, TurnsBench, TurnsSize, partial_of, run, subject_of, trend_of
+from kvtide_lab.judge.chat_judge import ChatSize
+
+SIZE = TurnsSize(2, ChatSize(turns=4, user_tokens=20, answer_tokens=4, block_tokens=8), ("lossless", "cachegen:4"))
+
+
+@pytest.fixture
+def subject(tiny_model: Any) -> Subject:
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(4, 256, size=SIZE.chat.tokens_needed).tolist() for _ in range(2)]
+    return Subject(tiny_model, "tiny", SIZE, ids, ["noise", "noise"])
+
+
+class Stopped(Exception):
+    pass
+
+
+def talked(subject: Subject, path: Path | None = None, texts_max: int = 1000) -> TurnsBench:
+    """Talk; after so many texts as if the user had stopped it."""
+
+    def stop(step: str, done: int, total: int) -> None:
+        if step == "texts" and total > done >= texts_max:
+            raise Stopped
+
+    return run(subject, [], partial_of(subject, [], path), stop)
+
+
+def test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on(subject: Subject) -> None:
+    result = talked(subject)
+    exact, coarse = ([row for row in result.rows if row.codec == codec] for codec in SIZE.codecs)
+    assert result.exact_kl_max == 0.0
+    assert {(row.kl, row.kl_once, row.top1) for row in exact} == {(0.0, 0.0, 1.0)}
+    # Of 24, 48 and 72 tokens the last is not run, so that the last block is never whole.
+    assert [row.hit_tokens for row in exact] == [row.hit_tokens for row in coarse] == [0, 16, 40, 64]
+    assert [row.kl > 1e-9 for row in coarse] == [row.kl_once > 1e-9 for row in coarse] == [False, True, True, True]
+    # Nothing has added up while all that is restored was computed on an empty cache.
+    assert coarse[1].kl == pytest.approx(coarse[1].kl_once, rel=1e-4)
+    assert coarse[3].kl != pytest.approx(coarse[3].kl_once, rel=1e-4)
+    assert result.identity_share > 0
+
+
+def test_run_that_was_broken_off_goes_on_to_the_same_rows(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stopped):
+        talked(subject, tmp_path / "partial", texts_max=1)
+    whole = talked(subject, tmp_path / "partial")
+    assert whole.rows == talked(subject).rows
+    monkeypatch.setattr(turns, "_talked", None)
+    assert talked(subject, tmp_path / "partial").rows == whole.rows
+
+
+def test_turn_whose_past_does_not_come_back_is_an_error_not_a_good_figure(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cache, "store", lambda cache, blocks: 0)
+    with pytest.raises(RuntimeError, match="restored 0 of 16 tokens"):
+        talked(subject)
+
+
+def test_growth_on_most_texts_is_a_trend_and_noise_or_few_texts_are_none() -> None:
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0.005, 0.001, size=(12, 9))
+    growing = noise + 0.001 * np.arange(9)
+    assert trend_of(growing.tolist()).has_trend
+    assert trend_of(growing.tolist()).slope == pytest.approx(0.001, abs=2e-4)
+    assert not trend_of(noise.tolist()).has_trend
+    assert not trend_of((noise - 0.001 * np.arange(9)).tolist()).has_trend
+    few, none = trend_of(growing[:4].tolist()), trend_of([[0.0] * 9] * 5)
+    assert (few.p, few.has_trend) == (1 / 16, False)
+    assert (none.p, none.has_trend) == (1.0, False)
+
+
+def test_short_texts_are_left_out_and_no_text_is_an_error(tiny_model: Any) -> None:
+    texts = [Text("short", "prose", "abc"), Text("long", "prose", "abc" * 99)]
+    found = subject_of(tiny_model, "tiny", lambda text: [ord(letter) for letter in text], texts, SIZE)
+    assert [len(ids) for ids in found.ids] == [96]
+    with pytest.raises(ValueError, match="no text has the 96 tokens"):
+        subject_of(tiny_model, "tiny", lambda text: [ord(letter) for letter in text], texts[:1], SIZE)
+
+
+def test_result_is_shown_as_tables_and_as_a_plot(subject: Subject, tmp_path: Path) -> None:
+    result = talked(subject._replace(ids=subject.ids[:1], kinds=["noise"]))
+    rows, trends = turns_show.render(result).renderables
+    assert (rows.row_count, trends.row_count) == (8, 4)
+    pytest.importorskip("matplotlib")
+    assert turns_show.plot(result, tmp_path / "turns.png") is not None
+    assert (tmp_path / "turns.png").stat().st_size > 1000

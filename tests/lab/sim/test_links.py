@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide_lab.sim import links
+from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
+
+# 100 bytes/s, a pause, 300 bytes/s, again and again.
+STEPS = Link("steps", [0, 1, 2, 3], [0, 100, 100, 400])
+
+
+def written(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("start_s", "size", "arrival_s"), [(0, 50, 0.5), (0, 100, 1), (0, 101, 2 + 1 / 300), (1.5, 30, 2.1), (0, 450, 3.5)]
+)
+def test_bytes_arrive_when_the_link_has_carried_them(start_s: float, size: int, arrival_s: float) -> None:
+    assert STEPS.arrival_s(start_s, size) == pytest.approx(arrival_s)
+
+
+def test_link_repeats_itself() -> None:
+    assert STEPS.carried(3 * 5 + 1.5) == pytest.approx(5 * 400 + 100)
+    assert STEPS.arrival_s(3.5, 8 * 400) == pytest.approx(3.5 + 3 * 8)
+    assert STEPS.arrival_s(0, 400) == pytest.approx(3.0)
+
+
+@given(st.floats(0, 50), st.floats(1, 5000))
+def test_arrival_undoes_carried(start_s: float, size: float) -> None:
+    stop_s = STEPS.arrival_s(start_s, size)
+    assert STEPS.carried(stop_s) - STEPS.carried(start_s) == pytest.approx(size, rel=1e-6, abs=1e-6)
+
+
+def test_scaling_keeps_the_ups_and_downs() -> None:
+    twice = STEPS.scaled(2 * STEPS.mean_bytes_per_s)
+    assert [twice.carried(at_s) for at_s in (0.5, 1.5, 3.0)] == pytest.approx([100, 200, 800])
+
+
+def test_machine_behind_a_link_keeps_slower_parts() -> None:
+    behind = STEPS.behind(150, 0.0)
+    assert [behind.carried(at_s) for at_s in (1, 2, 3)] == pytest.approx([100, 100, 250])
+
+
+def test_what_waited_in_front_of_a_machine_follows_if_it_is_recent() -> None:
+    step = Link("step", [0, 1, 3], [0, 100, 110])
+    recent = step.behind(50, 1.0)
+    assert [recent.carried(at_s) for at_s in (1, 2, 2.5)] == pytest.approx([50, 100, 107.5])
+    # Of 50 bytes that wait 20 are recent enough.
+    late = step.behind(50, 0.2)
+    assert [late.carried(at_s) for at_s in (1, 1.2, 2)] == pytest.approx([50, 60, 75])
+
+
+@pytest.mark.parametrize("name", LINK_MODELS)
+def test_models_have_the_mean_that_they_say_and_repeat(name: str) -> None:
+    link, again = (link_named(name, np.random.default_rng(7), 3 * GBIT) for _ in range(2))
+    lowest, highest = (2.0, 6.0) if "uniform" in name else (2.999, 3.001)
+    assert lowest * GBIT < link.mean_bytes_per_s < highest * GBIT
+    assert [link.carried(t) for t in (1, 77)] == [again.carried(t) for t in (1, 77)]
+
+
+def test_mahimahi_counts_packets_in_their_milliseconds(tmp_path: Path) -> None:
+    link = read_link(written(tmp_path, "0\n1\n1\n10\n", "a.down"))
+    assert link.cycle_s == 0.01
+    assert [link.carried(ms / 1e3) for ms in (1, 9, 10)] == pytest.approx([4500, 4500, 6000])
+    assert link.arrival_s(0, 4501) > 0.009
+
+
+def test_gzipped_traces_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"5\n10\n"))
+    assert read_link(path).mean_bytes_per_s == pytest.approx(2 * 1500 / 0.01)
+
+
+@pytest.mark.parametrize("text", ["time,mbit\n0,8\n2,16\n", "# walked\n0 8\n2\t16 extra\n\n"])
+def test_throughputs_hold_until_the_next_line(tmp_path: Path, text: str) -> None:
+    link = read_link(written(tmp_path, text.replace("extra", "99")))
+    assert link.cycle_s == 4
+    assert [link.carried(at_s) for at_s in (1, 2, 4)] == pytest.approx([1e6, 2e6, 6e6])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no lines of a trace"),
+        ("# only words\n", "no lines of a trace"),
+        ("1\n2\nx\n", "line 3: could not convert"),
+        ("5\n3\n", "must not fall"),
+        ("1\n-3\n", "0 or more"),
+        ("0,1\n1,nan\n", "line 2: expected 2 numbers"),
+        ("0,1\n1\n", "line 2: expected 2 numbers"),
+        ("0,1\n", "at least two lines"),
+        ("0,1\n0,2\n", "growing times"),
+        ("0,0\n1,0\n", "never carries anything"),
+        ("1e999\n", "0 or more"),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_link(written(tmp_path, text))
+
+
+def test_file_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "TRACE_BYTES_MAX", 8)
+    with pytest.raises(ValueError, match="longer than 8 bytes"):
+        read_link(written(tmp_path, "1\n2\n3\n4\n5\n"))
+
+
+@pytest.mark.parametrize(
+    ("times", "sent", "message"),
+    [
+        ([0.0], [0.0], "from 0 on"),
+        ([0.0, 1.0], [0.0], "from 0 on"),
+        ([1.0, 2.0], [0.0, 1.0], "from 0 on"),
+        ([0.0, 1.0, 1.0], [0.0, 1.0, 2.0], "times must grow"),
+        ([0.0, 1.0, 2.0], [0.0, 2.0, 1.0], "must not fall"),
+        ([0.0, 1.0], [0.0, 0.0], "never carries"),
+    ],
+)
+def test_links_that_can_not_be_are_refused(times: list[float], sent: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link("bad", times, sent)
+
+
+def test_unknown_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown link 'wifi', expected a file or one of constant"):
+        link_named("wifi", np.random.default_rng(0), GBIT)

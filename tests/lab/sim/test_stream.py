@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvtide.stream.bandwidth import LastRate
+from kvtide.stream.plan import CachegenRule, Chunk, FixedLevel, Layered, Policy, PrefillSpeed, Request, TwoEnded
+from kvtide_lab.sim.curves import CURVES
+from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named
+from kvtide_lab.sim.stream import Costs, Outcome, play
+from kvtide_lab.sim.stream_report import render_stream, stream_report
+from kvtide_lab.sim.stream_sweep import ORACLE, STREAM_POLICIES, StreamRow, StreamSetup, build_request, oracle, sweep
+
+SPEED = PrefillSpeed(1000)
+STEADY = Link("steady", [0, 100], [0, 10_000])
+
+
+def context(sizes: tuple[int, ...], kl: tuple[float, ...], deadline_s: float, is_layered: bool = True) -> Request:
+    chunks = tuple(Chunk(1000 * i, 1000 * i + 1000, sizes, kl) for i in range(4))
+    return Request(chunks, is_layered, SPEED, deadline_s)
+
+
+def played(policy: Policy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> Outcome:
+    return play(policy, request, link, 0.0, LastRate(), Costs(latency_s))
+
+
+def test_fixed_level_takes_what_its_bytes_take() -> None:
+    request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    assert played(FixedLevel(1), request, latency_s=0.5) == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
+
+
+def test_layered_uses_the_time_and_drops_what_comes_late() -> None:
+    # Four bases by 2 s, refinements of 0.6 s each: one in time, 30 bytes of the second in vain.
+    assert played(Layered(), context((50, 60), (0.5, 0.1), 2.9)) == (2.9, pytest.approx(0.4), 0, 30)
+
+
+def test_two_ended_meets_in_the_middle_when_it_is_late() -> None:
+    # A second a chunk at both ends.
+    assert played(TwoEnded(), context((100, 60), (0.5, 0.1), 0.5)) == (pytest.approx(2.0), pytest.approx(0.25), 2000, 0)
+
+
+def test_two_ended_fills_the_time_at_both_ends() -> None:
+    # The engine has two chunks by 2 s. The link: two bases by 1 s, one in case that the engine is slower, a refinement.
+    outcome = played(TwoEnded(), context((50, 70), (0.5, 0.1), 2.2))
+    assert outcome == (pytest.approx(2.2), pytest.approx((0.1 + 0.5) / 4), 2000, 0)
+
+
+def test_what_ends_at_the_deadline_counts() -> None:
+    assert played(TwoEnded(), context((100, 60), (0.5, 0.1), 2.0))[:3] == (2.0, pytest.approx(0.25), 2000)
+    assert played(Layered(), context((50, 60), (0.5, 0.1), 2.0)) == (2.0, pytest.approx(0.5), 0, 0)
+
+
+def test_two_ended_ends_early_only_when_all_is_computed() -> None:
+    assert played(TwoEnded(), context((10, 10), (0.5, 0.0), 3.0))[:2] == (pytest.approx(0.8), 0.0)
+    assert played(TwoEnded(), context((10, 10), (0.5, 0.1), 9.0))[:3] == (pytest.approx(4.0), 0.0, 4000)
+
+
+def test_two_ended_on_a_dead_link_is_recomputing() -> None:
+    dead = Link("dead", [0, 1000, 1001], [0, 0, 1])
+    assert played(TwoEnded(), context((100, 60), (0.5, 0.1), 0.5), dead)[:3] == (pytest.approx(4.0), 0.0, 4000)
+
+
+def test_cachegen_computes_text_behind_what_is_loaded() -> None:
+    # The first chunk at the middle level by 2 s, the other three are then text: exactly 3 s more.
+    request = context((100, 200, 300), (0.5, 0.2, 0.1), 5.0, is_layered=False)
+    assert played(CachegenRule(), request) == (pytest.approx(4.0), 0.0, 4000, 0)
+    late = context((100, 200, 300), (0.5, 0.2, 0.1), 3.9, is_layered=False)
+    assert played(CachegenRule(), late).computed_tokens == 0
+
+
+def test_costs_of_a_machine_take_their_time() -> None:
+    request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    costs = Costs(0.5, decode_token_s=(0.0001, 0.0005))
+    assert play(FixedLevel(1), request, STEADY, 0.0, LastRate(), costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
+    # The first chunk by 0.5 s, decoded by 1 s, then the other three as text, in passes too long to cost more.
+    text = context((25, 50, 75), (0.5, 0.2, 0.1), 3.9, is_layered=False)
+    costs = Costs(0.0, decode_token_s=(0.0001, 0.0005, 0.001), short_pass_s=9.0)
+    assert play(CachegenRule(), text, STEADY, 0.0, LastRate(), costs).ready_s == pytest.approx(4.0)
+
+
+def test_short_passes_take_longer_than_their_share() -> None:
+    chunks = tuple(Chunk(64 * i, 64 * i + 64, (10**6,), (0.1,)) for i in range(5))
+    request = Request(chunks, True, SPEED, 0.0)
+    # Two, half of what nobody has begun with, and then three, as nothing comes meanwhile.
+    outcome = play(TwoEnded(), request, STEADY, 0.0, LastRate(), Costs(short_pass_s=1.0))
+    assert (outcome.computed_tokens, outcome.ready_s) == (320, pytest.approx(0.32 + 0.5 + 0.25))
+
+
+def test_engine_that_is_slower_than_the_plan_was_told() -> None:
+    request = context((100, 60), (0.5, 0.1), 0.0)
+    dead = Link("dead", [0, 1000, 1001], [0, 0, 1])
+    told = play(TwoEnded(), request, dead, 0.0, LastRate())
+    assert play(TwoEnded(), request, dead, 0.0, LastRate(), Costs(engine_factor=1.5)).ready_s == 1.5 * told.ready_s
+
+
+@pytest.mark.parametrize("name", LINK_MODELS)
+@pytest.mark.parametrize(("tokens", "slo_s"), [(9600, 1.0), (32_000, 1.0), (32_000, 2.0)])
+def test_nobody_misses_less_than_the_oracle_and_two_ended_no_more(name: str, tokens: int, slo_s: float) -> None:
+    setup = StreamSetup(trials=25, context_tokens=(tokens,), slo_s=(slo_s,))
+    rows = sweep(setup, [link_named(name, np.random.default_rng(3), 2 * GBIT)], list(STREAM_POLICIES))
+    by_name = {row.policy: row for row in rows}
+    bound = by_name[ORACLE]
+    assert all(row.miss_rate >= bound.miss_rate for row in rows)
+    assert by_name["two-ended"].miss_rate == bound.miss_rate
+    assert bound.kl_mean * 0.999 <= by_name["two-ended"].kl_mean <= 1.3 * bound.kl_mean + 1e-4
+    assert by_name["two-ended"].kl_mean <= by_name["cachegen"].kl_mean / 2
+
+
+def test_oracle_without_misses_uses_all_the_time() -> None:
+    setup = StreamSetup(latency_s=0.0)
+    link = Link("steady", [0, 1000], [0, 1000 * GBIT])
+    exact = oracle(setup, CURVES["tide"], 9600, 2.5, link, 0.0)
+    assert exact == (pytest.approx(setup.prefill.seconds(0, 9600)), 0.0, 9600, 0)
+    rushed = oracle(setup, CURVES["tide"], 32_000, 0.01, link, 0.0)
+    assert rushed.ready_s > 0.01
+    assert rushed.kl == pytest.approx(CURVES["tide"].kl[0] * (32_000 - rushed.computed_tokens) / 32_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curves_fall_and_tide_gains_less_with_each_step(name: str) -> None:
+    curve = CURVES[name]
+    assert len(curve.bits) == len(curve.kl)
+    assert all(a > b for a, b in pairwise(curve.kl))
+    gains = [(a - b) / bits for (a, b), bits in zip(pairwise(curve.kl), curve.bits[1:], strict=True)]
+    # The oracle starts with tide's base: nobody has a smaller one.
+    assert curve.bits[0] >= CURVES["tide"].bits[0]
+    # It refines step by step, which is the best order only then.
+    assert name != "tide" or gains == sorted(gains, reverse=True)
+
+
+def test_sizes_are_bits_times_elements() -> None:
+    request = build_request(StreamSetup(), STREAM_POLICIES["fixed"], 3000, 1.0)
+    assert [chunk.stop for chunk in request.chunks] == [1536, 3000]
+    assert request.chunks[0].sizes[0] == round(2.60 * 65_536 * 1536 / 8)
+
+
+def test_same_seed_gives_same_rows() -> None:
+    setup = StreamSetup(trials=3, context_tokens=(9600,), slo_s=(1.0,))
+    link = link_named("ar1", np.random.default_rng(3), GBIT)
+    heard: list[StreamRow] = []
+    first = sweep(setup, [link], ["two-ended"], heard.append)
+    assert first == heard == sweep(setup, [link], ["two-ended"])
+
+
+def test_report_names_the_best_of_ours_and_how_it_stands() -> None:
+    def row(policy: str, miss_rate: float, kl: float) -> StreamRow:
+        return StreamRow("a", 1, 1.0, policy, miss_rate, kl, 1.0, 1.0, 0.0, 0.0)
+
+    rows = [row("cachegen", 0.5, 0.2), row("layered", 0.2, 0.01), row("two-ended", 0.1, 0.1), row(ORACLE, 0.08, 0.1)]
+    standing = stream_report(StreamSetup(), rows).standing
+    assert standing is not None
+    assert (standing.policy, standing.halved_share) == ("two-ended", 1.0)
+    assert standing.miss_over_oracle_max == pytest.approx(0.02)
+    assert standing.miss_over_cachegen_max == pytest.approx(-0.4)
+    assert stream_report(StreamSetup(), [row("fixed", 0, 0), row(ORACLE, 0, 0)]).standing is None
+    assert render_stream(stream_report(StreamSetup(), rows)).row_count == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"trials": 0}, "must be given and positive"),
+        ({"slo_s": ()}, "must be given and positive"),
+        ({"latency_s": -1.0}, "must not be negative"),
+        ({"slo_s": (0.01,)}, "over before 9600 tokens"),
+        ({"estimator": "median"}, "unknown estimator"),
+    ],
+)
+def test_setups_that_can_not_be_are_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StreamSetup(**changed)  # type: ignore[arg-type]
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'best', expected all or some of fixed"):
+        sweep(StreamSetup(), [STEADY], ["best"])

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtide_lab.cli.sim import app
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * n, "hash_ids": [0, n % 5, n % 3]} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_trace_prints_hit_rates_between_lru_and_bound(trace_file: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(trace_file), "--policy", "arc", "--capacity", "4", "--json"])
+    report = json.loads(result.stdout)
+    assert [row["policy"] for row in report["rows"]] == ["lru", "arc", "belady"]
+    assert report["rows"][0]["capacity_blocks"] == 4
+    assert report["rows"][2]["gap_closed"] == 1.0
+    assert report["rows"][0]["hit_rate"] <= report["rows"][2]["hit_rate"]
+
+
+def test_share_of_the_blocks_is_written_with_a_percent_sign(trace_file: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(trace_file), "--capacity", "50%", "--capacity", "3", "--json"])
+    report = json.loads(result.stdout)
+    assert [row["capacity_blocks"] for row in report["rows"]] == [report["unique_blocks"] // 2] * 3 + [3] * 3
+    assert all(0 < row["saved_s_share"] < 1 for row in report["rows"] if row["policy"] != "belady")
+
+
+def test_compare_draws_every_policy(trace_file: Path, tmp_path: Path) -> None:
+    arguments = ["trace", str(trace_file), "--compare", "--plot", str(tmp_path / "a.png")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert all(policy in result.stdout for policy in ("lru", "reuse", "sieve", "belady"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_prints_both_figures() -> None:
+    report = json.loads(CliRunner().invoke(app, ["prompts", "--json"]).stdout)
+    assert len(report["rows"]) == 10
+    assert set(report["rows"][0]) >= {"p", "hit_rate", "items_per_s", "items_per_s_uncached"}
+
+
+def test_fairness_prints_a_row_for_each_policy(tmp_path: Path) -> None:
+    arguments = ["fairness", "--seconds", "3", "--client", "4096:1", "--client", "256:3:2:1.5"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [row["policy"] for row in report["rows"]] == ["fifo", "lottery", "drr", "vtc"]
+    assert report["clients"] == 4
+    assert report["jain_vtc"] > report["jain_fifo"]
+    result = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "a.png")])
+    assert "lottery" in result.stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trace", "nowhere.jsonl"], "no trace at nowhere.jsonl"),
+        (["trace", "FILE", "--policy", "fifo"], "unknown policy 'fifo'"),
+        (["trace", "FILE", "--capacity", "0"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "-3%"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "nan%"], "--capacity must be positive"),
+        (["trace", "FILE", "--capacity", "0.03"], "a share as in 3%, got '0.03'"),
+        (["trace", "FILE", "--capacity", "many"], "a share as in 3%, got 'many'"),
+        (["trace", "FILE", "--sessions", "-1"], "--sessions must not be negative"),
+        (["fairness", "--client", "16"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:x"], "--client is KIB:COUNT"),
+        (["fairness", "--client", "16:1:1:1:1"], "--client is KIB:COUNT"),
+        (["fairness", "--slots", "0"], "slots must be positive"),
+    ],
+)
+def test_bad_arguments_are_refused(trace_file: Path, arguments: list[str], message: str) -> None:
+    given = [str(trace_file) if argument == "FILE" else argument for argument in arguments]
+    result = CliRunner().invoke(app, given)
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)

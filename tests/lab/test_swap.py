@@ -1,0 +1,72 @@
+"""Pages out and in again: bytes, bounds and bad input."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvtide_lab.swap.pages import PageSwapper, runs
+
+
+def _layers(device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(-128, 128, (6, 64), dtype=torch.int8, generator=generator).to(device) for _ in range(3)]
+
+
+def _round_trip(device: str) -> None:
+    layers = _layers(device)
+    before = [layer.clone() for layer in layers]
+    with PageSwapper(layers, slots=4) as swapper:
+        swapper.swap_out([5, 1], [0, 3]).wait()
+        for layer in layers:
+            layer.zero_()
+        swapper.swap_in([3, 0], [1, 5]).wait()
+        swapper.check()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[[1, 5]], old[[1, 5]])
+        assert not layer[[0, 2, 3, 4]].any()
+
+
+def test_pages_come_back_as_they_went() -> None:
+    _round_trip("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pages_come_back_to_a_gpu_as_they_went() -> None:
+    _round_trip("cuda")
+
+
+def test_no_more_transfers_run_than_the_bound_lets() -> None:
+    layers = _layers()
+    with PageSwapper(layers, slots=4, in_flight_max=1) as swapper:
+        gate, started = threading.Event(), threading.Event()
+        copy = swapper._copy
+        swapper._copy = lambda *arguments: (gate.wait(5), copy(*arguments))[1]  # type: ignore[method-assign]
+        first = swapper.swap_out([0], [0])
+        second = threading.Thread(target=lambda: (swapper.swap_out([1], [1]).wait(), started.set()))
+        second.start()
+        assert not started.wait(0.05)
+        with pytest.raises(AssertionError, match="are left"):
+            swapper.check()
+        gate.set()
+        first.wait()
+        second.join()
+        assert started.is_set()
+        swapper.check()
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        PageSwapper([torch.zeros((2, 8))], slots=1)
+    with pytest.raises(ValueError, match="must be positive"):
+        PageSwapper(_layers(), slots=0)
+    with PageSwapper(_layers(), slots=2) as swapper, pytest.raises(ValueError, match="every page needs a slot"):
+        swapper.swap_out([0, 1], [0])
+
+
+def test_neighbours_are_copied_at_once() -> None:
+    assert runs([4, 5, 6, 2, 3], [0, 1, 2, 7, 3]) == [(4, 0, 3), (2, 7, 1), (3, 3, 1)]
+    assert runs([], []) == []
