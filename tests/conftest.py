@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.cache import Cache, cache_for
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
+from kvtide.store.cache import Cache, cache_for
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

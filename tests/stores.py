@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtide.tier.disk.segment import scan_segment, segment_number
 from kvtide.tier.files import Files
 from kvtide.tier.record import PAGE_BYTES, RecordHeader, RecordState
-from kvtide.tier.segment import scan_segment, segment_number
 
 
 class StoredRecord(NamedTuple):

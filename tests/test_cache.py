@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.cache import Cache, MissReason, PendingBlock, cache_for
 from kvtide.codec import CodecRegistry, TideCodec
-from kvtide.decisions import decisions_text
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
-from kvtide.storing import STORE_NICE
+from kvtide.outcomes import decisions_text
+from kvtide.store.cache import Cache, MissReason, PendingBlock, cache_for
+from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier import DiskTier, MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -401,7 +401,7 @@ def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
 ) -> None:
     metas = metas_of(layout, 5)
     fill(open_cache(tmp_path), metas)
-    with caplog.at_level("INFO", logger="kvtide.cache"):
+    with caplog.at_level("INFO", logger="kvtide.store.cache"):
         cache = open_cache(tmp_path)
     assert len(cache.index.match([meta.id.key for meta in metas]).blocks) == 5
     assert any("index rebuilt from 5 stored blocks in" in message for message in caplog.messages)

@@ -5,18 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvtide.clock import SystemClock
-from kvtide.decisions import (
-    DECISIONS_TEXT_MAX,
-    Choice,
-    Decided,
-    DecisionCounter,
-    Why,
-    decisions_text,
-    parse_decisions,
-)
+from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.stream.plan import Way
 from kvtide.tier import DiskTier
-from kvtide.tier.journal import RemovalJournal
+from kvtide.tier.disk.journal import RemovalJournal
 from kvtide.types import Namespace
 
 NAMESPACE = Namespace(b"n" * 32)

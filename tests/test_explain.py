@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvtide.block import BlockLayout
-from kvtide.cache import Cache
 from kvtide.codec import CachegenCodec, CodecRegistry
-from kvtide.codec.calibrate import ProfileFitter
+from kvtide.codec.published.fit import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.explain import Verdict, explain, read_header, read_object, weigh
 from kvtide.server.auth import tenant_namespace
+from kvtide.store.cache import Cache
 from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.types import ObjectId

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtide import loading
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import Cache, LoadReport, MissReason, cache_for
 from kvtide.codec import CodecRegistry, TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
+from kvtide.store import loading
+from kvtide.store.cache import Cache, LoadReport, MissReason, cache_for
 from kvtide.testing.strategies import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from tests.codec.tide_profiles import LAYOUT, fitted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix, moved_share
+from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix, moved_share
 from kvtide.types import BlockKey
 
 HEADS = np.random.default_rng(1).integers(0, 1 << 64, 200_000, np.uint64)

@@ -11,7 +11,7 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.doors import FILES_MAX, Doors, Guest, connections_for
+from kvtide.server.http.doors import FILES_MAX, Doors, Guest, connections_for
 from kvtide.server.settings import ServerLimits
 
 

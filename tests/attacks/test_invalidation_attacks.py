@@ -12,19 +12,19 @@ import pytest
 from tests.servers import RunningServer, running_server
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import PendingBlock, cache_for
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
-from kvtide.placement import PoolMap
+from kvtide.store.cache import PendingBlock, cache_for
 from kvtide.testing.tier_suite import object_id, read_all
 from kvtide.tier import MemoryTier, TierStack
 from kvtide.tier.base import Buffer
-from kvtide.tier.disk import DiskTier
-from kvtide.tier.http import http_tier
-from kvtide.tier.invalidation import Invalidations
-from kvtide.tier.membership import StaticMembership, server_at
-from kvtide.tier.pool import PoolTier
+from kvtide.tier.disk.tier import DiskTier
+from kvtide.tier.http.tier import http_tier
+from kvtide.tier.pool.membership import StaticMembership, server_at
+from kvtide.tier.pool.placement import PoolMap
+from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.records import raise_generation, records_clients
+from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object

@@ -16,8 +16,8 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
-from kvtide.server.doors import account_of, host_of
+from kvtide.server.http.doors import account_of, host_of
+from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id

@@ -23,11 +23,11 @@ from kvtide.config import Limits
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.names import Names
-from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
-from kvtide.server.regions import LATEST_S_MAX
+from kvtide.server.regions.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
+from kvtide.server.regions.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 from kvtide.tier.records import raise_to, records_clients
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide.wire.records import RecordKind, RecordName
@@ -380,7 +380,7 @@ def test_what_is_removed_at_the_centre_is_gone_in_the_regions(tmp_path: Path) ->
 
 
 def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.records.REMOVED_MAX", 3)
+    monkeypatch.setattr("kvtide.server.regions.records.REMOVED_MAX", 3)
     records = Records(tmp_path / "records", SystemClock())
     records.open()
     for number in range(10):

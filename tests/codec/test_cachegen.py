@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CachegenCodec
-from kvtide.codec.cachegen import GROUP_TOKENS, delta_layers
+from kvtide.codec.published.cachegen import GROUP_TOKENS, delta_layers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, layouts, smooth_bits
 from kvtide.types import Section, SectionKind

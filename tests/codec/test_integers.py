@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.codec.integers import (
+from kvtide.codec.published.integers import (
     CODERS,
     Distribution,
     IntegerRuns,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, CodecRegistry, Profile
-from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section

@@ -17,9 +17,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.codec.rope_families import FAMILIES, UNROTATED_FAMILIES
-from kvtide.codec.rope_scaling import ROPE_TYPES, Frequencies
-from kvtide.codec.rotary import Pairs, Rotary, RotaryTables
+from kvtide.codec.rotary.families import FAMILIES, UNROTATED_FAMILIES
+from kvtide.codec.rotary.rotary import Pairs, Rotary, RotaryTables
+from kvtide.codec.rotary.scaling import ROPE_TYPES, Frequencies
 from kvtide.errors import CorruptPayload
 
 PLAIN = {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 256}

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
-from kvtide.codec.rotary import Rotary
+from kvtide.codec.rotary.rotary import Rotary
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.testing.strategies import block_meta, smooth_bits

@@ -12,7 +12,7 @@ from kvtide.codec import Profile, TideCodec
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.judge import Judge
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
-from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers.fingerprint import model_layout
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
 

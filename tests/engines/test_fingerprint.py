@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtide.block import KVDtype
-from kvtide.engines.fingerprint import ModelShape, model_shape
-from kvtide.engines.watch import ModelWatch, model_fingerprint
+from kvtide.engines.transformers.fingerprint import ModelShape, model_shape
+from kvtide.engines.transformers.watch import ModelWatch, model_fingerprint
 from kvtide.errors import UnsupportedModel
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.ways import Way, Ways
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.ways import Way, Ways
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))

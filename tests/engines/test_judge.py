@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, LosslessCodec
 from kvtide.engines.calibrate.judge import Judge
-from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers.fingerprint import model_layout
 
 
 @pytest.fixture(scope="module")

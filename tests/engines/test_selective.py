@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry, PackedCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.pages import Pages
-from kvtide.engines.selective import (
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import Pages
+from kvtide.engines.transformers.selective import (
     PROBE_TOKENS,
     WEIGHED_TOKENS,
     Importance,

@@ -14,13 +14,13 @@ from tests.fetch.sources import MadeSource
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
-from kvtide.decisions import Choice, Decided, Why, parse_decisions
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.streaming import StreamedPrefill
-from kvtide.engines.transformers import CachedModel, Streaming, attach
+from kvtide.engines.transformers.attach import CachedModel, Streaming, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
 from kvtide.keys import block_keys
+from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace

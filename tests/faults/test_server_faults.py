@@ -20,9 +20,9 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Tier
-from kvtide.tier.http import HttpTier, http_tier
-from kvtide.tier.link import Endpoint
-from kvtide.tier.peer import Peer, PeerSettings
+from kvtide.tier.http.connection import Endpoint
+from kvtide.tier.http.peer import Peer, PeerSettings
+from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.wire import parse_object
 
 SEED = 20260311

@@ -19,8 +19,8 @@ import torch
 from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockBits, BlockLayout, KVDtype
-from kvtide.cache import Cache
-from kvtide.engines.transformers import attach
+from kvtide.engines.transformers.attach import attach
+from kvtide.store.cache import Cache
 from kvtide.testing.strategies import smooth_bits
 
 OpenCache = Callable[..., Cache]

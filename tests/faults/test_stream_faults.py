@@ -17,13 +17,13 @@ from tests.servers import ServerProcess, disk_arguments
 
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LosslessCodec
-from kvtide.engines.streaming import StreamedPrefill
+from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Run, Wish
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import Layered, PrefillSpeed, TwoEnded
 from kvtide.stream.receiver import Receiver
-from kvtide.tier.http import http_tier
-from kvtide.tier.ranges import range_sources
+from kvtide.tier.http.ranges import range_sources
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 

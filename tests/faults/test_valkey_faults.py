@@ -64,7 +64,7 @@ class Load:
 
 
 def open_stack(services: Sequence[Service]) -> TierStack:
-    from kvtide.tier.valkey import ValkeyTier
+    from kvtide.tier.valkey.tier import ValkeyTier
 
     stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{services[0].port}", SystemClock())])
     stack.open()

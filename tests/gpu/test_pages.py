@@ -14,7 +14,6 @@ from tests.gpu.faulty import FaultyKernels, Switch
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import Cache, cache_for
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec, TideCodec
 from kvtide.config import Limits
@@ -24,6 +23,7 @@ from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
+from kvtide.store.cache import Cache, cache_for
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section
 

@@ -16,14 +16,14 @@ from tests.stores import disk_bytes, stored_records
 from tests.test_cache import Collector, fill, ids, metas_of
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import Cache
 from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
+from kvtide.store.cache import Cache
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import DiskTier
+from kvtide.tier.disk.segment import segment_name
 from kvtide.tier.files import Files
 from kvtide.tier.record import PAGE_BYTES
-from kvtide.tier.segment import segment_name
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 

@@ -16,10 +16,10 @@ from tests.engines.paged.test_halves import PROMPT, ToyEngine
 from tests.test_cache import metas_of
 
 from kvtide.block import BlockLayout
-from kvtide.cache import BlockSource, Cache, PendingBlock
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.ways import Way, Ways
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.ways import Way, Ways
+from kvtide.store.cache import BlockSource, Cache, PendingBlock
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

@@ -21,8 +21,8 @@ from tests.test_cache import metas_of
 from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.cache import Cache, MissReason, PendingBlock
-from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.store.cache import Cache, MissReason, PendingBlock
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}

@@ -12,10 +12,10 @@ from tests.codec.tide_profiles import fitted_on
 from tests.servers import running_server
 from tests.stores import stored_records
 
-from kvtide.cache import MissReason
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.explain import Verdict, explain
+from kvtide.store.cache import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
 

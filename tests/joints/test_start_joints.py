@@ -13,17 +13,17 @@ import pytest
 from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
-from kvtide.cache import cache_for
 from kvtide.clock import ManualClock
 from kvtide.codec import RawCodec
 from kvtide.config import Limits
 from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.server.settings import ServerSettings, records_path
+from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, stack_of
 from kvtide.tier.demote import Evicting
-from kvtide.tier.invalidation import Invalidations
+from kvtide.tier.stack.invalidation import Invalidations
 
 MISTAKES = {
     "": "must not be empty",

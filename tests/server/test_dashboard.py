@@ -20,19 +20,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.servers import running_server
 
-from kvtide.decisions import Choice, Decided, Why
-from kvtide.placement import PoolMap, PoolServer
+from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
-from kvtide.server.dashboard import DASHBOARD_POLICY, dashboard_page
-from kvtide.server.history import History, Sample, history_body
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
-from kvtide.server.outlook import MemberStatus, PoolStatus, RegionStatus
+from kvtide.server.observe.dashboard import DASHBOARD_POLICY, dashboard_page
+from kvtide.server.observe.history import History, Sample, history_body
+from kvtide.server.observe.outlook import MemberStatus, PoolStatus, RegionStatus
+from kvtide.server.observe.status import Status, server_status, status_body
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.server.status import Status, server_status, status_body
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats
-from kvtide.tier.membership import StaticMembership
+from kvtide.tier.pool.membership import StaticMembership
+from kvtide.tier.pool.placement import PoolMap, PoolServer
 from kvtide.types import Namespace
 from kvtide_lab.bench.services import wait_until
 

@@ -15,11 +15,11 @@ import pytest
 from tests.servers import RunningServer, running_server
 
 from kvtide.clock import SystemClock
-from kvtide.decisions import Choice, Decided, Why
+from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide.wire import version_tag
 from kvtide_lab.bench.services import wait_until

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtide.decisions import Choice, Decided, Why
+from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.quotas import Quota, QuotaCollector, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings

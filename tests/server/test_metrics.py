@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtide.decisions import Choice, Decided, Why
+from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import OTHER_TENANTS, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats

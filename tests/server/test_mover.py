@@ -13,13 +13,13 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvtide.server.http.connection import Stream
+from kvtide.server.http.mover import Body, Mover, Progress
+from kvtide.server.http.sender import Order, Sender
+from kvtide.server.http.workers import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.mover import Body, Mover, Progress
 from kvtide.server.pace import Pace
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.server.sender import Order, Sender
-from kvtide.server.stream import Stream
-from kvtide.server.workers import Workers
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 

@@ -18,13 +18,13 @@ from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.placement import Placement, PoolMap, PoolServer
 from kvtide.server.member import Member
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.membership import StaticMembership
-from kvtide.tier.membership_etcd import EtcdMembership
-from kvtide.tier.pool_url import membership_of, pool_tier, server_urls
+from kvtide.tier.pool.etcd import EtcdMembership
+from kvtide.tier.pool.membership import StaticMembership
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
+from kvtide.tier.pool.url import membership_of, pool_tier, server_urls
 from kvtide_lab.bench.services import Service, free_ports, started, wait_until
 
 

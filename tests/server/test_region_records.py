@@ -14,7 +14,7 @@ from kvtide.clock import SystemClock
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 from kvtide_lab.bench.services import wait_until
 
 SPACE = object_id(1).namespace

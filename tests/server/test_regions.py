@@ -12,8 +12,8 @@ from tests.server.worlds import World, ask, put
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.server.manifest import Manifest
-from kvtide.server.regions import CentralTier, RegionSettings
+from kvtide.server.regions.manifest import Manifest
+from kvtide.server.regions.regions import CentralTier, RegionSettings
 from kvtide.server.service import backing_for
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -124,7 +124,7 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.manifest.PENDING_MAX", 3)
+    monkeypatch.setattr("kvtide.server.regions.manifest.PENDING_MAX", 3)
     manifest = Manifest(tmp_path / "manifest")
     manifest.open()
     for number in range(5):
@@ -134,7 +134,7 @@ def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: p
 
 
 def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.manifest.RECORDS_MAX", 20)
+    monkeypatch.setattr("kvtide.server.regions.manifest.RECORDS_MAX", 20)
     path = tmp_path / "manifest"
     manifest = Manifest(path)
     manifest.open()

@@ -18,11 +18,11 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.access import ACCESS_LOGGER, AccessLine, write_log
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
+from kvtide.server.observe.access import ACCESS_LOGGER, AccessLine, write_log
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.services import wait_until
 

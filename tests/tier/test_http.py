@@ -10,7 +10,7 @@ from kvtide.clock import SystemClock
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite
 from kvtide.tier import Tier
-from kvtide.tier.http import http_tier
+from kvtide.tier.http.tier import http_tier
 
 
 class TestHttpOverMemory(TierSuite):

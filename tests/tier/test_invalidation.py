@@ -15,9 +15,9 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStack, stack_of
-from kvtide.tier.invalidation import Invalidations
-from kvtide.tier.memory import MemoryTier
+from kvtide.tier.ram.memory import MemoryTier
 from kvtide.tier.records import raise_generation, records_clients
+from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
@@ -108,12 +108,12 @@ def test_a_note_that_cannot_be_read_removes_too_much(server: RunningServer, tmp_
 
 def test_a_server_that_is_down_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stack = stack_of(f"disk://{tmp_path}/own http://127.0.0.1:9", Limits(), CLOCK, lambda key: False)
-    with caplog.at_level(logging.WARNING, "kvtide.tier.invalidation"):
+    with caplog.at_level(logging.WARNING, "kvtide.tier.stack.invalidation"):
         stack.open()
     store(stack, object_id(1))
     assert list(stack.places(object_id(1))) == [0, 1]
     stack.close()
-    assert sum(record.name == "kvtide.tier.invalidation" for record in caplog.records) == 1, "said once"
+    assert sum(record.name == "kvtide.tier.stack.invalidation" for record in caplog.records) == 1, "said once"
 
 
 class _Stubborn(Counting):

@@ -15,7 +15,8 @@ from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import DiskTier, Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.checkpoint import parse_checkpoint
+from kvtide.tier.disk.checkpoint import parse_checkpoint
+from kvtide.tier.disk.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
 from kvtide.tier.files import Files
 from kvtide.tier.record import (
     PAGE_BYTES,
@@ -27,7 +28,6 @@ from kvtide.tier.record import (
     parse_record_header,
     parse_segment_header,
 )
-from kvtide.tier.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
 from kvtide.wire import NO_LABEL, ObjectLabel
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "segment-2.seg"
@@ -228,7 +228,7 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: py
     import fcntl
 
     tier = open_tier(tmp_path)
-    monkeypatch.setattr("kvtide.tier.directory.LOCK_TRIES_MAX", 3)
+    monkeypatch.setattr("kvtide.tier.disk.directory.LOCK_TRIES_MAX", 3)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(TierUnavailable, match="locked"):

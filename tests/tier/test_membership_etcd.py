@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import TierUnavailable
-from kvtide.placement import PlacementKind, PoolMap, PoolServer
-from kvtide.tier import membership_etcd
-from kvtide.tier.membership import Watcher
-from kvtide.tier.membership_etcd import EtcdMembership
+from kvtide.tier.pool import etcd as membership_etcd
+from kvtide.tier.pool.etcd import EtcdMembership
+from kvtide.tier.pool.membership import Watcher
+from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide_lab.bench.services import Service, free_ports, started, wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd; apt install etcd-server")

@@ -10,8 +10,8 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import MemoryTier
-from kvtide.tier.arena import Arena, frame_bytes_for
 from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
+from kvtide.tier.ram.arena import Arena, frame_bytes_for
 from kvtide.tier.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
 
 PAGE = 4096

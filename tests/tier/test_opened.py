@@ -11,8 +11,8 @@ import pytest
 from tests.tier.test_log import open_tier
 
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier.disk.opened import OPEN_MAX, OpenSegments
 from kvtide.tier.files import Files
-from kvtide.tier.opened import OPEN_MAX, OpenSegments
 
 
 class Watched(Files):

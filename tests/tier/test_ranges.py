@@ -9,8 +9,8 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.http import http_tier
-from kvtide.tier.ranges import RangeSource, range_sources
+from kvtide.tier.http.ranges import RangeSource, range_sources
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.resp import LINE_BYTES_MAX, Refusal, RespSocket, pack_command
+from kvtide.tier.valkey.resp import LINE_BYTES_MAX, Refusal, RespSocket, pack_command
 
 Pair = tuple[RespSocket, socket.socket]
 

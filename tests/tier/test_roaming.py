@@ -13,9 +13,9 @@ from tests.servers import RunningServer, running_server
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import HttpTier
-from kvtide.tier.link import Endpoint
-from kvtide.tier.peer import Peer, PeerSettings
+from kvtide.tier.http.connection import Endpoint
+from kvtide.tier.http.peer import Peer, PeerSettings
+from kvtide.tier.http.tier import HttpTier
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 

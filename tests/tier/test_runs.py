@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Counting, MemoryTier, TierStack
-from kvtide.tier.runs import LOOK_UPS_MAX
+from kvtide.tier.stack.runs import LOOK_UPS_MAX
 from kvtide.types import ObjectId
 
 IDS = [object_id(number) for number in range(12)]

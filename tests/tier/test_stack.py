@@ -287,7 +287,7 @@ def test_prefetch_leaves_what_is_being_read_to_its_reader() -> None:
 
 
 def test_close_does_not_wait_for_ever_for_a_tier_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.tier.stack.CLOSE_S_MAX", 0.05)
+    monkeypatch.setattr("kvtide.tier.stack.tier.CLOSE_S_MAX", 0.05)
     gate, has_closed = Gate(), threading.Event()
     stack, _, _ = stack_behind_gate(gate)
     stack.prefetch([object_id(number) for number in range(1, 6)], 2000)
@@ -331,7 +331,7 @@ def test_write_back_tier_follows_and_is_whole_after_flush() -> None:
 
 
 def test_too_much_waiting_for_write_back_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.tier.stack.WRITE_BACK_BYTES_MAX", 10)
+    monkeypatch.setattr("kvtide.tier.stack.tier.WRITE_BACK_BYTES_MAX", 10)
     remote = NamedMemory("remote", TIER_BYTES)
     stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
     stack.open()

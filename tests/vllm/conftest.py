@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    from kvtide.engines import smollm2
+    from kvtide.engines.transformers import smollm2
 
     return smollm2.converted_folder()
 
@@ -38,7 +38,7 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def tokens(model: Path) -> list[int]:
     """A long text's token ids."""
-    from kvtide.engines import smollm2
+    from kvtide.engines.transformers import smollm2
 
     return list(smollm2.load_tokenizer(model)("\n".join(str(topics[name]) for name in sorted(topics))).input_ids)
 

@@ -22,7 +22,7 @@ from kvtide.codec import Profile, TideCodec
 from kvtide.codec.tide import THIRD, Steps
 from kvtide.engines.calibrate.judge import CodedContext, Judge, Verdict, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.watch import model_fingerprint
+from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
 from kvtide_lab.bench.quality_goals import BitsAtKl, bits_at_kl, embedded_penalty, ratio_to_tide
 from kvtide_lab.bench.quality_state import Inputs, Measured, Partial, ids_digest

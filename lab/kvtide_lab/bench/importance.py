@@ -14,7 +14,7 @@ from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.selective import Importance, Rest
+from kvtide.engines.transformers.selective import Importance, Rest
 from kvtide.importance import AllHeads, FirstHeads, GroupHeads, Known, Random, Recency
 from kvtide.importance.probe import Selector
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.selective import Importance, Rest
+from kvtide.engines.transformers.selective import Importance, Rest
 from kvtide.importance import FirstHeads, HeadsAgree
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix, Question

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from kvtide.block import BlockLayout
 from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec, TideCodec
-from kvtide.codec.cachegen import LEVELS
-from kvtide.codec.chunkwise import CHUNKWISE_LEVELS
-from kvtide.codec.integers import CODERS
+from kvtide.codec.published.cachegen import LEVELS
+from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
+from kvtide.codec.published.integers import CODERS
 
 __all__ = ["SINGLE_DELTAS", "TIDE_QUALITIES", "TIDE_QUALITIES_QUICK", "Case", "cases", "chosen"]
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvtide.block import BlockLayout
 from kvtide.codec import CachegenCodec, Profile, TideCodec
-from kvtide.codec.cachegen import LEVEL_QUALITY
+from kvtide.codec.published.cachegen import LEVEL_QUALITY
 from kvtide.fetch import Job, LinkState, Wish, layered_job, level_job
 from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
 from kvtide.stream.plan import PASS_TOKENS, CachegenRule, FixedLevel, Layered, Policy, TwoEnded, cut

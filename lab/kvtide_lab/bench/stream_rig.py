@@ -15,13 +15,13 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.streaming import StreamedPrefill
+from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.fetch import Bringing, Brought, FetchLimits, Job, LinkState, read_heads
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PASS_TOKENS, FixedLevel, Policy, PrefillSpeed, cut
-from kvtide.tier.http import http_tier
-from kvtide.tier.ranges import range_sources
+from kvtide.tier.http.ranges import range_sources
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import StoredObject, pack_object
 from kvtide_lab.bench.shaped import ShapedProxy

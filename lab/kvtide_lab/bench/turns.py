@@ -18,7 +18,7 @@ import numpy as np
 from kvtide.codec import Profile
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.watch import model_fingerprint
+from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_state import Partial, ids_digest
 from kvtide_lab.judge.chat_judge import ChatJudge, ChatSize, TurnVerdict
 

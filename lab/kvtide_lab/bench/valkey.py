@@ -133,7 +133,7 @@ class _Tier:
     """The tier, with a buffer that is used again."""
 
     def __init__(self, port: int) -> None:
-        from kvtide.tier.valkey import ValkeyTier
+        from kvtide.tier.valkey.tier import ValkeyTier
 
         self._tier = ValkeyTier(f"valkey://127.0.0.1:{port}", SystemClock())
         self._tier.open()

@@ -36,8 +36,10 @@ app.command("turns")(bench_turns)
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
-    from kvtide.engines import fingerprint, profiles, smollm2, transformers
+    from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import attach as transformers
+    from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import tide_speed
 
     result = codec_speed.run(quick)
@@ -144,8 +146,10 @@ def bench_codec_quality(
 
     With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
     """
-    from kvtide.engines import fingerprint, profiles, smollm2, transformers
+    from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import attach as transformers
+    from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import codec_quality, quality_report
 
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()

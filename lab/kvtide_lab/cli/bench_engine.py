@@ -93,8 +93,8 @@ def bench_offload(
 
 
 def _model_and_text() -> tuple[Path, list[int]]:
-    from kvtide.engines import smollm2
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import smollm2
 
     folder = smollm2.converted_folder()
     tokenizer = smollm2.load_tokenizer(folder)

@@ -30,8 +30,9 @@ def bench_importance(
     as_json: JsonOption = False,
 ) -> None:
     """Quality, bytes and TTFT of every selector at every ratio, the guards, and what each part brings."""
-    from kvtide.engines import profiles, smollm2
+    from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import smollm2
     from kvtide_lab.bench import importance, importance_show
 
     if not disk_mb_s > 0:

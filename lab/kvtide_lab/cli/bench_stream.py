@@ -32,8 +32,9 @@ def bench_stream(
     """Misses, quality and TTFT of every policy for real, beside what the simulator says."""
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
-    from kvtide.engines import fingerprint, profiles, smollm2
+    from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import stream
 
     if trace is not None and not trace.is_file():

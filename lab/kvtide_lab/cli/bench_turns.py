@@ -24,8 +24,9 @@ def bench_turns(
     as_json: JsonOption = False,
 ) -> None:
     """Ten turns of a chat, each computed on what the cache kept of those before: does a codec's loss add up?"""
-    from kvtide.engines import profiles, smollm2
+    from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import smollm2
     from kvtide_lab.bench import turns, turns_show
 
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()

@@ -18,10 +18,10 @@ from transformers import DynamicCache
 
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import block_metas
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.pages import Pages, block_bits
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.watch import model_fingerprint
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers.watch import model_fingerprint
 
 __all__ = ["ChatJudge", "ChatSize", "TurnVerdict"]
 

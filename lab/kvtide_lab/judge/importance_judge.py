@@ -21,9 +21,9 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry, PackedCodec, RawCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
-from kvtide.engines.fingerprint import model_layout
-from kvtide.engines.pages import Pages
-from kvtide.engines.selective import Importance, SelectedLayers, Selection
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import Pages
+from kvtide.engines.transformers.selective import Importance, SelectedLayers, Selection
 from kvtide.fetch.repack import Repacker, UseStore
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance.probe import Floats

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from kvtide.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, Words, less_loaded, moved_share
+from kvtide.tier.pool.placement import (
+    SLOTS,
+    Placement,
+    PlacementKind,
+    PoolMap,
+    PoolServer,
+    Words,
+    less_loaded,
+    moved_share,
+)
 from kvtide_lab.sim.report import new_figure
 
 __all__ = ["PoolReport", "PoolRow", "plot_pool", "render_pool", "run_pool"]

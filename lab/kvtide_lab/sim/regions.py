@@ -16,9 +16,9 @@ from rich.table import Table
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
-from kvtide.server.manifest import Manifest
 from kvtide.server.names import Names
-from kvtide.server.regions import CentralTier, RegionSettings, Synchroniser
+from kvtide.server.regions.manifest import Manifest
+from kvtide.server.regions.regions import CentralTier, RegionSettings, Synchroniser
 from kvtide.tier import Counting, MemoryTier, TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object

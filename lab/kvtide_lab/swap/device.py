@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
+from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
-from kvtide.engines.opened import Opened
 from kvtide_lab.swap.pages import Swap, runs
 
 __all__ = ["KernelSwapper"]

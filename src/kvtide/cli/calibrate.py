@@ -14,7 +14,7 @@ from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec import Profile
-from kvtide.codec.calibrate import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.tide.fit import COSTS
 
 __all__ = ["TextOption", "calibrate"]
@@ -29,7 +29,8 @@ class _Subject:
     """The model and the texts as token ids."""
 
     def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
-        from kvtide.engines import fingerprint, smollm2, transformers
+        from kvtide.engines.transformers import attach as transformers
+        from kvtide.engines.transformers import fingerprint, smollm2
 
         tokenizer = smollm2.load_tokenizer(folder)
         self.model = smollm2.load_model(folder)
@@ -50,8 +51,8 @@ def calibrate(
 
     Profiles of tide are fitted in three passes; one that was stopped goes on from `OUTPUT.partial`.
     """
-    from kvtide.engines import smollm2
     from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import smollm2
 
     if codec not in _KINDS:
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")

@@ -86,7 +86,7 @@ def demo(
     console = Console(stderr=True) if as_json else CONSOLE
     with console.status("preparing the model (converted once, under a minute)"):
         from kvtide.codec import CodecRegistry
-        from kvtide.engines import smollm2
+        from kvtide.engines.transformers import smollm2
 
         CodecRegistry().make(codec)
         folder = smollm2.converted_folder()

@@ -16,11 +16,11 @@ import msgspec
 
 from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.clock import SystemClock
-from kvtide.engines import smollm2
 from kvtide.engines.calibrate.judge import restored_kl
 from kvtide.engines.profiles import installed_profiles
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.watch import model_fingerprint
+from kvtide.engines.transformers import smollm2
+from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers.watch import model_fingerprint
 
 __all__ = ["main"]
 

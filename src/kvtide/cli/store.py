@@ -375,7 +375,8 @@ def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
 
 
 def _from_text(text: str, model: str | None, block_tokens: int) -> tuple[Namespace, list[int]]:
-    from kvtide.engines import smollm2, transformers
+    from kvtide.engines.transformers import attach as transformers
+    from kvtide.engines.transformers import smollm2
 
     folder = model or smollm2.converted_folder()
     ids = smollm2.load_tokenizer(folder)(text).input_ids

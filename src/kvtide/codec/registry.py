@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from kvtide.block import BlockLayout
 from kvtide.codec.base import Codec
-from kvtide.codec.cachegen import CachegenCodec
-from kvtide.codec.chunkwise import ChunkwiseCodec
-from kvtide.codec.integers import CODERS
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.packed import BASE_QUALITY, PackedCodec
 from kvtide.codec.profile import Profile
+from kvtide.codec.published.cachegen import CachegenCodec
+from kvtide.codec.published.chunkwise import ChunkwiseCodec
+from kvtide.codec.published.integers import CODERS
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
 from kvtide.importance.reorder import CHUNK_TOKENS

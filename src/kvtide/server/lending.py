@@ -13,14 +13,14 @@ from functools import partial
 from typing import TypeVar
 
 from kvtide.errors import CorruptPayload, RequestRefused
-from kvtide.server.bodies import BodyBuffers
-from kvtide.server.exchange import Exchange
+from kvtide.server.http.bodies import BodyBuffers
+from kvtide.server.http.exchange import Exchange
+from kvtide.server.http.receive import take_buffer
+from kvtide.server.http.shares import Shares
+from kvtide.server.http.workers import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.receive import take_buffer
-from kvtide.server.regions import Latest
+from kvtide.server.regions.regions import Latest
 from kvtide.server.settings import ServerLimits
-from kvtide.server.shares import Shares
-from kvtide.server.workers import Workers
 from kvtide.tier import Tier
 from kvtide.tier.deadline import until
 from kvtide.tier.lend import Lender, LentObject, is_lender

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from kvtide.placement import Placement, PoolMap, PoolServer
-from kvtide.tier.membership import Membership, Watcher
-from kvtide.tier.membership_etcd import EtcdMembership
+from kvtide.tier.pool.etcd import EtcdMembership
+from kvtide.tier.pool.membership import Membership, Watcher
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.types import BlockKey
 
 __all__ = ["Member", "Redirect"]

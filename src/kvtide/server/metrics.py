@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtide.decisions import Choice, Decided
+from kvtide.outcomes import Choice, Decided
 from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats
 from kvtide.types import Namespace

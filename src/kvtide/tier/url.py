@@ -17,15 +17,15 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.tier.base import IsPinned, Tier
-from kvtide.tier.device import DeviceMemory, DeviceTier
-from kvtide.tier.disk import DiskTier
-from kvtide.tier.http import HttpTier, http_tier
-from kvtide.tier.invalidation import Invalidations
-from kvtide.tier.memory import MemoryTier
-from kvtide.tier.pool_url import POOL_SCHEMES, pool_tier
+from kvtide.tier.disk.tier import DiskTier
+from kvtide.tier.http.tier import HttpTier, http_tier
+from kvtide.tier.pool.url import POOL_SCHEMES, pool_tier
+from kvtide.tier.ram.device import DeviceMemory, DeviceTier
+from kvtide.tier.ram.memory import MemoryTier
 from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.records import RecordsClient, records_clients
-from kvtide.tier.stack import TierStack
+from kvtide.tier.stack.invalidation import Invalidations
+from kvtide.tier.stack.tier import TierStack
 
 __all__ = ["disk_path", "open_tier", "stack_of", "tiers_of"]
 
@@ -137,7 +137,7 @@ def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("valkey"):
-        from kvtide.tier.valkey import ValkeyTier
+        from kvtide.tier.valkey.tier import ValkeyTier
     return ValkeyTier(url, clock)
 
 

@@ -9,8 +9,8 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from kvtide.decisions import Decided, parse_decisions
 from kvtide.errors import RequestRefused
+from kvtide.outcomes import Decided, parse_decisions
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
 

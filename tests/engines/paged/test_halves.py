@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
 
-from kvtide import loading
-from kvtide.cache import Cache
 from kvtide.clock import SystemClock
-from kvtide.decisions import Choice, Decided, Why
 from kvtide.engines.paged.orders import StepOrders, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.pages import CellOrder, keys_values
@@ -23,6 +20,9 @@ from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.outcomes import Choice, Decided, Why
+from kvtide.store import loading
+from kvtide.store.cache import Cache
 
 BLOCK = LAYOUT.tokens
 ORDER = CellOrder.TRANSPOSED_KEYS

@@ -12,7 +12,7 @@ from kvtide.block import KVDtype
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence

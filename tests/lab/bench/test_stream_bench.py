@@ -8,9 +8,9 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
-from kvtide.codec.calibrate import ProfileFitter
+from kvtide.codec.published.fit import ProfileFitter
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.fingerprint import model_layout
+from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.stream.plan import PrefillSpeed
 from kvtide_lab.bench import stream
 from kvtide_lab.bench.stream import StreamSize

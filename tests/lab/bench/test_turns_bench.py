@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtide.cache import Cache
 from kvtide.engines.calibrate.texts import Text
+from kvtide.store.cache import Cache
 from kvtide_lab.bench import turns, turns_show
 from kvtide_lab.bench.turns import Subject, TurnsBench, TurnsSize, partial_of, run, subject_of, trend_of
 from kvtide_lab.judge.chat_judge import ChatSize

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
-from kvtide.codec.rope_scaling import Frequencies
-from kvtide.codec.rotary import Rotary, RotaryTables
+from kvtide.codec.rotary.rotary import Rotary, RotaryTables
+from kvtide.codec.rotary.scaling import Frequencies
 from kvtide.codec.tide.section import Apart
 from kvtide.errors import UnencodableBlock
 

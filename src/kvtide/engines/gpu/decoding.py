@@ -18,10 +18,10 @@ from kvtide.block import BlockMeta
 from kvtide.codec import Codec, TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels, device_faults
+from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel
-from kvtide.engines.opened import Opened
 from kvtide.errors import DeviceFault
 from kvtide.types import Section
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtide.config import cache_home
 from kvtide.engines.gpu.cubins import kept_kernels
-from kvtide.engines.opened import Opened
+from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 

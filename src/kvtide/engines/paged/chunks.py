@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.cache import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
+from kvtide.store.cache import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.types import BlockKey, ObjectId
 
 __all__ = ["ChunkStore", "chunk_layout"]

@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
-from kvtide.cache import Cache
 from kvtide.clock import Clock
-from kvtide.decisions import Choice, Decided, Why
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
+from kvtide.outcomes import Choice, Decided, Why
+from kvtide.store.cache import Cache
 from kvtide.types import BlockKey
 
 __all__ = ["ScheduledRequest", "SchedulerHalf"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvtide.decisions import Decided
 from kvtide.engines.paged.orders import BlockRef
 from kvtide.keys import KeyChain, NamespaceSpec
+from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["Namespaces", "TrackedSequence"]

@@ -12,14 +12,14 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.cache import BlockSource, Cache, LoadReport, MissReason, PendingBlock
 from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
-from kvtide.loading import Guarded
+from kvtide.store.cache import BlockSource, Cache, LoadReport, MissReason, PendingBlock
+from kvtide.store.loading import Guarded
 from kvtide.types import BlockKey, ObjectId, Section
 
 __all__ = ["LoadOutcome", "WorkerHalf"]

@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from kvtide.cache import Cache, cache_for
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LayeredCodec
 from kvtide.config import Limits
@@ -33,6 +32,7 @@ from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
+from kvtide.store.cache import Cache, cache_for
 from kvtide.tier import DeviceMemory
 
 __all__ = ["KVTideConnector"]

@@ -1,0 +1,172 @@
+"""Reads from a model's config which dims of which layers' keys are rotated, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from kvtide.codec.rotary.scaling import Frequencies, RopeParameters, frequencies_of
+
+__all__ = ["FAMILIES", "UNROTATED_FAMILIES", "Pairs", "RopeOfModel", "rope_of_config"]
+
+
+class Pairs(IntEnum):
+    """Which two dims turn together. The numbers are stored."""
+
+    HALVES = 0  # i and i + rotated / 2, as Llama and GPT-NeoX
+    NEIGHBOURS = 1  # 2 i and 2 i + 1, as GPT-J
+
+
+class RopeOfModel(NamedTuple):
+    """Dims `[dim_start, dim_stop)` of each key turn; `kinds` has the frequencies, `layer_kinds` one index a layer.
+
+    No `layer_kinds`: all layers are of the one kind.
+    """
+
+    pairs: Pairs
+    dim_start: int
+    dim_stop: int
+    kinds: tuple[Frequencies, ...]
+    layer_kinds: tuple[int, ...]
+
+
+class _Family(NamedTuple):
+    """What configs of a family leave unsaid: their classes' defaults."""
+
+    pairs: Pairs = Pairs.HALVES
+    theta: float = 10_000.0
+    share: float = 1.0
+
+
+_NEIGHBOURS = Pairs.NEIGHBOURS
+# By `model_type`; tests hold each one against the family's own code.
+FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"), _Family()),
+    **dict.fromkeys(("gemma3_text", "phi3", "olmo", "olmo2", "granite", "starcoder2", "falcon"), _Family()),
+    "mixtral": _Family(theta=1_000_000.0),
+    "smollm3": _Family(theta=2_000_000.0),
+    "gpt_oss": _Family(theta=150_000.0),
+    "gpt_neox": _Family(share=0.25),
+    "stablelm": _Family(share=0.25),
+    **dict.fromkeys(("phi", "persimmon", "nemotron"), _Family(share=0.5)),
+    "gptj": _Family(_NEIGHBOURS),
+    "codegen": _Family(_NEIGHBOURS),
+    "cohere": _Family(_NEIGHBOURS, theta=500_000.0),
+    "cohere2": _Family(_NEIGHBOURS),
+    "glm": _Family(_NEIGHBOURS, share=0.5),
+    "glm4": _Family(_NEIGHBOURS, share=0.5),
+    "helium": _Family(_NEIGHBOURS, theta=100_000.0),
+    "ernie4_5": _Family(_NEIGHBOURS, theta=500_000.0),
+    # Latent attention. Version 3 puts neighbours into halves before it keeps them.
+    "deepseek_v2": _Family(_NEIGHBOURS),
+    "deepseek_v3": _Family(),
+}
+# Learned positions, ALiBi or none: nothing is done to keys.
+UNROTATED_FAMILIES = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt"})
+# Names of layers by how they attend, as configs have them; some families state frequencies for each.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Our name for layers whose keys stay as they are.
+_STILL = "still"
+
+
+def rope_of_config(config: Mapping[str, Any]) -> RopeOfModel | None:
+    """Return what is rotated in the keys that a model caches, None if nothing is.
+
+    config: as `config.json` or transformers' `to_dict()` has it, of version 4 (`rope_scaling`) or 5
+    (`rope_parameters`); of a model with parts, its text part counts. ValueError with the reason for what is not known.
+    """
+    config = config.get("text_config") or config
+    name = str(config.get("model_type"))
+    if name in UNROTATED_FAMILIES or config.get("alibi"):
+        return None
+    if name not in FAMILIES:
+        raise ValueError(f"it is not known how models of type {name!r} rotate their keys, only of {sorted(FAMILIES)}")
+    family = FAMILIES[name]
+    by_name = _parameters_by_name(name, config)
+    kinds = [_frequencies(config, family, parameters) for parameters in by_name.values()]
+    pairs_count = len(kinds[0].values)
+    if any(len(kind.values) != pairs_count for kind in kinds):
+        raise ValueError("layers that rotate different numbers of dims are not supported")
+    kinds.append(Frequencies((0.0,) * pairs_count, 1.0, 0))
+    names = [*by_name, _STILL]
+    layers = _layer_names(name, config, names[0])
+    if unknown := set(layers) - set(names):
+        raise ValueError(f"layers of type {sorted(unknown)} have no RoPE parameters")
+    if set(layers) <= {names[0]}:
+        kinds, layers = kinds[:1], []
+    dim_start = int(config["kv_lora_rank"]) if _is_latent(config) else 0
+    layer_kinds = tuple(names.index(layer) for layer in layers)
+    return RopeOfModel(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
+
+
+def _parameters_by_name(family: str, config: Mapping[str, Any]) -> dict[str, RopeParameters]:
+    """Return the parameters of each type of layer; under one name if all layers share them."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "mrope_section" in given:
+        raise ValueError("RoPE over the axes of images (mrope_section) is not supported")
+    nested = {name: found for name, found in sorted(given.items()) if isinstance(found, Mapping)}
+    if family != "gemma3_text" or nested:
+        return nested or {_FULL: given}
+    # Before version 5: sliding layers have a base of their own and are never scaled.
+    local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    return {_FULL: {"rope_theta": config.get("rope_theta", 1_000_000.0), **given}, _SLIDING: local}
+
+
+def _layer_names(family: str, config: Mapping[str, Any], uniform: str) -> list[str]:
+    """Return each layer's name; all `uniform` if it does not matter which layer it is."""
+    layers = int(config.get("num_hidden_layers") or 0)
+    if family == "smollm3":
+        every = config.get("no_rope_layer_interval", 4)
+        is_rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(layers)]
+        return [uniform if rotated else _STILL for rotated in is_rotated]
+    if family not in {"gemma3_text", "cohere2"}:
+        return []
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    every = every or {"gemma3_text": 6, "cohere2": 4}[family]
+    types = config.get("layer_types") or [_SLIDING if (layer + 1) % every else _FULL for layer in range(layers)]
+    if family == "cohere2":
+        return [uniform if layer_type == _SLIDING else _STILL for layer_type in types]
+    return list(types)
+
+
+def _frequencies(config: Mapping[str, Any], family: _Family, parameters: RopeParameters) -> Frequencies:
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or family.theta
+    scaling = dict(parameters)
+    if (trained := config.get("original_max_position_embeddings")) is not None:
+        scaling["original_max_position_embeddings"] = trained
+    context_tokens = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+    dims = _rotated_dims(config, family, parameters)
+    return frequencies_of(scaling, dims, float(theta), context_tokens)
+
+
+def _rotated_dims(config: Mapping[str, Any], family: _Family, parameters: RopeParameters) -> int:
+    """Return how many dims of a key turn. ValueError if the config does not say, or they are not pairs of the head."""
+    if _is_latent(config):
+        dims = head_dim = int(config["qk_rope_head_dim"])
+    elif "rotary_dim" in config:
+        head_dim, dims = _head_dim(config), config["rotary_dim"] or 0
+    else:
+        head_dim = _head_dim(config)
+        share = parameters.get("partial_rotary_factor")
+        for name in ("partial_rotary_factor", "rotary_pct"):
+            share = config.get(name) if share is None else share
+        is_padded = parameters.get("rope_type") == "proportional"
+        dims = head_dim if is_padded else int(head_dim * (family.share if share is None else share))
+    if dims % 2 or not 2 <= dims <= head_dim:
+        raise ValueError(f"rotated dims must be even and from 2 to {head_dim}, got {dims}")
+    return dims
+
+
+def _is_latent(config: Mapping[str, Any]) -> bool:
+    return config.get("kv_lora_rank") is not None
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if not hidden or not heads:
+        raise ValueError("the config states neither head_dim nor hidden_size and num_attention_heads")
+    return int(hidden // heads)

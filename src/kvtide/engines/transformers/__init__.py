@@ -1,0 +1,1 @@
+"""Hugging Face transformers: `attach` gives a model a cache."""

@@ -1,0 +1,400 @@
+"""Prefix caching for Hugging Face causal language models: restore, run the suffix, store in the background.
+
+Invariant: the answer is that of `model.generate`; whatever the cache can't help with runs as if it were not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from transformers import DynamicCache, StoppingCriteriaList
+
+from kvtide.block import BlockLayout, BlockMeta
+from kvtide.clock import Clock, SystemClock
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.config import Limits
+from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings, model_layout
+from kvtide.engines.transformers.generation import FirstToken, bypass_reason
+from kvtide.engines.transformers.learning import Learner
+from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
+from kvtide.engines.transformers.streaming import StreamedPrefill, count_streamed
+from kvtide.engines.transformers.ways import Way, Ways
+from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
+from kvtide.fetch.selective import SelectiveLoad
+from kvtide.keys import block_keys
+from kvtide.store.cache import BlockSource, Cache, PendingBlock, cache_for
+from kvtide.stream.plan import PrefillMeter, PrefillSpeed
+from kvtide.tier.ranking import ScoreRanking
+from kvtide.tier.source import Source
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
+
+_log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 256
+# Tokens of an answer behind a selected prefix before it is copied for each.
+ANSWER_ROOM = 256
+# Shorter runs say more about the machine's mood than about its prefill speed.
+PREFILL_SAMPLE_TOKENS_MIN = 128
+# Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
+PREFILL_GUESS = 1000.0
+
+
+class GenerateReport(NamedTuple):
+    """What the cache did for the last call. `bypass` names the reason if it was left out.
+
+    streamed: the decision and what came of it, where blocks are streamed. selected: what was loaded of the restored
+    tokens, where only a part was.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    load_s: float
+    stored_bytes_read: int
+    blocks_queued: int
+    bypass: str | None
+    streamed: ContextReport | None = None
+    selected: SelectedLayers | None = None
+
+
+class Streaming(NamedTuple):
+    """Where blocks are streamed from, and until when.
+
+    kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
+    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
+    and stored in the cache's own tiers afterwards, in the background.
+    """
+
+    sources: Sequence[Source]
+    kl: Sequence[float]
+    deadline_s: float = 0.0
+    kl_goal: float = 0.0
+    is_kept: bool = True
+
+
+class CachedModel:
+    """A model with a cache beside it. Use it with `with`; one call of `generate` at a time."""
+
+    def __init__(self, model: Any, cache: Cache, clock: Clock, settings: NamespaceSettings) -> None:
+        self.model = model
+        self.cache = cache
+        self.last: GenerateReport | None = None
+        self._clock = clock
+        self._identity = ModelIdentity(model, settings)
+        self._meter = PrefillMeter()
+        self._streaming: tuple[Streaming, ContextLoader] | None = None
+        self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
+        self._ways = Ways()
+        # Completes loaded blocks, where blocks are streamed and kept.
+        self.keeper: Keeper | None = None
+        self._bypass_logged: set[str] = set()
+
+    def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
+        """From now on stream what the cache's own tiers do not have, computing meanwhile."""
+        self._close_keeper()
+        self._streaming = (streaming, loader)
+        self.keeper = Keeper(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+
+    def _close_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
+
+    def select(self, importance: Importance, learner: Learner, registry: CodecRegistry) -> None:
+        """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
+        self._importance = (importance, learner, registry)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Return the layout of the model's blocks."""
+        return self._identity.layout
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return where the model's blocks belong."""
+        return self._identity.namespace
+
+    def __enter__(self) -> Self:
+        self.cache.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._importance is not None:
+            self._importance[1].close()
+        self._close_keeper()
+        self.cache.close()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was queued is stored, for other processes to find. False if that took longer."""
+        return self.cache.flush(timeout_s)
+
+    def weights_changed(self, fingerprint: bytes | None = None) -> None:
+        """Tell that the model was changed where kvtide can't see it: what was stored before is not used any more.
+
+        fingerprint: the new one, for who gave one at the beginning; by default all weights are read.
+        """
+        self._identity.renew(fingerprint)
+
+    def hit_tokens(self, input_ids: torch.Tensor) -> int:
+        """Return how many tokens of the prompt a call of `generate` would try to restore."""
+        return 0 if self._identity.follow() else self._match(self._prompt(input_ids)) * self.layout.tokens
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
+
+        inputs, or the keyword input_ids: (1, tokens). New full blocks of prompt and answer are stored afterwards, in
+        the background. ValueError for an empty prompt. What the cache can't help with (several sequences, other model
+        inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
+        """
+        if generation_config is not None:
+            arguments["generation_config"] = generation_config
+        input_ids = arguments.pop("input_ids", None) if inputs is None else inputs
+        if input_ids is None:
+            self._note_bypass("a call without token ids", 0)
+            return self.model.generate(**arguments)
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
+        bypass = bypass_reason(self.model, input_ids, arguments) or self._identity.follow()
+        if bypass is not None:
+            self._note_bypass(bypass, input_ids.shape[1])
+            return self.model.generate(input_ids, **arguments)
+        prompt = self._prompt(input_ids)
+        began_s = self._clock.monotonic_s()
+        selected = self._select(prompt)
+        past, report = self._restore(prompt) if selected is None else self._opened(prompt, *selected)
+        first_token = FirstToken(self._clock)
+        criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
+        arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
+        if arguments.get("attention_mask") is None:
+            arguments["attention_mask"] = torch.ones_like(input_ids)
+        started_s = self._clock.monotonic_s()
+        if selected is None:
+            output = self.model.generate(input_ids, **arguments)
+            self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
+        else:
+            output, report = self._generate_selected(input_ids, prompt, selected[0], report, arguments)
+        if self._importance is not None:
+            way, seconds = Way.WHOLE if selected is None else Way.PART, first_token.seen_s - began_s
+            self._ways.note(way, self._is_near(prompt), report.hit_tokens, seconds, self._clock.monotonic_s())
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
+        self.last = report._replace(blocks_queued=queued)
+        return output
+
+    def _is_near(self, prompt: np.ndarray[Any, Any]) -> bool:
+        """Tell whether the prompt begins in the fastest tier."""
+        first = self._metas(prompt[: self.layout.tokens])
+        return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
+
+    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, Pages, float] | None:
+        """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
+        if self._importance is None or self._importance[0].ratio == 1.0:
+            return None
+        started_s = self._clock.monotonic_s()
+        hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
+        metas = self._metas(prompt[:-1])[:hits]
+        # What waits to be stored lies in memory whole.
+        if not metas or self.cache.is_queued([meta.id for meta in metas]):
+            return None
+        if self._ways.choose(self._is_near(prompt), started_s) is Way.WHOLE:
+            return None
+        pages = Pages(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
+        importance, _, registry = self._importance
+        ahead = importance.tokens_ahead(self.layout.tokens)
+        found = self.cache.guarded("select", partial(load.open, metas, registry, pages.write, ahead), 0)
+        if not found:
+            load.close()
+        return (load, pages, started_s) if found else None
+
+    def _opened(
+        self, prompt: np.ndarray[Any, Any], load: SelectiveLoad, pages: Pages, started_s: float
+    ) -> tuple[DynamicCache, GenerateReport]:
+        """Return a cache with the rough blocks of an open load."""
+        past = DynamicCache(config=self.model.config)
+        pages.fill(past, load.blocks, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        return past, GenerateReport(len(prompt), load.blocks * self.layout.tokens, load_s, 0, 0, None)
+
+    def _generate_selected(
+        self,
+        input_ids: torch.Tensor,
+        prompt: np.ndarray[Any, Any],
+        load: SelectiveLoad,
+        report: GenerateReport,
+        arguments: dict[str, Any],
+    ) -> tuple[Any, GenerateReport]:
+        """Answer on rough blocks of which each layer loads what matters."""
+        assert self._importance is not None
+        importance, learner, _ = self._importance
+        selection = Selection(load, importance)
+        with closing(load):
+            self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
+            with selection.active(self.model):
+                output = self.model.generate(input_ids, **arguments)
+        self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
+        self.cache.decisions.add_restored(report.hit_tokens, self._full_tokens(prompt), self.namespace)
+        return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
+
+    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
+        """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
+        if suffix.shape[1] == 0:
+            return
+        with torch.inference_mode(), selection.active(self.model):
+            self.model(suffix, past_key_values=past, use_cache=True, logits_to_keep=1)
+        if selection.is_refused:
+            selection.fall_back(past)
+
+    def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
+        prompt: np.ndarray[Any, Any] = input_ids[0].cpu().numpy()
+        return prompt
+
+    def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
+        self.last = GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason)
+        if reason not in self._bypass_logged:
+            self._bypass_logged.add(reason)
+            _log.warning("running without the cache: %s", reason)
+
+    def _metas(self, tokens: np.ndarray[Any, Any]) -> list[BlockMeta]:
+        keys = block_keys(self.namespace, tokens, self.layout.tokens)
+        parents = [BlockKey(self.namespace), *keys]
+        ids = [self.cache.tiers.named(ObjectId(self.namespace, key)) for key in keys]
+        return [
+            BlockMeta(each, parents[i], i * self.layout.tokens, self.layout, self._label) for i, each in enumerate(ids)
+        ]
+
+    @property
+    def _label(self) -> str:
+        return f"{str(self.model.config._name_or_path).rstrip('/').rpartition('/')[2]} {self.layout.dtype.value}"
+
+    def _match(self, prompt: np.ndarray[Any, Any]) -> int:
+        # The last token always runs: its logits are the answer's first token.
+        return self.cache.match([meta.id for meta in self._metas(prompt[:-1])])
+
+    def restored(self, input_ids: torch.Tensor) -> DynamicCache:
+        """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
+        refusal = self._identity.follow()
+        return self._restore(self._prompt(input_ids))[0] if refusal is None else DynamicCache(config=self.model.config)
+
+    def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
+        started_s = self._clock.monotonic_s()
+        hits = self._match(prompt)
+        if self._streaming is not None and hits * self.layout.tokens < len(prompt) - self.layout.tokens:
+            found = self.cache.guarded("stream", partial(self._stream, prompt, *self._streaming), None)
+            if found is not None:
+                return found
+        self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * self.layout.tokens, self.namespace)
+        past = DynamicCache(config=self.model.config)
+        stored_bytes = 0
+        if hits:
+            pages = Pages(self.layout, hits)
+            speed = self._meter.speed()
+            # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
+            recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
+            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s)
+            hits, stored_bytes = report.blocks, report.stored_bytes
+            pages.fill(past, hits, self.model.device)
+        load_s = self._clock.monotonic_s() - started_s
+        return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
+
+    def _stream(
+        self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
+    ) -> tuple[DynamicCache, GenerateReport]:
+        engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
+        speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
+        wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
+        with self.keeper.paused() if self.keeper is not None else nullcontext():
+            streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+        count_streamed(self.cache.decisions, streamed, self._full_tokens(prompt), self.namespace)
+        read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
+        report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
+        return engine.past, report
+
+    def _full_tokens(self, prompt: np.ndarray[Any, Any]) -> int:
+        return (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
+
+    def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
+        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            self._meter.note(start, stop, seconds)
+
+    def _cost(self, meta: BlockMeta) -> float | None:
+        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
+        speed = self._meter.speed()
+        if speed is None or math.isinf(speed.double_at):
+            return None
+        tokens = meta.layout.tokens
+        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
+
+    def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
+        # The last token of the answer was never run, so the cache ends before it.
+        tokens = sequence[: past.get_seq_length()].cpu().numpy()
+        loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
+        if report.streamed is not None:
+            left = report.streamed.left
+            loaded = frozenset(left.blocks) if left is not None else ()
+            if left is not None and self.keeper is not None:
+                self.keeper.offer(left)
+        fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
+        return self.cache.store([PendingBlock(meta, partial(_capture, past, meta), self._cost(meta)) for meta in fresh])
+
+
+def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
+    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
+    bits = block_bits(past, meta)
+    return lambda: bits
+
+
+def attach(
+    model: Any,
+    store: str,
+    *,
+    codec: str | None = None,
+    profiles: Sequence[Profile] = (),
+    block_tokens: int = BLOCK_TOKENS,
+    tenant_salt: bytes = b"",
+    limits: Limits | None = None,
+    fingerprint: bytes | None = None,
+    importance: float | Importance | None = None,
+) -> CachedModel:
+    """Put a cache beside a Hugging Face causal language model.
+
+    store: `disk:///path`, a path, or `memory://`. codec: `lossless`
+    (the default), `tide[:quality[:refinements]]`, `tide-light`,
+    `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
+    needs one (`engines.profiles.installed_profiles()` lists them), others keep tables in payloads without.
+    importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
+    attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
+    profile as tide does. None, the default: all of it exactly.
+    The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
+    whenever the weights do.
+    UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
+
+        with attach(model, "disk:///var/cache/kvtide") as cached:
+            output = cached.generate(input_ids, max_new_tokens=64)
+    """
+    clock = SystemClock()
+    registry, layout = CodecRegistry(profiles), model_layout(model, block_tokens)
+    settings = importance if importance is None or isinstance(importance, Importance) else Importance(importance)
+    made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
+    learner = Learner(registry, clock)
+    ranking = None if settings is None else ScoreRanking(learner.important_tokens)
+    is_part = settings is not None and settings.ratio < 1
+    quality = max(made.quality, SELECTED_QUALITY) if is_part else None
+    cache = cache_for(store, made, profiles, limits, clock, ranking, quality=quality)
+    is_exact = made.is_lossless and not is_part
+    cached = CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, is_exact))
+    if settings is not None:
+        check_ratio(settings.ratio)
+        cached.select(settings, learner, registry)
+    return cached

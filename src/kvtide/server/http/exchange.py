@@ -1,0 +1,142 @@
+"""One request and its answer on a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Caller
+from kvtide.server.http.connection import Stream
+from kvtide.server.http.doors import ADDRESS_MARK, SHARED_ADDRESSES
+from kvtide.server.pace import Pace
+from kvtide.wire.http import RequestHead, pack_response_head
+from kvtide.wire.protocol import Route, deadline_ms, urgency
+
+__all__ = ["Exchange", "Headers"]
+
+_URGENCY_MAX = 7
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_WITHOUT_LENGTH = frozenset({204, 304})
+Headers = Sequence[tuple[str, str | int]]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request whose head has come, by whom, and what has been done about it. Times are the loop's."""
+
+    stream: Stream
+    client: str
+    # Where the client is, as logs say it.
+    address: str
+    head: RequestHead
+    route: Route
+    caller: Caller
+    # On whose account it is: a tenant, or an address where nobody says which.
+    owner: str
+    arrived_s: float
+    send_s_max: float
+    is_kept_alive: bool
+    has_unread_body: bool
+    # 0 until an answer has been sent.
+    status: int = 0
+    # Of bodies alone, and only once they are whole.
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    wait_s: float = 0.0
+    # Ends the request if the answer has not begun by its deadline.
+    start_timeout: asyncio.Timeout | None = None
+    # Whether who asks was found, and let in.
+    is_let_in: bool = False
+    # What was changed, for the audit log.
+    change: str = ""
+
+    @property
+    def start_deadline_s(self) -> float | None:
+        """When the answer must have begun, if ever. RequestRefused (400) if the request says nonsense about it."""
+        asked_ms = deadline_ms(self.head.headers)
+        return None if asked_ms is None else self.arrived_s + asked_ms / 1000
+
+    @property
+    def priority(self) -> int:
+        """The scheduler's priority: larger goes first."""
+        return _URGENCY_MAX - urgency(self.head.headers)
+
+    @property
+    def share(self) -> str:
+        """Whose share of the link it takes where no tenant is known: the address; the connection where all have one."""
+        if not self.owner.startswith(ADDRESS_MARK):
+            return ""
+        return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
+
+    async def expect_body(self, pace: Pace) -> None:
+        """Wait for the first bytes of the request's body, asking for it if the client waits for that."""
+        if self.head.headers.get("expect", "").lower() == "100-continue" and not self.stream.has_pending:
+            await self.stream.send_all(_CONTINUE, pace.due_s)
+        if self.has_unread_body:
+            await self.stream.is_readable(pace.due_s)
+
+    async def read_body(self, view: memoryview, pace: Pace) -> None:
+        """Read a small body into `view`, which is as long as it."""
+        await self.expect_body(pace)
+        await self.stream.read_into(view, pace)
+        self.note_received(len(view))
+
+    def note_received(self, size: int) -> None:
+        """Note that the body is whole."""
+        self.has_unread_body = False
+        self.received_bytes = size
+
+    def begin(self, status: int, length: int, headers: Headers = ()) -> bytes:
+        """Return the answer's head. Whoever sends it sets `status`."""
+        self.is_kept_alive = self.is_kept_alive and not self.has_unread_body
+        lines = list(headers)
+        if status not in _WITHOUT_LENGTH:
+            lines.append(("Content-Length", length))
+        if not self.is_kept_alive:
+            lines.append(("Connection", "close"))
+        return pack_response_head(status, lines)
+
+    def started(self) -> None:
+        """Note that the answer goes out now: no deadline ends it any more."""
+        if self.start_timeout is not None and not self.start_timeout.expired():
+            self.start_timeout.reschedule(None)
+
+    async def reply(self, status: int, body: bytes = b"", headers: Headers = (), length: int | None = None) -> None:
+        """Send a small answer. To HEAD without its body, whose length may be given."""
+        head = self.begin(status, len(body) if length is None else length, headers)
+        self.started()
+        self.status = status
+        data = head if self.head.method == "HEAD" else head + body
+        await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
+        self.sent_bytes = len(data) - len(head)
+
+    async def begin_stream(self, headers: Headers) -> None:
+        """Send the head of an answer that goes on until the connection ends."""
+        self.started()
+        self.is_kept_alive, self.status = False, 200
+        head = pack_response_head(200, [*headers, ("Connection", "close")])
+        await self.stream.send_all(head, self.stream.now_s() + self.send_s_max)
+
+    async def reply_json(self, value: msgspec.Struct) -> None:
+        """Send a value as JSON."""
+        await self.reply(200, msgspec.json.encode(value) + b"\n", [("Content-Type", "application/json")])
+
+    async def refuse(self, error: RequestRefused, headers: Headers = ()) -> None:
+        """Send an error, unless an answer has begun: then the connection's end says it."""
+        if self.status:
+            self.is_kept_alive = False
+            return
+        body = json.dumps({"error": str(error)}).encode() + b"\n"
+        extra = [*headers, ("Content-Type", "application/json")]
+        if error.status == 401:
+            # A line each: browsers read the first challenge of a line.
+            extra += [("WWW-Authenticate", f'{scheme} realm="kvtide"') for scheme in ("Basic", "Bearer")]
+        if error.retry_after_s is not None:
+            extra.append(("Retry-After", math.ceil(error.retry_after_s)))
+        await self.reply(error.status, body, extra)

@@ -1,0 +1,329 @@
+"""Sends bodies in the slices that the scheduler grants, from memory or from files.
+
+Invariant: a slot is held only while its socket takes bytes; every granted slice is finished, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtide.errors import QueueFull, RequestRefused
+from kvtide.server.http.connection import Stream
+from kvtide.server.http.mover import Body, Following, Progress
+from kvtide.server.http.workers import Workers
+from kvtide.server.metrics import Metrics
+from kvtide.server.pace import Pace
+from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
+from kvtide.tier.lend import FilePart, LentObject
+from kvtide.wire.protocol import ByteRange
+
+__all__ = ["Order", "Sender", "window"]
+
+# What TLS reads of a file at a time: the kernel can't encrypt.
+_TLS_READ_BYTES = 256 << 10
+# A run that nobody waits for is at most so many slices long: for it the scheduler, and what it shows, lag behind.
+_RUN_SLICES_MAX = 16
+# One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
+_WARM_STEP_BYTES = 64 << 10
+# How often a reader that takes nothing is asked whether it is in somebody's way.
+_LOOK_AGAIN_S = 0.2
+# A reader that takes nothing for so long stands still; before that, its own tenant's others wait for it.
+_LATE_S_MAX = 2.0
+
+
+@dataclass(slots=True)
+class Order:
+    """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
+
+    `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
+    `share` says whose share of the link it takes; empty for the tenant's.
+    """
+
+    stream: Stream
+    head: bytes
+    lent: LentObject
+    part: ByteRange
+    tenant: str
+    owner: str
+    client: str
+    share: str
+    priority: int
+    pace: Pace
+    on_start: Callable[[], None]
+    is_in_the_way: Callable[[], bool]
+    # Whether sending would wait for the disk.
+    is_cold: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_cold = self.lent.file is not None and not _is_cached(self.lent.file, self.part)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Slices of one send that go out one after the other without anybody being asked in between.
+
+    [0, done)           finished
+    [done, +piece.size) the slice that holds the slot
+    [..., size)         granted when it is reached; nobody else waits
+    """
+
+    piece: Slice
+    size: int
+    done: int = 0
+    # None while it can't be shortened.
+    body: Body | None = None
+
+
+class Sender:
+    """Runs the scheduler on an event loop. All calls come from the loop's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        workers: Workers,
+        stall_s_max: float,
+        metrics: Metrics,
+    ) -> None:
+        self.scheduler = scheduler
+        self._metrics = metrics
+        self._loop = loop
+        self._workers = workers
+        self._stall_s_max = stall_s_max
+        self._waiting: dict[Send, asyncio.Future[Slice]] = {}
+        self._runs: dict[Send, _Run] = {}
+        # Runs when the scheduler's link has room again.
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def send(self, order: Order) -> float:
+        """Send head and body; return how long they waited for a slot. RequestRefused (429) if nothing was sent.
+
+        TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
+        """
+        position, stop = order.part
+        wait_s, is_begun = 0.0, False
+        send = self._enqueue(order, stop - position)
+        try:
+            while position < stop:
+                run = await self._granted(send, order, position)
+                sent = 0
+                try:
+                    if not is_begun:
+                        is_begun = True
+                        order.on_start()
+                        wait_s = send.wait_s
+                        self._metrics.count_wait(order.tenant, wait_s)
+                        await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
+                    sent = await self._send_run(order, position, run)
+                finally:
+                    self._finish(run, sent)
+                position += sent
+                if order.pace.due_s <= self._loop.time():
+                    raise TimeoutError
+                if sent < run.size:
+                    # Nobody waits for a slot behind a peer that takes nothing.
+                    self._leave(send)
+                    await self._resumed(order)
+                    send = self._enqueue(order, stop - position)
+            return wait_s
+        finally:
+            self._leave(send)
+
+    def _enqueue(self, order: Order, size: int) -> Send:
+        # Where nobody shows a token a tenant is what anybody calls himself.
+        tenant, now_s = "" if order.share else order.tenant, self._loop.time()
+        for run in self._runs.values():
+            self._catch_up(run)
+        if not self._has_slots(tenant, 1):
+            # Before it is queued: a slot that is given up by then comes back to its run.
+            self._make_way()
+        try:
+            return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
+        except QueueFull as error:
+            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+
+    def _leave(self, send: Send) -> None:
+        self.scheduler.cancel(send)
+        self._pump()
+
+    async def _resumed(self, order: Order) -> None:
+        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds.
+
+        Those wait for as long as a reader of a busy machine may be late.
+        """
+        since_s = self._loop.time()
+        while self._loop.time() < since_s + _LATE_S_MAX or not order.is_in_the_way():
+            look_s = self._loop.time() + _LOOK_AGAIN_S
+            if await order.stream.is_writable(min(look_s, order.pace.due_s)):
+                return
+            if order.pace.due_s < look_s:
+                break
+        raise TimeoutError
+
+    async def _granted(self, send: Send, order: Order, position: int) -> _Run:
+        """Wait for a slice; go on behind it, up to a bound, if nobody else waits for a slot."""
+        piece = await self._slice(send, order)
+        settings, size = self.scheduler.settings, piece.size
+        is_alone = not self._waiting and self._has_slots(send.owner.tenant, 0)
+        if is_alone and not (settings.link_bits_s or order.is_cold or order.stream.is_encrypted):
+            size = max(size, min(order.part.stop - position, _RUN_SLICES_MAX * settings.slice_bytes))
+        run = self._runs[send] = _Run(piece, size)
+        return run
+
+    def _catch_up(self, run: _Run) -> None:
+        """Tell the scheduler how far a run is: finish each slice that went out, and take the next."""
+        if run.body is None:
+            return
+        sent = run.body.progress().size
+        while sent >= run.done + run.piece.size < run.size:
+            self._next(run)
+
+    def _next(self, run: _Run) -> None:
+        now_s = self._loop.time()
+        run.done += run.piece.size
+        self.scheduler.finish(run.piece, run.piece.size, now_s)
+        # Nobody else waits, or the run would have been shortened to the slice that is finished here.
+        (run.piece,) = self.scheduler.grant(now_s)
+
+    def _has_slots(self, tenant: str, count: int) -> bool:
+        """Whether so many slices of this tenant would fit beside those that go out. Those without tokens are one."""
+        settings, loads = self.scheduler.settings, self.scheduler.loads()
+        held = count + sum(load.in_flight_slices for load in loads if load.tenant == tenant)
+        return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
+
+    def adopt(self, settings: SchedulerSettings) -> None:
+        """Share by other settings, as the scheduler does."""
+        self._make_way()
+        self.scheduler.adopt(settings)
+
+    def _make_way(self) -> None:
+        """Let all runs end with the slice that goes out now: somebody is about to wait for a slot."""
+        for run in self._runs.values():
+            while run.done + run.piece.size < run.size:
+                if run.body is None or run.body.shorten(run.done + run.piece.size):
+                    run.size = run.done + run.piece.size
+                else:
+                    # It had sent the whole slice by now.
+                    self._next(run)
+
+    def _finish(self, run: _Run, sent: int) -> None:
+        del self._runs[run.piece.send]
+        while sent > run.done + run.piece.size:
+            self._next(run)
+        self.scheduler.finish(run.piece, max(0, sent - run.done), self._loop.time())
+
+    async def _slice(self, send: Send, order: Order) -> Slice:
+        waiting: asyncio.Future[Slice] = self._loop.create_future()
+        self._waiting[send] = waiting
+        self._pump()
+        if waiting.done():
+            return waiting.result()
+        waits_since_s = self._loop.time()
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():
+                # It was granted in the same moment.
+                self.scheduler.finish(waiting.result(), 0, self._loop.time())
+            raise
+        finally:
+            self._waiting.pop(send, None)
+            order.pace.paused(self._loop.time() - waits_since_s)
+
+    def _pump(self) -> None:
+        """Tell those whose slices were granted, now and when the link has room again."""
+        is_handed_back = True
+        while is_handed_back:
+            is_handed_back = False
+            for piece in self.scheduler.grant(self._loop.time()):
+                waiting = self._waiting.pop(piece.send, None)
+                if waiting is None or waiting.done():
+                    # Its sender has just given up.
+                    self.scheduler.cancel(piece.send)
+                    self.scheduler.finish(piece, 0, self._loop.time())
+                    is_handed_back = True
+                else:
+                    waiting.set_result(piece)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.scheduler.next_grant_s()
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
+
+    async def _send_run(self, order: Order, position: int, run: _Run) -> int:
+        """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
+        stream, file, stop = order.stream, order.lent.file, position + run.size
+        slice_bytes = self.scheduler.settings.slice_bytes
+        if file is None:
+            views = window(order.lent.views, position, stop)
+            if stream.is_encrypted:
+                return self._paced(order, await stream.send_encrypted(views, self._stall_s_max))
+            body = run.body = stream.start_views(views, slice_bytes)
+        else:
+            file = FilePart(file.descriptor, file.offset + position)
+            if stream.is_encrypted:
+                return self._paced(order, await self._send_encrypted(order, file, run.size))
+            if order.is_cold:
+                warm = partial(_warm, file, run.size, order.part.stop - position)
+                await self._workers.read(order.owner, warm)
+            body = run.body = stream.start_file(file, run.size, slice_bytes)
+        follow = Following(order.pace, self._stall_s_max)
+        try:
+            sent = await body.end(follow.due_s)
+        except EOFError:
+            raise ConnectionAbortedError("the object was evicted while it was sent") from None
+        follow.due_s(Progress(sent, self._loop.time()))
+        return sent
+
+    def _paced(self, order: Order, sent: int) -> int:
+        order.pace.moved(sent, self._loop.time())
+        return sent
+
+    async def _send_encrypted(self, order: Order, file: FilePart, count: int) -> int:
+        done = 0
+        while done < count:
+            wanted = min(_TLS_READ_BYTES, count - done)
+            read = partial(os.pread, file.descriptor, wanted, file.offset + done)
+            data = await self._workers.read(order.owner, read)
+            if len(data) < wanted:
+                raise ConnectionAbortedError("the object was evicted while it was sent")
+            sent = await order.stream.send_encrypted([memoryview(data)], self._stall_s_max)
+            done += sent
+            if sent < wanted:
+                break
+        return done
+
+
+def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes [start, stop) of memory in pieces, as pieces."""
+    found, at = [], 0
+    for view in views:
+        part = view[max(0, start - at) : max(0, stop - at)]
+        if part:
+            found.append(part)
+        at += len(view)
+    return found
+
+
+def _is_cached(file: FilePart, part: ByteRange) -> bool:
+    """Tell whether a part's ends and middle are in the page cache, so that sending it would not wait for the disk."""
+    byte = bytearray(1)
+    try:
+        for at in (part.start, (part.start + part.stop) // 2, part.stop - 1):
+            os.preadv(file.descriptor, [byte], file.offset + at, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without this question: its reads are taken to be fast.
+        return True
+    return True
+
+
+def _warm(file: FilePart, count: int, count_ahead: int) -> None:
+    """Wait until a part is in the page cache; the disk goes on with what comes behind it."""
+    os.posix_fadvise(file.descriptor, file.offset, count_ahead, os.POSIX_FADV_WILLNEED)
+    for at in range(0, count, _WARM_STEP_BYTES):
+        os.pread(file.descriptor, 1, file.offset + at)

@@ -1,0 +1,169 @@
+"""What the server tells about itself: health, metrics, events, status and the dashboard that draws it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+import kvtide
+from kvtide.errors import RequestRefused
+from kvtide.server.auth import Scope
+from kvtide.server.http.exchange import Exchange
+from kvtide.server.http.workers import Workers
+from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.names import Names
+from kvtide.server.observe.dashboard import DASHBOARD_HEADERS, dashboard_page
+from kvtide.server.observe.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
+from kvtide.server.observe.history import SAMPLE_S, History, Sample, history_body
+from kvtide.server.observe.outlook import Outlook
+from kvtide.server.observe.status import Status, server_status, status_body
+from kvtide.server.quotas import Quotas
+from kvtide.server.scheduler import Scheduler
+from kvtide.tier import TierStack, TierStats
+from kvtide.tier.base import Reporting
+from kvtide.types import NamedId, Namespace, ObjectId
+
+__all__ = ["PAGES", "Observatory", "Pages"]
+
+PAGES = {
+    "/healthz": Route.HEALTH,
+    "/metrics": Route.METRICS,
+    "/events": Route.EVENTS,
+    "/": Route.DASHBOARD,
+    "/v1/status": Route.STATUS,
+    "/v1/history": Route.STATUS,
+}
+# How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
+_EVENTS_POLL_S = 0.2
+_HEARTBEAT_S = 15.0
+
+
+class Observatory:
+    """Counters and events of one server, and the observer of its tiers."""
+
+    def __init__(
+        self, tier: TierStack, scheduler: Scheduler, names: Names, epoch: str, quotas: Quotas, is_region: bool
+    ) -> None:
+        self.quotas = quotas
+        # A region's own tiers are a stack in this one: quotas count those.
+        self._is_region = is_region
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.events = EventLog(epoch)
+        self.tier_stats: Sequence[TierStats] = ()
+        self._tier_names = tier.tier_names
+        self._names = names
+        self.registry.register(SourceCollector(lambda: self.tier_stats, scheduler))
+
+    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
+        """Note that an object was stored in a tier, under the name that its owner gave its namespace."""
+        if isinstance(object_id, NamedId):
+            self._names.note(object_id)
+        if not self._is_region:
+            self.quotas.placed(object_id, tier, size)
+        self._append(EventKind.STORED, object_id, tier)
+
+    def removed(self, object_id: ObjectId, tier: int) -> None:
+        """Note that an object left a tier."""
+        if not self._is_region:
+            self.quotas.removed(object_id, tier)
+        self._append(EventKind.REMOVED, object_id, tier)
+
+    def invalidated(self, namespace: Namespace) -> None:
+        """Note that a namespace's generation has risen: none of its blocks is here any more."""
+        self.events.append(EventKind.INVALIDATED, namespace)
+
+    def _append(self, kind: EventKind, object_id: ObjectId, tier: int) -> None:
+        own = self._names.own(object_id)
+        if own is not None:
+            self.events.append(kind, own.namespace, own.key.hex(), self._tier_names[tier])
+
+
+class Pages:
+    """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
+
+    def __init__(
+        self,
+        tier: TierStack,
+        scheduler: Scheduler,
+        observatory: Observatory,
+        workers: Workers,
+        local: TierStack,
+        outlook: Outlook,
+    ) -> None:
+        self._local = local
+        self._outlook = outlook
+        self._history = History()
+        self._tier = tier
+        self._scheduler = scheduler
+        self._observatory = observatory
+        self._workers = workers
+        self._started_s = asyncio.get_running_loop().time()
+        self.is_draining = False
+        # Requests are still taken, and balancers told to look elsewhere.
+        self.is_leaving = False
+
+    async def answer(self, exchange: Exchange, path: str) -> None:
+        """Answer GET or HEAD. RequestRefused (404) for a page that there is not."""
+        if path == "/healthz":
+            if self.is_leaving or self.is_draining:
+                raise RequestRefused(503, "draining", retry_after_s=1.0)
+            await exchange.reply(200, b"ok\n")
+            return
+        if path not in PAGES:
+            raise RequestRefused(404, "no such page")
+        exchange.caller.require(Scope.ADMIN)
+        if path == "/events":
+            await self._stream_events(exchange)
+        elif path == "/":
+            await exchange.reply(200, dashboard_page(), DASHBOARD_HEADERS)
+        elif path == "/v1/history":
+            await exchange.reply(200, history_body(self._history), [("Content-Type", "application/json")])
+        else:
+            # Tiers may ask the disk for this, so not here.
+            stats = await self._workers.read(exchange.owner, self._tier.tier_stats)
+            self._observatory.tier_stats = stats
+            if path == "/metrics":
+                body, kind = metrics_body(self._observatory.registry), METRICS_CONTENT_TYPE
+            else:
+                body, kind = status_body(self._status(stats)), "application/json"
+            await exchange.reply(200, body, [("Content-Type", kind)])
+
+    def _status(self, stats: Sequence[TierStats]) -> Status:
+        uptime_s = asyncio.get_running_loop().time() - self._started_s
+        metrics = self._observatory.metrics
+        return server_status(metrics, stats, self._scheduler, uptime_s, kvtide.__version__, self._outlook)
+
+    def _own_stats(self) -> list[TierStats]:
+        """Return the counters of this server's own tiers, without asking another one."""
+        return [tier.stats() for tier in self._local.open_tiers.values() if isinstance(tier, Reporting)]
+
+    async def keep_history(self) -> None:
+        """Note the counters every SAMPLE_S, and look around, until cancelled."""
+        while True:
+            self._history.note(Sample.of(self._status(await asyncio.to_thread(self._own_stats))))
+            await self._outlook.look()
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _stream_events(self, exchange: Exchange) -> None:
+        """Send events from behind `Last-Event-ID` on until the reader goes away or the server ends."""
+        log, stream = self._observatory.events, exchange.stream
+        try:
+            position = log.position(exchange.head.headers.get("last-event-id"))
+        except ValueError as error:
+            raise RequestRefused(400, str(error)) from error
+        await exchange.begin_stream([("Content-Type", EVENTS_CONTENT_TYPE), ("Cache-Control", "no-store")])
+        heard_s = stream.now_s()
+        while not self.is_draining and exchange.head.method != "HEAD":
+            batch = log.since(position)
+            position = batch.next
+            body = events_body(batch)
+            if not body and stream.now_s() - heard_s >= _HEARTBEAT_S:
+                body = HEARTBEAT
+            if body:
+                await stream.send_all(body, stream.now_s() + exchange.send_s_max)
+                heard_s = stream.now_s()
+            if not batch.events:
+                await asyncio.sleep(_EVENTS_POLL_S)

@@ -1,0 +1,1 @@
+"""The cache that engines use: match, load, store."""

@@ -1,0 +1,1 @@
+"""Objects on a disk: a log of segments."""

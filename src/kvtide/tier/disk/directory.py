@@ -1,0 +1,320 @@
+"""The segment files of a store directory: what others did to them, and the lock for making and removing them.
+
+Invariant: segments are made, shortened and removed under the directory's lock only, which dies with its holder.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvtide.errors import TierUnavailable
+from kvtide.tier.disk.catalog import Catalog, Entry
+from kvtide.tier.disk.checkpoint import SegmentSummary, pack_checkpoint, parse_checkpoint
+from kvtide.tier.disk.opened import OpenSegments
+from kvtide.tier.disk.segment import Scan, scan_segment, segment_name, segment_number
+from kvtide.tier.files import FileInfo, Files
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    RecordState,
+    SegmentHeader,
+    pack_record_header,
+    pack_segment_header,
+    parse_record_header,
+    parse_segment_header,
+    record_bytes,
+)
+
+__all__ = ["SegmentDirectory", "SegmentState", "side_file_bytes_max"]
+
+_log = logging.getLogger(__name__)
+
+# The directory is locked while segments are made and removed: milliseconds, unless a process was stopped meanwhile.
+LOCK_TRIES_MAX = 500
+LOCK_RETRY_S = 0.01
+# Faults of this process, not of the file that it wanted to open.
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+def side_file_bytes_max(bytes_max: int) -> int:
+    """Return the bound of each file beside the segments; there are four: journal, checkpoint, a new one of each."""
+    return max(PAGE_BYTES, min(16 << 20, bytes_max // 256))
+
+
+@dataclass(slots=True)
+class SegmentState:
+    """What we know of a segment: records before `tail` are in the catalog; `size` is what it takes on the disk."""
+
+    header: SegmentHeader | None
+    tail: int
+    length: int
+    size: int
+    is_mine: bool = False
+
+
+class SegmentDirectory:
+    """Keeps the catalog in step with the directory. `refresh` may be called from several threads."""
+
+    def __init__(self, root: Path, bytes_max: int, files: Files, catalog: Catalog) -> None:
+        self.folder = root / "segments"
+        self.segments: dict[int, SegmentState] = {}
+        self.opened = OpenSegments(files, self.path)
+        self._folder_name = str(self.folder)
+        self._root = root
+        self._checkpoint = root / "checkpoint"
+        self._checkpoint_bytes_max = side_file_bytes_max(bytes_max)
+        self._files = files
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self._number_max = 0
+
+    def make(self) -> None:
+        """Make the directory if need be. OSError if there is none and it can't be made."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            if not self.folder.is_dir():
+                raise
+
+    def open(self, workers: ThreadPoolExecutor) -> None:
+        """Learn what the directory holds, without writing. OSError if it can't be used at all."""
+        self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        self._load_checkpoint()
+        self._catalog.is_changed = False
+        self.refresh(workers)
+
+    def close(self) -> None:
+        """Forget everything."""
+        if self._descriptor >= 0:
+            self._files.close(self._descriptor)
+            self._descriptor = -1
+        for number in list(self.segments):
+            self._forget(number)
+        self.opened.close()
+
+    def path(self, number: int) -> str:
+        """Return a segment's path."""
+        return f"{self._folder_name}/{segment_name(number)}"
+
+    def is_long_enough(self, header: RecordHeader) -> bool:
+        """Tell whether a segment's file still reaches to the end of a record."""
+        return self._files.length(self.path(header.segment)) >= header.offset + record_bytes(header.size)
+
+    def next_number(self) -> int:
+        """Return a number that no segment has had as far as we know."""
+        self._number_max = max([self._number_max, *self.segments]) + 1
+        return self._number_max
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory's lock against other processes. TierUnavailable if it can't be had in time.
+
+        Threads of one process are not kept apart by it.
+        """
+        self.make()
+        if not self._files.is_here(self._descriptor, self._root):
+            # Somebody removed or moved the whole directory: what stands there now is a new one.
+            self._files.close(self._descriptor)
+            self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        pause = threading.Event()
+        for _ in range(LOCK_TRIES_MAX):
+            if self._files.try_lock(self._descriptor):
+                break
+            pause.wait(LOCK_RETRY_S)
+        else:
+            raise TierUnavailable(f"{self._root} is locked for more than {LOCK_TRIES_MAX * LOCK_RETRY_S:.0f} s")
+        try:
+            yield
+        finally:
+            self._files.unlock(self._descriptor)
+
+    def used_bytes(self) -> int:
+        """Return what all segments take on the disk, as of the last refresh."""
+        return sum(segment.size for segment in list(self.segments.values()))
+
+    def add_mine(self, header: SegmentHeader, size: int) -> None:
+        """Note a new segment that this process appends to: it is not scanned."""
+        with self._lock:
+            self.segments[header.number] = SegmentState(header, PAGE_BYTES, size, size, is_mine=True)
+
+    def release_mine(self, number: int, tail: int) -> None:
+        """Note that nobody appends to one's segment any more; with a tail of 0 it has been removed."""
+        with self._lock:
+            segment = self.segments.get(number)
+            if segment is not None and tail:
+                segment.is_mine = False
+                segment.tail = segment.length = segment.size = tail
+            elif segment is not None:
+                self._forget(number)
+
+    def refresh(self, workers: ThreadPoolExecutor | None = None) -> None:
+        """Learn of segments and records that others added, and of segments that they removed."""
+        with self._lock:
+            numbered = [(segment_number(info.name), info) for info in self._listing()]
+            infos = {number: info for number, info in numbered if number is not None and info.is_regular}
+            # Names that something else has can't be had either.
+            self._number_max = max(self._number_max, *(number or 0 for number, _ in numbered), 0)
+            for number in self.segments.keys() - infos.keys():
+                self._forget(number)
+            grown = [(number, info) for number, info in infos.items() if self._has_changed(number, info)]
+            if workers and len(grown) > 1:
+                scans = list(workers.map(lambda item: self._scan(*item), grown))
+            else:
+                scans = [self._scan(*item) for item in grown]
+            for (number, info), scan in zip(grown, scans, strict=True):
+                if scan is not None:
+                    self._note_scan(number, info, scan)
+
+    def _listing(self) -> list[FileInfo]:
+        try:
+            return self._files.listing(self.folder)
+        except FileNotFoundError:
+            return []
+
+    def _has_changed(self, number: int, info: FileInfo) -> bool:
+        """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""
+        known = self.segments.get(number)
+        if known is not None and not known.is_mine and info.length < known.tail:
+            self._forget(number)
+            known = None
+        if known is None:
+            return True
+        known.length, known.size = info.length, info.size
+        return not known.is_mine and known.length > known.tail
+
+    def _scan(self, number: int, info: FileInfo) -> Scan | None:
+        known = self.segments.get(number)
+        start = max(PAGE_BYTES, known.tail) if known else PAGE_BYTES
+        try:
+            return scan_segment(self._files, self.path(number), number, start)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _OWN_FAULTS:
+                raise
+            _log.warning("segment %s can't be read, what it holds is missed: %s", self.path(number), error)
+            # Without a header no checkpoint names it; up to its end it is not tried again.
+            return Scan(None, [], info.length)
+
+    def _note_scan(self, number: int, info: FileInfo, scan: Scan) -> None:
+        self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
+        for header in scan.records:
+            if header.state is RecordState.LIVE:
+                self._catalog.add(Entry(header, header.stored_ms))
+
+    def _forget(self, number: int) -> None:
+        del self.segments[number]
+        self.opened.drop(number)
+        self._catalog.drop_segment(number)
+
+    def seal_abandoned(self) -> None:
+        """Give back the space that killed writers had reserved. Call it under the lock; faults are passed over."""
+        for number, segment in list(self.segments.items()):
+            if segment.is_mine or segment.length <= segment.tail:
+                continue
+            try:
+                with self.unused_segment(number) as descriptor:
+                    if descriptor is not None:
+                        self._files.truncate(descriptor, segment.tail)
+                        segment.length = segment.size = segment.tail
+            except OSError as error:
+                _log.debug("left segment %d as it is: %s", number, error)
+
+    @contextmanager
+    def unused_segment(self, number: int) -> Iterator[int | None]:
+        """Open a segment for writing that no living process appends to; None if one does, or it is another user's.
+
+        OSError as opening has.
+        """
+        try:
+            descriptor = self._files.open(self.path(number), os.O_RDWR)
+        except PermissionError:
+            yield None
+            return
+        try:
+            yield descriptor if self._files.try_lock(descriptor) else None
+        finally:
+            self._files.close(descriptor)
+
+    def remove_empty(self, number: int) -> None:
+        """Remove a segment that has been shortened to nothing. OSError leaves it known as one that takes no space."""
+        segment = self.segments.get(number)
+        if segment is not None:
+            segment.length = segment.size = 0
+        self._files.unlink(self.path(number))
+        self.segments.pop(number, None)
+        self.opened.drop(number)
+
+    def mark_removed(self, expected: RecordHeader) -> None:
+        """Rewrite a record's header, if it stands there, as that of a removed one. Call it under the lock."""
+        number, offset = expected.segment, expected.offset
+        try:
+            descriptor = self._files.open(self.path(number), os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            page = memoryview(bytearray(PAGE_BYTES))
+            # First: a checkpoint with another count is older than this removal, whatever becomes of it.
+            self._count_removal(descriptor, page)
+            self._files.read_full(descriptor, [page], offset)
+            if parse_record_header(page, number, offset) == expected:
+                removed = replace(expected, state=RecordState.REMOVED)
+                self._files.write_full(descriptor, [pack_record_header(removed)], offset)
+        finally:
+            self._files.close(descriptor)
+
+    def _count_removal(self, descriptor: int, page: memoryview) -> None:
+        self._files.read_full(descriptor, [page], 0)
+        header = parse_segment_header(page)
+        if header is not None:
+            header = replace(header, removals=header.removals + 1)
+            self._files.write_full(descriptor, [pack_segment_header(header)], 0)
+            with self._lock:
+                if header.number in self.segments:
+                    self.segments[header.number].header = header
+
+    def save_checkpoint(self) -> None:
+        """Write the catalog beside the segments unless it is too large. Call it under the lock. OSError if it fails."""
+        with self._lock:
+            summaries = [
+                SegmentSummary(segment.header, segment.tail, self._catalog.in_segment(number))
+                for number, segment in self.segments.items()
+                if segment.header is not None
+            ]
+        data = pack_checkpoint(summaries)
+        if len(data) <= self._checkpoint_bytes_max:
+            self._files.save(self._checkpoint, data)
+            self._catalog.is_changed = False
+
+    def _load_checkpoint(self) -> None:
+        try:
+            data = self._files.content(self._checkpoint, self._checkpoint_bytes_max)
+        except OSError as error:
+            _log.debug("the checkpoint is not used: %s", error)
+            return
+        for summary in parse_checkpoint(data):
+            number = summary.header.number
+            try:
+                descriptor = self._files.open(self.path(number), os.O_RDONLY)
+            except OSError:
+                continue
+            try:
+                page = bytearray(PAGE_BYTES)
+                self._files.read_full(descriptor, [memoryview(page)], 0)
+            except OSError as error:
+                _log.debug("segment %d is scanned: %s", number, error)
+                continue
+            finally:
+                self._files.close(descriptor)
+            if parse_segment_header(page) == summary.header:
+                self.segments[number] = SegmentState(summary.header, summary.tail, summary.tail, summary.tail)
+                self._catalog.add_all(summary.entries)

@@ -1,0 +1,393 @@
+"""The segment log: records appended to one's own segment, found and read in everybody's, evicted a segment at a time.
+
+Invariants: a process appends only to its own segment, which the kernel locks for it; segments and the files beside
+them never take more than `bytes_max` on the disk, because space is reserved before anything is written to it; storing
+a block never evicts the blocks before it in its prompt.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull
+from kvtide.tier.base import Buffer, IsPinned
+from kvtide.tier.buffers import BufferPool, aligned_buffer
+from kvtide.tier.demote import Offer
+from kvtide.tier.disk.catalog import Catalog, Entry
+from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
+from kvtide.tier.disk.lineage import Lineage
+from kvtide.tier.disk.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
+from kvtide.tier.files import Files
+from kvtide.tier.lend import LentObject
+from kvtide.tier.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    RecordState,
+    SegmentHeader,
+    align_up,
+    record_bytes,
+    stamp_ms,
+)
+from kvtide.types import BlockKey, ObjectId
+from kvtide.wire import ObjectLabel, object_label
+
+__all__ = ["SegmentLog"]
+
+_log = logging.getLogger(__name__)
+
+IO_THREADS = 4
+# Callers that transfer at once; more wait for a staging buffer.
+TRANSFERS_MAX = 8
+SEGMENT_BYTES_MAX = 1 << 30
+# One segment is this part of the cap, so that evicting one costs little of the cache.
+SEGMENTS_MIN = 64
+_SIDE_FILES = 4
+# What says that the disk has no more room: bytes or files, of all or of ours.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Where evicting made no room, others fill the disk. They get no more than a segment of the cache in so long.
+FULL_PAUSE_S = 60.0
+
+
+class SegmentLog:
+    """Objects in segments. Safe to use from several threads; one of them writes at a time. Faults are OSError."""
+
+    def __init__(
+        self,
+        root: Path,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        on_evicted: Callable[[list[ObjectId]], None],
+        files: Files,
+    ) -> None:
+        self.catalog = Catalog()
+        self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
+        self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
+        self._segment_bytes = max(4 * PAGE_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
+        self._clock = clock
+        self._is_pinned = is_pinned
+        self._on_evicted = on_evicted
+        self._files = files
+        # Called with what is about to be evicted; the disk tier sets it.
+        self.offer: Offer = lambda object_id, size, fill: None
+        self._lineage = Lineage(self.catalog)
+        self._full_until_s = -math.inf
+        self._is_writable = False
+        self._write_lock = threading.Lock()
+        self._writer: SegmentWriter | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._reader: RecordReader | None = None
+        self._pool: BufferPool | None = None
+
+    def open(self) -> None:
+        """Make the directory if need be, learn what it holds. OSError if it can't be used; a read-only one opens."""
+        self._directory.make()
+        self.open_read_only()
+        try:
+            with self._write_lock, self._directory.locked():
+                self._directory.seal_abandoned()
+        except BaseException:
+            self._stop()
+            raise
+        self._is_writable = True
+
+    def open_read_only(self) -> None:
+        """Learn what the directory holds; nothing is written, then or at `close`. OSError if it can't be read."""
+        self._pool = BufferPool(TRANSFERS_MAX, STAGING_BYTES)
+        self._workers = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtide-disk")
+        self._reader = RecordReader(self._files, self._directory.opened, self._pool, self._workers)
+        try:
+            self._directory.open(self._workers)
+        except BaseException:
+            self._stop()
+            raise
+
+    def close(self) -> None:
+        """Give back reserved space, save the checkpoint, forget everything. Idempotent. OSError after all is closed."""
+        with self._write_lock:
+            if self._workers is None:
+                return
+            try:
+                if self._is_writable:
+                    with self._directory.locked():
+                        self._retire_writer()
+                        if self.catalog.is_changed:
+                            self._directory.save_checkpoint()
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        assert self._workers is not None
+        self._workers.shutdown()
+        self._directory.close()
+        self._workers = self._reader = self._pool = None
+        self._is_writable = False
+
+    def knows(self, object_id: ObjectId) -> bool:
+        """Tell whether a record of the object that we know of is still there, by its segment's length."""
+        entry = self.catalog.find(object_id)
+        return entry is not None and self._directory.is_long_enough(entry.header)
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is here, looking at what other processes did if we don't know it."""
+        if not self.knows(object_id):
+            self._directory.refresh()
+            return self.knows(object_id)
+        return True
+
+    def find(self, object_id: ObjectId) -> Entry | None:
+        """Return where the object is, looking at what other processes did if we don't know it."""
+        entry = self.catalog.find(object_id)
+        if entry is None:
+            self._directory.refresh()
+            entry = self.catalog.find(object_id)
+        return entry
+
+    def refresh(self) -> None:
+        """Learn what other processes did."""
+        self._directory.refresh()
+
+    def read(self, entry: Entry, buffer: memoryview, offset: int) -> RecordState | None:
+        """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that was read.
+
+        None if another record, or none, is there: the copy was evicted or its header is damaged.
+        """
+        assert self._reader is not None, "read before open"
+        try:
+            return self._reader.read(entry, buffer, offset)
+        except (FileNotFoundError, EOFError):
+            return None
+
+    def lend(self, entry: Entry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
+
+        Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
+        """
+        try:
+            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
+        except FileNotFoundError:
+            return None, None
+
+    def append(self, object_id: ObjectId, body: Buffer) -> None:
+        """Store an object. TierFull if there is no room."""
+        with self._write_lock:
+            self._append(object_id, body)
+
+    def _append(self, object_id: ObjectId, body: Buffer) -> Entry:
+        label = object_label(body)
+        return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
+
+    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> Entry:
+        assert self._pool is not None
+        now_ms = self._now_ms()
+        number = writer.header.number
+        header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
+        try:
+            seal = writer.append(header, body, self._pool)
+        except OSError:
+            # What stands behind the tail now is unknown: nothing may follow it.
+            self._retire_writer()
+            raise
+        entry = Entry(header, now_ms, seal=seal)
+        self.catalog.add(entry)
+        return entry
+
+    def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
+        writer = self._writer
+        if writer is not None and not writer.is_lost() and writer.free_bytes >= need:
+            return writer
+        with self._directory.locked():
+            if writer is not None:
+                self._retire_writer()
+            self._directory.refresh()
+            self._directory.seal_abandoned()
+            ancestors = self._lineage.ancestors(object_id.namespace, label)
+            try:
+                writer = self._writer = self._new_writer(PAGE_BYTES + need, ancestors)
+            except TierFull:
+                self._lineage.note_refused(object_id, ancestors)
+                raise
+            if self._excess(self._segment_bytes) > 0:
+                # The next segment will need room: make it now, while hot records can move to the new one.
+                self._evict_one(ancestors, writer, writer.free_bytes - need)
+            return writer
+
+    def _retire_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        tail = writer.tail if writer.sequence else 0
+        try:
+            tail = tail if writer.close() else 0
+        finally:
+            self._directory.release_mine(writer.header.number, tail)
+
+    def _new_writer(self, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
+        if need > self._segments_bytes_max:
+            raise TierFull(f"a record of {need} bytes does not fit into {self._segments_bytes_max} bytes of segments")
+        # A disk smaller than the cap gets segments that are as small a part of it.
+        disk_bytes = self._directory.used_bytes() + self._files.free_bytes(self._directory.folder)
+        size = max(need, min(self._segment_bytes, align_up(disk_bytes // SEGMENTS_MIN), self._segments_bytes_max))
+        while (excess := self._excess(size)) > 0 and self._evict_oldest(ancestors):
+            pass
+        if size - max(0, excess) < need:
+            what = "what it holds is in use, or the beginning of this prompt"
+            raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
+        size -= max(0, excess) // PAGE_BYTES * PAGE_BYTES
+        number = self._directory.next_number()
+        header = SegmentHeader(number, self._now_ms(), 0)
+        writer = self._create(header, size, need, ancestors)
+        self._directory.add_mine(header, writer.size)
+        return writer
+
+    def _create(self, header: SegmentHeader, size: int, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
+        """Make a segment; a smaller one where the disk has no more room, then one in the place of the oldest."""
+        wanted, before = size, self._directory.used_bytes()
+        while True:
+            try:
+                return SegmentWriter.create(self._files, self._directory.path(header.number), header, size)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                now_s, freed = self._clock.monotonic_s(), before - self._directory.used_bytes()
+                if size > need:
+                    size = max(align_up(size // 2), need)
+                elif now_s >= self._full_until_s and freed < 2 * need and self._evict_oldest(ancestors):
+                    size = max(need, min(wanted, before - self._directory.used_bytes()))
+                else:
+                    if freed:
+                        self._full_until_s = now_s + FULL_PAUSE_S
+                    raise TierFull(f"can't reserve {need} bytes: {error}") from error
+
+    def _excess(self, size: int) -> int:
+        return self._directory.used_bytes() + size - self._segments_bytes_max
+
+    def _evict_oldest(self, ancestors: frozenset[BlockKey]) -> bool:
+        return self._evict_one(ancestors) or self._evict_one(ancestors, is_forced=True)
+
+    def _evict_one(
+        self,
+        ancestors: frozenset[BlockKey],
+        writer: SegmentWriter | None = None,
+        room: int = 0,
+        is_forced: bool = False,
+    ) -> bool:
+        """Remove the oldest segment that may go; what is pinned or hot in it moves to `writer` if there is room.
+
+        The ancestors of what is being stored count as pinned. A segment that is mostly hot is passed over once and
+        counts as cold from then on, unless `is_forced`. One with pinned records that can't move stays. False if none
+        could go.
+        """
+        for number in sorted(self._directory.segments):
+            segment = self._directory.segments.get(number)
+            if segment is None or segment.is_mine:
+                continue
+            entries = self.catalog.in_segment(number)
+            held = [each.header.id.key in ancestors or self._is_pinned(each.header.id.key) for each in entries]
+            pinned = [entry for entry, is_held in zip(entries, held, strict=True) if is_held]
+            hot = [entry for entry, is_held in zip(entries, held, strict=True) if entry.uses and not is_held]
+            if _record_bytes(pinned) > room:
+                continue
+            if not is_forced and 2 * _record_bytes(hot) > segment.size:
+                for entry in hot:
+                    entry.uses = 0
+                continue
+            keep = _fitting(pinned + sorted(hot, key=lambda entry: -entry.uses), room)
+            if self._remove_segment(number, writer, keep):
+                return True
+        return False
+
+    def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[Entry]) -> bool:
+        try:
+            with self._directory.unused_segment(number) as descriptor:
+                if descriptor is None:
+                    return False
+                if writer is not None:
+                    for entry in keep:
+                        self._move(entry, writer)
+                self._offer_rest(number)
+                # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
+                self._files.truncate(descriptor, 0)
+                self._on_evicted(self.catalog.drop_segment(number))
+                self._directory.remove_empty(number)
+        except FileNotFoundError:
+            self._directory.refresh()
+        return True
+
+    def _offer_rest(self, number: int) -> None:
+        """Offer what a segment holds alone before it goes."""
+        for entry in self.catalog.in_segment(number):
+            if len(self.catalog.copies(entry.header.id)) == 1:
+                self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
+
+    def _copy_out(self, entry: Entry, buffer: memoryview) -> bool:
+        try:
+            return self.read(entry, buffer, 0) is RecordState.LIVE
+        except OSError as error:
+            _log.debug("%s is lost with its segment: %s", entry.header.id, error)
+            return False
+
+    def _move(self, entry: Entry, writer: SegmentWriter) -> None:
+        body = aligned_buffer(entry.header.size)
+        if self._copy_out(entry, body):
+            moved = self._append_to(writer, entry.header.id, body, entry.header.label)
+            moved.last_use_ms = entry.last_use_ms
+
+    def mark_removed(self, object_id: ObjectId) -> bool:
+        """Remove every copy of an object, for all processes. False if there was none."""
+        with self._write_lock, self._directory.locked():
+            self._directory.refresh()
+            copies = self.catalog.copies(object_id)
+            self._remove_copies(copies)
+            return bool(copies)
+
+    def replace(self, object_id: ObjectId, body: Buffer) -> bool:
+        """Put `body` in place of an object's copies, for all processes; they go once it stands there and was read back.
+
+        False, and nothing changed, if there was no copy or what was written can't be read back. Who reads meanwhile has
+        the old bytes or the new ones; after a crash both may be here, and the newest that is whole is read.
+        """
+        with self._write_lock:
+            if not (copies := self.catalog.copies(object_id)):
+                return False
+            entry = self._append(object_id, body)
+            written = aligned_buffer(len(body))
+            is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
+            with self._directory.locked():
+                self._remove_copies(copies if is_good else [entry])
+            return is_good
+
+    def _remove_copies(self, copies: list[Entry]) -> None:
+        for entry in copies:
+            self._directory.mark_removed(entry.header)
+            self.catalog.remove(entry)
+        for number in {entry.header.segment for entry in copies}:
+            segment = self._directory.segments.get(number)
+            if segment and not segment.is_mine and not self.catalog.in_segment(number):
+                self._remove_segment(number, None, [])
+
+    def _now_ms(self) -> int:
+        return stamp_ms(self._clock.wall_s())
+
+
+def _record_bytes(entries: list[Entry]) -> int:
+    return sum(record_bytes(entry.header.size) for entry in entries)
+
+
+def _fitting(entries: list[Entry], room: int) -> list[Entry]:
+    """Return the leading entries whose records fit into `room` bytes."""
+    kept = []
+    for entry in entries:
+        room -= record_bytes(entry.header.size)
+        if room < 0:
+            break
+        kept.append(entry)
+    return kept

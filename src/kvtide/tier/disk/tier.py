@@ -1,0 +1,233 @@
+"""The disk tier: objects in a segment log that several processes may share (docs/format.md, "Segment log").
+
+Invariant: a read is answered only from a record whose header names the object asked for; the content's checksums are
+the consumer's to check, so that no byte is hashed twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable
+from kvtide.index import Record
+from kvtide.outcomes import Decided
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
+from kvtide.tier.demote import Offer
+from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.disk.directory import side_file_bytes_max
+from kvtide.tier.disk.journal import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.disk.log import SegmentLog
+from kvtide.tier.files import Files
+from kvtide.tier.lend import LentObject
+from kvtide.tier.record import RecordState, stamp_ms
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import NO_LABEL
+
+__all__ = ["DiskTier"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# A copy may be evicted or moved between look-up and read; after so many times the object counts as absent.
+READ_TRIES_MAX = 3
+
+
+class DiskTier:
+    """A store directory of at most `bytes_max` on the disk; whole segments are evicted, oldest first."""
+
+    name = "disk"
+
+    def __init__(
+        self, root: Path, bytes_max: int, clock: Clock, is_pinned: IsPinned, files: Files | None = None
+    ) -> None:
+        if bytes_max <= 0:
+            raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
+        self.root = root
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
+        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files())
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._evictions = self._faults = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._log.offer = offer
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions by this process."""
+        self._on_removed = on_removed
+
+    def open(self) -> None:
+        """Make the directory if need be and learn what it holds.
+
+        TierUnavailable if it is no directory or can't be made; one that can only be read opens.
+        """
+        self._start(self._log.open)
+
+    def open_read_only(self) -> None:
+        """Learn what the directory holds, to look at it: nothing is made or written. TierUnavailable if it can't be."""
+        self._start(self._log.open_read_only)
+
+    def _start(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise TierUnavailable(f"store directory {self.root} can't be used: {error}") from error
+
+    def close(self) -> None:
+        """Give back the space reserved for more records and save the checkpoint."""
+        try:
+            self._log.close()
+        except (OSError, TierUnavailable) as error:
+            # The store is whole without it; the next open scans.
+            _log.debug("closed %s without a checkpoint: %s", self.root, error)
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is in the log, as far as can be told without reading it."""
+        return self._guarded("look up", lambda: self._log.contains(object_id))
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the object's record, directly into a page-aligned buffer if `offset` is a multiple of a page."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        return self._guarded("read", lambda: self._read(object_id, buffer, offset))
+
+    def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
+        def read(entry: Entry) -> tuple[RecordState | None, int]:
+            size = max(0, min(len(buffer), entry.header.size - offset))
+            return self._log.read(entry, buffer[:size], min(offset, entry.header.size)), size
+
+        return self._found(object_id, read)
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
+        return self._guarded("read", lambda: self._found(object_id, self._log.lend))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object's place if we know it and its header is in the page cache."""
+        entry = self._log.catalog.find(object_id)
+        if entry is None:
+            return None
+        _, lent = self._guarded("read", lambda: self._log.lend(entry, can_wait=False))
+        if lent is not None:
+            self._note_hit(entry)
+        return lent
+
+    def _note_hit(self, entry: Entry) -> None:
+        self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
+        self._count(hits=1)
+
+    def _found(
+        self, object_id: ObjectId, action: Callable[[Entry], tuple[RecordState | None, _Result]]
+    ) -> _Result | None:
+        for _ in range(READ_TRIES_MAX):
+            entry = self._log.find(object_id)
+            if entry is None:
+                break
+            state, result = action(entry)
+            if state is RecordState.LIVE:
+                self._note_hit(entry)
+                return result
+            self._forget(entry, state)
+        self._count(misses=1)
+        return None
+
+    def _forget(self, entry: Entry, state: RecordState | None) -> None:
+        _log.debug("%s is no longer at its place: %s", entry.header.id, state)
+        self._log.catalog.remove(entry)
+        self._log.refresh()
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Append the object to the log, evicting the oldest segments if there is no room."""
+        size = len(buffer)
+        if size > self._bytes_max:
+            raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
+        if self._guarded("look up", lambda: self._log.knows(object_id)):
+            return True
+        self._guarded("write", lambda: self._log.append(object_id, buffer))
+        return True
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self._guarded("write", lambda: self._log.replace(object_id, buffer))
+
+    def _note_evicted(self, object_ids: list[ObjectId]) -> None:
+        self._count(evictions=len(object_ids))
+        self._note_removals(object_ids, "evicted")
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Mark the object removed in the log, for every process, and note why."""
+        is_removed = self._guarded("delete", lambda: self._log.mark_removed(object_id))
+        if is_removed:
+            self._note_removals([object_id], reason)
+        return is_removed
+
+    def _note_removals(self, object_ids: Sequence[ObjectId], reason: str) -> None:
+        self._on_removed(object_ids)
+        try:
+            self._journal.append(object_ids, reason, self._clock.wall_s())
+        except OSError as error:
+            _log.debug("removal not noted: %s", error)
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Add to the journal, which all processes on this directory share; where it can't be written they are lost."""
+        try:
+            self._journal.note_decisions(counts, self._clock.wall_s())
+        except OSError as error:
+            _log.debug("decisions not noted in %s: %s", self.root, error)
+
+    def decisions(self) -> dict[Decided, int]:
+        """Return what was decided about tokens beside this store, as far back as the journal goes."""
+        return self._journal.decisions()
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return the reason in the journal, which all processes on this directory share."""
+        return self._journal.reason(object_id)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield every object in the log. Last use is known of this process's reads and those before it opened."""
+        self._guarded("list", self._log.refresh)
+        for entry in self._log.catalog.newest():
+            yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
+
+    def records(self) -> Iterator[Record]:
+        """Yield every object with its parent, from the records' headers; what was no object when it came is left out.
+
+        Nothing is read: headers were when their segments were scanned.
+        """
+        self._guarded("list", self._log.refresh)
+        for entry in self._log.catalog.newest():
+            if entry.header.label != NO_LABEL:
+                yield Record(*entry.header.id, BlockKey(entry.header.label.parent))
+
+    def stats(self) -> TierStats:
+        """Return the counters; bytes are those of the objects, without headers and reserved space."""
+        self._guarded("list", self._log.refresh)
+        catalog = self._log.catalog
+        counts = (self._hits, self._misses, self._evictions, self._faults)
+        return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off."""
+        self._log.catalog.check()
+
+    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
+        with self._lock:
+            self._hits += hits
+            self._misses += misses
+            self._evictions += evictions
+
+    def _guarded(self, verb: str, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except OSError as error:
+            with self._lock:
+                self._faults += 1
+            raise TierUnavailable(f"can't {verb} in store directory {self.root}: {error}") from error

@@ -1,0 +1,1 @@
+"""Objects on a kvtide server."""

@@ -1,0 +1,244 @@
+"""A kvtide server as its clients see it: bounded connections, retries, a circuit breaker.
+
+Invariant: every request that kvtide sends may be repeated: keys name exact bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.tier.base import Buffer
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.http.connection import Answer, Endpoint, Link, Patience
+from kvtide.wire.http import pack_request_head
+from kvtide.wire.protocol import DEADLINE_HEADER
+
+__all__ = ["Call", "Peer", "PeerSettings"]
+
+# Waits so many seconds.
+Sleep = Callable[[float], None]
+# Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
+_REASON_BYTES_MAX = 200
+_RETRIED = frozenset({408, 422, 429, 500, 502, 503})
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Bounds of what one client does with one server."""
+
+    connections_max: int = 8
+    # Tries of one call, the first included.
+    tries_max: int = 3
+    retry_s: float = 0.02
+    faults_max: int = 5
+    open_s: float = 2.0
+    trial_s: float = 2.0
+
+
+class Call:
+    """One request, which another thread may abort. One for a range that begins at `start` goes on after a fault.
+
+    Wherever it is tried next: at another server it asks for the rest, and begins again if that is of another object.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        headers: Sequence[tuple[str, str]],
+        body: Buffer,
+        into: memoryview | None,
+        start: int | None = None,
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.body = body
+        self.into = into
+        self.start = start
+        # How many bytes are in `into` already, and the ETag of the object that they are of.
+        self.received = 0
+        self.tag = ""
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self.is_aborted = False
+
+    def use(self, link: Link) -> None:
+        """Note the connection that it goes over. ConnectionAbortedError if it was aborted before."""
+        with self._lock:
+            if self.is_aborted:
+                raise ConnectionAbortedError("the call was aborted")
+            self._link = link
+
+    def leave(self) -> None:
+        """Note that the connection is somebody else's again."""
+        with self._lock:
+            self._link = None
+
+    def again(self) -> Call:
+        """Return the same request to be sent elsewhere, for what has not come yet."""
+        other = Call(self.method, self.target, self.headers, self.body, self.into, self.start)
+        other.received, other.tag = self.received, self.tag
+        return other
+
+    def missing(self) -> tuple[Sequence[tuple[str, str]], memoryview | None]:
+        """Return the headers and the part of the buffer for what has not come yet."""
+        if self.start is None or self.into is None or not self.received:
+            return self.headers, self.into
+        others = [header for header in self.headers if header[0] != "Range"]
+        rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
+        return [*others, rest], self.into[self.received :]
+
+    def keep(self, link: Link) -> None:
+        """Count what an exchange brought before it failed."""
+        if self.start is None or self.into is None or not link.tag:
+            return
+        if self.tag in {"", link.tag}:
+            self.received, self.tag = self.received + link.received, link.tag
+        else:
+            self.received, self.tag = 0, ""
+
+    def whole(self, answer: Answer) -> Answer:
+        """Return an answer for the rest as one for all of it.
+
+        ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
+        """
+        if not self.received or answer.status not in {206, 416}:
+            return answer
+        content = answer.headers.get("content-range", "")
+        expected = f"bytes {(self.start or 0) + self.received}-"
+        if answer.status == 416 or answer.headers.get("etag") != self.tag or not content.startswith(expected):
+            self.received, self.tag = 0, ""
+            raise ConnectionError("the rest of the body is not to be had here")
+        headers = {**answer.headers, "content-range": f"bytes {self.start}-{content.removeprefix(expected)}"}
+        return answer._replace(headers=headers, size=self.received + answer.size)
+
+    def abort(self) -> None:
+        """End the call where it is; it fails at once and is not tried again."""
+        with self._lock:
+            self.is_aborted = True
+            if self._link is not None:
+                self._link.abort()
+
+
+class Peer:
+    """One server. Safe to use from several threads; at most `connections_max` of them at once, the others wait."""
+
+    def __init__(
+        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], settings: PeerSettings, clock: Clock, sleep: Sleep
+    ) -> None:
+        self.endpoint = endpoint
+        self.breaker = Breaker(settings.faults_max, settings.open_s, clock, settings.trial_s)
+        self._headers = [("Host", str(endpoint) if not endpoint.path else "localhost"), *headers]
+        self._settings = settings
+        self._clock = clock
+        self._sleep = sleep
+        self._changed = threading.Condition()
+        self._idle: list[Link] = []
+        self._lent = 0
+        self._is_open = False
+
+    def open(self) -> None:
+        """Allow calls. Nothing is connected yet."""
+        with self._changed:
+            self._is_open = True
+
+    def close(self) -> None:
+        """Close idle connections; those in use are closed when they come back."""
+        with self._changed:
+            self._is_open = False
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for link in idle:
+            link.close()
+
+    def call(self, call: Call, patience: Patience) -> Answer:
+        """Send a request until an answer comes that is worth having. TierUnavailable if none does."""
+        if not self.breaker.allows():
+            raise TierUnavailable(f"{self.endpoint} failed {self._settings.faults_max} times in a row; left alone")
+        problem, is_cut = "", False
+        for attempt in range(self._settings.tries_max):
+            try:
+                answer = self._try(call, patience)
+            except (OSError, RequestRefused) as error:
+                problem = str(error) or type(error).__name__
+                if call.is_aborted or isinstance(error, TimeoutError):
+                    is_cut = call.is_aborted or patience.deadline_s >= caller_deadline_s()
+                    break
+            else:
+                if answer.status not in _RETRIED:
+                    self.breaker.note_success()
+                    return answer
+                problem = f"status {answer.status} {answer.body[:_REASON_BYTES_MAX].decode(errors='replace').strip()}"
+            if not self._pause(attempt, patience):
+                break
+        if not is_cut:
+            self.breaker.note_fault()
+        raise TierUnavailable(f"{call.method} of {self.endpoint} failed: {problem}")
+
+    def _pause(self, attempt: int, patience: Patience) -> bool:
+        """Wait before the next try. False if the deadline comes first."""
+        wait_s = self._settings.retry_s * 2**attempt
+        if self._clock.monotonic_s() + wait_s >= patience.deadline_s:
+            return False
+        self._sleep(wait_s)
+        return True
+
+    def _try(self, call: Call, patience: Patience) -> Answer:
+        """Send a request once; once more if a connection had been closed while it was idle."""
+        while True:
+            link, is_fresh = self._take(patience)
+            try:
+                call.use(link)
+                if is_fresh:
+                    link.open(patience)
+                left_ms = max(1, int(1000 * (patience.deadline_s - self._clock.monotonic_s())))
+                length = [("Content-Length", str(len(call.body)))] if call.method in {"PUT", "POST"} else []
+                asked, into = call.missing()
+                headers = [*self._headers, (DEADLINE_HEADER, str(left_ms)), *asked, *length]
+                head = pack_request_head(call.method, call.target, headers)
+                answer = link.exchange(head, call.body, into, patience)
+                call.leave()
+                self._give_back(link, link.is_open)
+                break
+            except BaseException as error:
+                call.leave()
+                call.keep(link)
+                is_stale = not is_fresh and not link.has_answer and isinstance(error, ConnectionError)
+                self._give_back(link, is_usable=False)
+                if not is_stale or call.is_aborted:
+                    raise
+        return call.whole(answer)
+
+    def _take(self, patience: Patience) -> tuple[Link, bool]:
+        with self._changed:
+            while self._is_open and self._lent >= self._settings.connections_max:
+                self._changed.wait(patience.left_s())
+            if not self._is_open:
+                raise ConnectionAbortedError("the tier is closed")
+            self._lent += 1
+            if self._idle:
+                return self._idle.pop(), False
+            return Link(self.endpoint), True
+
+    def _give_back(self, link: Link, is_usable: bool) -> None:
+        with self._changed:
+            self._lent -= 1
+            is_kept = is_usable and self._is_open
+            if is_kept:
+                self._idle.append(link)
+            self._changed.notify()
+        if not is_kept:
+            link.close()
+
+    def check(self) -> None:
+        """AssertionError if a connection is lost or there are too many."""
+        with self._changed:
+            assert self._lent >= 0
+            assert self._lent + len(self._idle) <= self._settings.connections_max
+            assert all(link.is_open for link in self._idle)

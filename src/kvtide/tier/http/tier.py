@@ -1,0 +1,340 @@
+"""A kvtide server, or replicas of it, as a tier (docs/protocol.md). Every fault is TierUnavailable: a miss upstairs.
+
+Invariant: the caller's buffer is written by one read at a time, and by none after `get_into` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, takewhile
+from typing import TypeVar
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.outcomes import Decided, decisions_text
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.http.connection import Answer, Patience
+from kvtide.tier.http.hedge import Hedges
+from kvtide.tier.http.peer import Call, Peer, PeerSettings
+from kvtide.tier.http.servers import servers_of
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
+from kvtide.wire.protocol import (
+    DECISIONS_HEADER,
+    EXISTS_KEYS_MAX,
+    GENERATION_HEADER,
+    LIST_MAX,
+    REASON_HEADER,
+    REMOVED_HEADER,
+    TENANT_HEADER,
+    ExistsAnswer,
+    ExistsQuestion,
+    ObjectList,
+    TenantView,
+)
+
+__all__ = ["HttpTier", "http_tier"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# One operation, its retries included.
+OPERATION_S_MAX = 10.0
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+class HttpTier:
+    """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
+
+    A server that is silent for `operation_s_max` has failed; an operation may take that long and its bytes over
+    `bytes_s_min`. A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer
+    counts.
+    """
+
+    name = "http"
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Clock,
+        operation_s_max: float = OPERATION_S_MAX,
+        takes_evicted: bool = False,
+        bytes_s_min: float = math.inf,
+    ) -> None:
+        if not peers:
+            raise ValueError("a remote tier needs at least one server, got none")
+        self._peers = list(peers)
+        self._clock = clock
+        self._operation_s_max = operation_s_max
+        self._bytes_s_min = bytes_s_min
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
+        self.hedges = Hedges(clock, operation_s_max)
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._faults = 0
+        self._known = TierStats.sum_of(self.name, [])
+
+    def open(self) -> None:
+        """Allow calls. Servers that are down now are asked again later."""
+        self.hedges.open()
+        for peer in self._peers:
+            peer.open()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in self._peers:
+            peer.close()
+        self.hedges.close()
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the server."""
+        answer = self._any("HEAD", *self._named(object_id))
+        if answer.status not in {200, 404}:
+            raise self._refused("HEAD", answer)
+        return answer.status == 200
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
+        asked = list(takewhile(lambda each: each.namespace == object_ids[0].namespace, object_ids[:EXISTS_KEYS_MAX]))
+        return self._exists(asked, leading_only=True).leading if asked else 0
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the server in one request for each namespace, and for each EXISTS_KEYS_MAX objects of it."""
+        groups = [list(group) for _, group in groupby(object_ids, lambda each: each.namespace)]
+        parts = (ids[at : at + EXISTS_KEYS_MAX] for ids in groups for at in range(0, len(ids), EXISTS_KEYS_MAX))
+        return [is_here for asked in parts for is_here in self._exists(asked, leading_only=False).present]
+
+    def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
+        """Ask for objects of one namespace."""
+        question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=leading_only)
+        namespace, headers = _named(asked[0])
+        answer = self._any("POST", f"/v1/{namespace.hex()}/exists", headers, msgspec.json.encode(question))
+        if answer.status != 200:
+            raise self._refused("POST", answer)
+        found = _decoded(answer, ExistsAnswer)
+        if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
+            raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found.present)}")
+        return found
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the object's bytes from `offset` on into `buffer`, by one range."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        if not buffer:
+            return 0 if self.contains(object_id) else None
+        target, headers = self._named(object_id)
+        part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
+        call = Call("GET", target, [*headers, part], b"", buffer, offset)
+        came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
+        with self._lock:
+            self._hits += came is not None
+            self._misses += came is None
+        return came
+
+    def _ranged(self, answer: Answer, offset: int, wanted: int) -> int | None:
+        """Return how many bytes came, None for an absent object. TierUnavailable if they are not those asked for."""
+        if answer.status == 404:
+            return None
+        if answer.status == 416:
+            return 0
+        found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if answer.status != 206 or found is None:
+            raise _refusal("GET", answer)
+        start, last, size = map(int, found.groups())
+        if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
+            raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
+        return answer.size
+
+    def _read(self, call: Call, buffer: memoryview) -> Answer:
+        peers = self._in_order()
+        deadline_s = self._deadline_s(len(buffer))
+        replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
+        for position, peer in enumerate(peers):
+            try:
+                return self.hedges.read(peer, replica if position == 0 else None, call, buffer, deadline_s)
+            except TierUnavailable:
+                if position == len(peers) - 1:
+                    raise
+                call = call.again()
+        raise AssertionError("there is at least one peer")
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Send the object to every server. True if one of them has it now."""
+        stored, error = False, None
+        target, headers = self._named(object_id)
+        for peer in self._peers:
+            try:
+                answer = self._ask(peer, Call("PUT", target, headers, buffer, None))
+            except TierUnavailable as caught:
+                error = caught
+                continue
+            if answer.status in {200, 201}:
+                stored = True
+            elif answer.status == 409:
+                # Its generation is over: nobody wants the object.
+                continue
+            elif answer.status in {413, 507}:
+                error = TierFull(f"{peer.endpoint} has no room for {object_id}")
+            else:
+                error = _refusal("PUT", answer)
+        if not stored and error is not None:
+            with self._lock:
+                self._faults += 1
+            raise error
+        return stored
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Send the object; a server puts it in the place of a coarser one."""
+        return self.put_from(object_id, buffer)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove the object from every server. False if none had it."""
+        target, headers = self._named(object_id)
+        why = [(REASON_HEADER, reason)] if reason.isalpha() else []
+        answers = [
+            self._guarded(partial(self._ask, peer, Call("DELETE", target, [*headers, *why], b"", None)))
+            for peer in self._peers
+        ]
+        return any(answer.status == 204 for answer in answers)
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""
+        text = decisions_text(counts)
+        if text:
+            target, question = f"/v1/{namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
+            answer = self._any("POST", target, [(DECISIONS_HEADER, text)], question)
+            if answer.status != 200:
+                raise self._refused("POST", answer)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return what the server remembers; None if it can't be asked."""
+        try:
+            return self._any("HEAD", *self._named(object_id)).headers.get(REMOVED_HEADER)
+        except TierUnavailable:
+            return None
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what the first server that answers has of ours."""
+        for name in self._view().namespaces:
+            after = ""
+            while True:
+                answer = self._any("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}")
+                if answer.status != 200:
+                    raise self._refused("GET", answer)
+                part = _decoded(answer, ObjectList)
+                namespace = Namespace(bytes.fromhex(name))
+                for each in part.objects:
+                    yield ObjectInfo(ObjectId(namespace, BlockKey(bytes.fromhex(each.key))), each.size, each.last_use_s)
+                if len(part.objects) < LIST_MAX:
+                    break
+                after = part.objects[-1].key
+
+    def _view(self) -> TenantView:
+        answer = self._any("GET", "/v1")
+        if answer.status != 200:
+            raise self._refused("GET", answer)
+        return _decoded(answer, TenantView)
+
+    def stats(self) -> TierStats:
+        """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
+        try:
+            view = self._view().tier
+        except TierUnavailable:
+            view = None
+        with self._lock:
+            self._known = known = view or self._known
+            counts = (self._hits, self._misses, known.evictions, self._faults)
+        return TierStats(self.name, known.objects, known.used_bytes, known.bytes_max, *counts)
+
+    def _in_order(self) -> list[Peer]:
+        """Return the peers, those that work first."""
+        return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
+
+    def _ask(self, peer: Peer, call: Call) -> Answer:
+        return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
+
+    def _deadline_s(self, size: int) -> float:
+        own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
+        return min(own_s, caller_deadline_s())
+
+    def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
+        namespace, headers = _named(object_id)
+        return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers
+
+    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
+        """Return the answer of the first peer that gives one."""
+        for peer in self._in_order()[:-1]:
+            try:
+                return self._ask(peer, Call(method, target, headers, body, None))
+            except TierUnavailable as error:
+                _log.debug("%s; the next one is asked", error)
+        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, headers, body, None)))
+
+    def _guarded(self, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except TierUnavailable:
+            with self._lock:
+                self._faults += 1
+            raise
+
+    def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+        error = _refusal(method, answer)
+        with self._lock:
+            self._faults += not isinstance(error, WrongServer)
+        return error
+
+    def check(self) -> None:
+        """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
+        for peer in self._peers:
+            peer.check()
+        self.hedges.check()
+
+
+def _named(object_id: ObjectId) -> tuple[Namespace, Sequence[tuple[str, str]]]:
+    """Return by what namespace, and with which headers, a server is asked for an object."""
+    if not isinstance(object_id, NamedId):
+        return object_id.namespace, ()
+    tenant, namespace, generation = object_id.name
+    whose = [(TENANT_HEADER, tenant)] if tenant else []
+    return namespace, [*whose, (GENERATION_HEADER, str(generation))]
+
+
+def _refusal(method: str, answer: Answer) -> TierUnavailable:
+    if answer.status == 307:
+        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
+    text = answer.body[:200].decode(errors="replace").strip()
+    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
+
+
+def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TierUnavailable(f"the server's answer can't be read: {error}") from error
+
+
+def http_tier(
+    url: str,
+    clock: Clock,
+    settings: PeerSettings | None = None,
+    operation_s_max: float = OPERATION_S_MAX,
+    extra: Sequence[tuple[str, str]] = (),
+    bytes_s_min: float = math.inf,
+) -> HttpTier:
+    """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
+
+    ValueError as in `servers_of`.
+    """
+    servers = servers_of(url)
+    bounds = settings or PeerSettings()
+    peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
+    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)

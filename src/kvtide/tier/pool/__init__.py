@@ -1,0 +1,1 @@
+"""Objects on a pool of servers, each placed by its key."""

@@ -1,0 +1,379 @@
+"""kvtide servers as one tier, without anybody between: each block is kept by the few servers that the map names.
+
+Invariant: a map decides where to look, never what is true: an object may be read from any server that has it, and one
+that nobody has is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.outcomes import Decided
+from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier, TierStats
+from kvtide.tier.pool.membership import Membership, Watcher
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["PoolTier"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+WRITERS = 4
+# Copies that wait to be put where the map says, in the background.
+REPAIR_BYTES_MAX = 64 << 20
+# Where a block was before the latest changes of the map is remembered so long, and for so many changes.
+MOVED_S_MAX = 600.0
+MOVED_MAPS_MAX = 4
+
+
+class _Member(NamedTuple):
+    """A server of the pool and the tier that reaches it."""
+
+    server: PoolServer
+    tier: Tier
+
+
+class _State(NamedTuple):
+    """One map with its members in the map's order, and those that came before it."""
+
+    placement: Placement
+    members: tuple[_Member, ...]
+    earlier: tuple[tuple[float, Placement, tuple[_Member, ...]], ...]
+
+
+class PoolTier:
+    """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
+
+    name = "pool"
+
+    def __init__(self, source: Membership, connect: Callable[[PoolServer], Tier], here: str, clock: Clock) -> None:
+        self._connect = connect
+        self._here = here
+        self._clock = clock
+        self._watcher = Watcher(source, self._adopt)
+        self._lock = threading.Lock()
+        self._state: _State | None = None
+        # Bytes that each server has sent us, and those that it is sending.
+        self._loads: dict[str, float] = {}
+        self._workers: ThreadPoolExecutor | None = None
+        self._repair_bytes = 0
+        self._hits = self._misses = self._faults = 0
+        self.repairs = 0
+
+    def open(self) -> None:
+        """Get the map and connect. Without a map everything is a fault until there is one."""
+        self._workers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtide-pool")
+        self._watcher.open()
+
+    def close(self) -> None:
+        """Stop what runs and close every connection. Idempotent."""
+        self._watcher.close()
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
+        with self._lock:
+            state, self._state = self._state, None
+        for member in _all_members(state):
+            member.tier.close()
+
+    @property
+    def epoch(self) -> int | None:
+        """The map's epoch; None as long as there is no map."""
+        state = self._state
+        return state.placement.map.epoch if state else None
+
+    def _adopt(self, pool: PoolMap) -> None:
+        """Take a new map. Servers that no remembered map names any more are let go."""
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            old = self._state
+            known = {member.server: member for member in _all_members(old)}
+            members = tuple(known.get(server) or self._joined(server) for server in pool.servers)
+            earlier = old.earlier if old else ()
+            if old is not None:
+                earlier = ((now_s, old.placement, old.members), *earlier)[:MOVED_MAPS_MAX]
+            self._state = new = _State(Placement(pool), members, earlier)
+            self._loads = {server.name: 0.0 for server in pool.servers}
+        kept = {member.server for member in _all_members(new)}
+        for member in known.values():
+            if member.server not in kept:
+                member.tier.close()
+        _log.info("pool of %d servers at epoch %d", len(members), pool.epoch)
+
+    def _joined(self, server: PoolServer) -> _Member:
+        tier = self._connect(server)
+        tier.open()
+        return _Member(server, tier)
+
+    def _now(self) -> _State:
+        state = self._state
+        if state is None:
+            raise TierUnavailable("the pool's map is not known yet")
+        return state
+
+    def _owners(self, state: _State, key: BlockKey) -> list[_Member]:
+        """Return who keeps a block, whom to read from first: this machine's own server, else the less loaded one."""
+        owners = [state.members[position] for position in state.placement.owners(key)]
+        near = [member for member in owners if self._here and member.server.host == self._here]
+        with self._lock:
+            loads = [self._loads.get(member.server.name, 0.0) for member in owners]
+        first = near[0] if near else owners[less_loaded(range(len(owners)), loads)]
+        return [first, *(member for member in owners if member is not first)]
+
+    def _earlier_owners(self, state: _State, key: BlockKey, now: Sequence[_Member]) -> list[_Member]:
+        """Return who kept a block under the maps before this one, and does not now: they are asked once, last."""
+        fresh_s = self._clock.monotonic_s() - MOVED_S_MAX
+        found: list[_Member] = []
+        for at_s, placement, members in state.earlier:
+            if at_s >= fresh_s:
+                owners = (members[position] for position in placement.owners(key))
+                found += [member for member in owners if member not in now and member not in found]
+        return found
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the owners, then those from before the latest changes."""
+        state = self._now()
+        owners = self._owners(state, object_id.key)
+        members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
+        try:
+            asked = self._each(members, lambda member: member.tier.contains(object_id), until=bool)
+        except WrongServer:
+            # A server has a newer map than we have; the next call asks by that.
+            self._watcher.refresh()
+            return False
+        return any(is_here for _, is_here in asked)
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
+        state, workers = self._now(), self._workers
+        if workers is None:
+            raise TierUnavailable("the pool is closed")
+        waiting = {object_id: self._owners(state, object_id.key) for object_id in object_ids}
+        found: set[ObjectId] = set()
+        for rank in range(state.placement.replicas):
+            asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
+            for object_id, owners in waiting.items():
+                if rank < len(owners):
+                    asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
+            for (_, ids), count in zip(asked.values(), workers.map(self._leading_of, asked.values()), strict=True):
+                if count is not None:
+                    found.update(ids[:count])
+                    for object_id in ids:
+                        del waiting[object_id]
+        return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask for one object after the other."""
+        return [self.contains(object_id) for object_id in object_ids]
+
+    def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
+        """Return how many leading ones of these objects a server has; None if it does not answer."""
+        member, ids = asked
+        tier = member.tier
+        try:
+            if isinstance(tier, Batched):
+                return tier.count_leading(ids)
+            return sum(1 for _ in takewhile(tier.contains, ids))
+        except TierUnavailable as error:
+            self._note_fault(member, error)
+            return None
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the first owner that has the object; one that lacks it gets it in the background."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        size = self._read(object_id, buffer, offset)
+        with self._lock:
+            self._hits += size is not None
+            self._misses += size is None
+        return size
+
+    def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
+        for is_last in (False, True):
+            state = self._now()
+            owners = self._owners(state, object_id.key)
+            members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
+            read = partial(self._read_from, object_id, buffer, offset)
+            try:
+                asked = self._each(members, read, until=lambda size: size is not None)
+            except WrongServer:
+                # A server has a newer map than we have.
+                self._watcher.refresh()
+                if is_last or self._state is state:
+                    return None
+                continue
+            if not asked or asked[-1][1] is None:
+                return None
+            size = asked[-1][1]
+            if offset == 0 and size < len(buffer):
+                lacking = [member for member, found in asked if found is None and member in owners]
+                self._repair(object_id, buffer[:size], lacking)
+            return size
+        return None
+
+    def _read_from(self, object_id: ObjectId, buffer: memoryview, offset: int, member: _Member) -> int | None:
+        name = member.server.name
+        with self._lock:
+            self._loads[name] = self._loads.get(name, 0.0) + len(buffer)
+        # What fails stays on the account: a server that fails is not the first to be asked again.
+        size = member.tier.get_into(object_id, buffer, offset)
+        with self._lock:
+            self._loads[name] = self._loads.get(name, 0.0) + (size or 0) - len(buffer)
+        return size
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store at every owner, at the same time. True if one has it."""
+        state = self._now()
+        outcomes = self._put_to_owners(state, object_id, buffer)
+        if any(isinstance(each, WrongServer) for each in outcomes):
+            self._watcher.refresh()
+            if self._state is not state:
+                outcomes = self._put_to_owners(self._now(), object_id, buffer)
+        if True in outcomes:
+            return True
+        errors = [each for each in outcomes if isinstance(each, TierUnavailable)]
+        if errors:
+            raise next((each for each in errors if isinstance(each, TierFull)), errors[0])
+        return False
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Send the object to every owner; a server puts it in the place of a coarser one."""
+        return self.put_from(object_id, buffer)
+
+    def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
+        first, *others = self._owners(state, object_id.key)
+        workers = self._workers
+        if workers is None:
+            raise TierUnavailable("the pool is closed")
+        pending = [workers.submit(self._put_to, object_id, buffer, member) for member in others]
+        return [self._put_to(object_id, buffer, first), *(future.result() for future in pending)]
+
+    def _put_to(self, object_id: ObjectId, buffer: Buffer, member: _Member) -> bool | TierUnavailable:
+        try:
+            return member.tier.put_from(object_id, buffer)
+        except TierUnavailable as error:
+            self._note_fault(member, error)
+            return error
+
+    def _repair(self, object_id: ObjectId, data: memoryview, members: Sequence[_Member]) -> None:
+        """Put copies where the map says that they belong, later; as many as the bound lets in."""
+        workers = self._workers
+        with self._lock:
+            has_room = self._repair_bytes + len(data) <= REPAIR_BYTES_MAX
+            if not members or workers is None or not has_room:
+                return
+            self._repair_bytes += len(data)
+            self.repairs += len(members)
+        copied = bytes(data)
+        workers.submit(self._repair_all, object_id, copied, members).add_done_callback(_log_failure)
+
+    def _repair_all(self, object_id: ObjectId, data: bytes, members: Sequence[_Member]) -> None:
+        try:
+            for member in members:
+                self._put_to(object_id, data, member)
+        finally:
+            with self._lock:
+                self._repair_bytes -= len(data)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove the object wherever it may be. False if it was nowhere."""
+        state = self._now()
+        owners = self._owners(state, object_id.key)
+        members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
+        asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
+        return any(is_deleted for _, is_deleted in asked)
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell one server that answers; the pool's figures are the sums over its servers."""
+
+        def tell(member: _Member) -> bool:
+            if isinstance(member.tier, Noting):
+                member.tier.note_decisions(namespace, counts)
+            return True
+
+        self._each(self._now().members, tell, until=bool)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return the reason of the first owner that knows one."""
+        state = self._state
+        owners = self._owners(state, object_id.key) if state else []
+        reasons = (member.tier.removed_reason(object_id) for member in owners)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what any server lists, each object once."""
+        seen: set[ObjectId] = set()
+        for member in self._now().members:
+            for info in member.tier.objects():
+                if info.id not in seen:
+                    seen.add(info.id)
+                    yield info
+
+    def stats(self) -> TierStats:
+        """Return the servers' sums divided by the number of copies, and this process's counters."""
+        state = self._state
+        found = [member.tier.stats() for member in state.members] if state else []
+        copies = state.placement.replicas if state else 1
+        total = TierStats.sum_of(self.name, found)
+        with self._lock:
+            return TierStats(
+                self.name,
+                total.objects // copies,
+                total.used_bytes // copies,
+                total.bytes_max // copies,
+                self._hits,
+                self._misses,
+                total.evictions // copies,
+                self._faults,
+            )
+
+    def _each(
+        self,
+        members: Sequence[_Member],
+        ask: Callable[[_Member], _Result],
+        until: Callable[[_Result], bool] = lambda result: False,
+    ) -> list[tuple[_Member, _Result]]:
+        """Ask members in turn until an answer will do; return the answers. A fault of one is no answer.
+
+        WrongServer if one sent us away and no answer did; TierUnavailable if nobody answered.
+        """
+        answers: list[tuple[_Member, _Result]] = []
+        problem: TierUnavailable | None = None
+        for member in members:
+            try:
+                answers.append((member, ask(member)))
+            except TierUnavailable as error:
+                self._note_fault(member, error)
+                problem = problem if isinstance(problem, WrongServer) else error
+                continue
+            if until(answers[-1][1]):
+                return answers
+        if problem is not None and (not answers or isinstance(problem, WrongServer)):
+            raise problem
+        return answers
+
+    def _note_fault(self, member: _Member, error: TierUnavailable) -> None:
+        _log.debug("%s: %s", member.server.name, error)
+        with self._lock:
+            self._faults += not isinstance(error, WrongServer)
+
+
+def _all_members(state: _State | None) -> list[_Member]:
+    if state is None:
+        return []
+    found = [*state.members, *(member for _, _, members in state.earlier for member in members)]
+    return list({member.server: member for member in found}.values())
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        _log.error("a repair failed", exc_info=future.exception())

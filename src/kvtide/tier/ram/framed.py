@@ -1,0 +1,274 @@
+"""Objects in frames of one size, lowest rank out first, under a hard byte cap: all but where the frames lie.
+
+Invariant: frames that somebody reads or writes are never given to another object before they are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
+from kvtide.tier.demote import Offer
+from kvtide.tier.ram.arena import Frames, Run, frame_bytes_for
+from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
+from kvtide.tier.record import PAGE_BYTES
+from kvtide.tier.removals import Removals
+from kvtide.types import ObjectId
+
+__all__ = ["FramedTier", "Held", "Resident"]
+
+FramesT = TypeVar("FramesT", bound=Frames)
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An object in its frames; `leases` are those who read it."""
+
+    runs: list[Run]
+    size: int
+    last_use_s: float
+    leases: int = 0
+    is_dropped: bool = False
+
+
+class Held(NamedTuple, Generic[FramesT]):
+    """An object that somebody reads, and the frames that it lies in."""
+
+    resident: Resident
+    frames: FramesT
+
+
+class FramedTier(ABC, Generic[FramesT]):
+    """Keeps copies of objects in at most `bytes_max`. Without a ranking the least recently used goes first.
+
+    A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads. Objects
+    take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        ranking: Ranking | None = None,
+        frame_bytes: int | None = None,
+    ) -> None:
+        if bytes_max <= 0:
+            raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
+        if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % PAGE_BYTES):
+            raise ValueError(f"frame_bytes must be a multiple of {PAGE_BYTES}, got {frame_bytes}")
+        self._frame_bytes = frame_bytes or frame_bytes_for(bytes_max)
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._is_pinned = is_pinned
+        self._ranking = ranking or RecencyRanking()
+        self._is_ranking_mine = ranking is None
+        self._lock = threading.Lock()
+        self._frames: FramesT | None = None
+        self._residents: dict[ObjectId, Resident] = {}
+        self._heap = RankHeap(self._ranking)
+        # Dropped, but somebody reads them; and being written, so not yet to be found.
+        self._unlisted: list[Resident] = []
+        self._removed = Removals()
+        self._used_bytes = 0
+        self._hits = self._misses = self._evictions = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+        self._offer: Offer = lambda object_id, size, fill: None
+
+    @abstractmethod
+    def _reserve(self) -> FramesT:
+        """Return frames. TierUnavailable if they can't be had."""
+
+    @abstractmethod
+    def _give_up(self, frames: FramesT) -> None:
+        """Give the frames back, which may still be read."""
+
+    @abstractmethod
+    def _write(self, frames: FramesT, resident: Resident, buffer: Buffer) -> None:
+        """Copy an object in. TierUnavailable if that fails."""
+
+    @abstractmethod
+    def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
+        """Fill a buffer of the object's size. False if that fails."""
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._offer = offer
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions."""
+        self._on_removed = on_removed
+
+    def open(self) -> None:
+        """Reserve the memory. TierUnavailable if it can't be had."""
+        with self._lock:
+            if self._frames is None:
+                self._frames = self._reserve()
+
+    def close(self) -> None:
+        """Drop everything; then nothing is found and nothing stored. Memory that is lent stays until it is back."""
+        with self._lock:
+            if self._frames is not None:
+                self._give_up(self._frames)
+            self._frames = None
+            self._residents.clear()
+            self._unlisted.clear()
+            self._heap = RankHeap(self._ranking)
+            self._used_bytes = 0
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is here now."""
+        with self._lock:
+            return object_id in self._residents
+
+    def _hold(self, object_id: ObjectId) -> Held[FramesT] | None:
+        """Keep an object's frames for a reader, who lets go of them; a use of it. None if it is not here."""
+        with self._lock:
+            resident, frames = self._residents.get(object_id), self._frames
+            if resident is None or frames is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            resident.leases += 1
+            resident.last_use_s = self._clock.wall_s()
+            if self._is_ranking_mine:
+                self._ranking.note_use(object_id)
+            return Held(resident, frames)
+
+    def _let_go(self, held: Held[FramesT]) -> None:
+        resident, frames = held
+        with self._lock:
+            resident.leases -= 1
+            if resident.is_dropped and resident.leases == 0 and frames is self._frames:
+                self._unlisted.remove(resident)
+                frames.give_back(resident.runs)
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Copy an object in, evicting those of lower rank first. False after `close`."""
+        size = len(buffer)
+        if size > self._bytes_max:
+            raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
+        with self._lock:
+            frames = self._frames
+            if object_id in self._residents or frames is None:
+                return frames is not None
+            resident = Resident(self._make_room(frames, size), size, self._clock.wall_s())
+            self._unlisted.append(resident)
+        is_written = False
+        try:
+            self._write(frames, resident, buffer)
+            is_written = True
+        finally:
+            with self._lock:
+                is_new = self._settle(frames, object_id, resident, is_written)
+        return is_new
+
+    def _settle(self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool) -> bool:
+        """List an object that was written, if it is still wanted; tell whether it is here."""
+        if frames is not self._frames:
+            return False
+        self._unlisted.remove(resident)
+        if not is_written or object_id in self._residents:
+            frames.give_back(resident.runs)
+            return is_written
+        if self._is_ranking_mine:
+            self._ranking.note_use(object_id)
+        self._residents[object_id] = resident
+        self._heap.add(object_id)
+        self._used_bytes += resident.size
+        assert self._used_bytes <= self._bytes_max
+        return True
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
+
+    def _make_room(self, frames: FramesT, size: int) -> list[Run]:
+        excess = frames.frames_of(size) - frames.free_frames
+        victims: list[ObjectId] = []
+        for object_id in self._heap.ascending() if excess > 0 else ():
+            resident = self._residents[object_id]
+            if not resident.leases and not self._is_pinned(object_id.key):
+                victims.append(object_id)
+                excess -= frames.frames_of(resident.size)
+            if excess <= 0:
+                break
+        if excess > 0:
+            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
+        for object_id in victims:
+            resident = self._residents[object_id]
+            self._offer(object_id, resident.size, partial(self._copy_out, frames, resident))
+            self._drop(frames, object_id, "evicted")
+            self._evictions += 1
+        runs = frames.take(size)
+        assert runs is not None
+        return runs
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place: there is room, or a resident that may go has a lower rank."""
+        with self._lock:
+            frames = self._frames
+            if frames is None or frames.frames_of(size) > frames.frames:
+                return False
+            if frames.frames_of(size) <= frames.free_frames:
+                return True
+            lowest = next((each for each in self._heap.ascending() if not self._is_pinned(each.key)), None)
+            return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
+
+    def _drop(self, frames: FramesT, object_id: ObjectId, reason: str) -> None:
+        resident = self._residents.pop(object_id)
+        self._heap.discard(object_id)
+        self._used_bytes -= resident.size
+        if resident.leases:
+            resident.is_dropped = True
+            self._unlisted.append(resident)
+        else:
+            frames.give_back(resident.runs)
+        self._on_removed([object_id])
+        self._removed.note(object_id, reason)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object."""
+        with self._lock:
+            if object_id not in self._residents or self._frames is None:
+                return False
+            self._drop(self._frames, object_id, reason)
+            return True
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why the object was removed last."""
+        return self._removed.reason(object_id)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what is here."""
+        with self._lock:
+            # Only this while readers wait: ten nanoseconds an object.
+            object_ids = list(self._residents)
+        for object_id in object_ids:
+            resident = self._residents.get(object_id)
+            if resident is not None:
+                yield ObjectInfo(object_id, resident.size, resident.last_use_s)
+
+    def stats(self) -> TierStats:
+        """Return the counters."""
+        with self._lock:
+            counts = (self._hits, self._misses, self._evictions, 0)
+            return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off. Call it while nobody writes."""
+        with self._lock:
+            assert self._used_bytes == sum(each.size for each in self._residents.values())
+            assert len(self._heap) == len(self._residents)
+            if self._frames is not None:
+                held = [*self._residents.values(), *self._unlisted]
+                self._frames.check([run for each in held for run in each.runs])

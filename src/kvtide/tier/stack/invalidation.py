@@ -1,0 +1,152 @@
+"""What servers declare invalid leaves an engine's own tiers too (docs/protocol.md, "Records").
+
+Invariant: a namespace counts as dealt with only once none of its objects that were in the own tiers is left there, and
+none that was on its way there can come any more (generations.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvtide.clock import Clock
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier.base import Tier
+from kvtide.tier.files import Files
+from kvtide.tier.records import RecordsClient
+from kvtide.tier.stack.generations import Generations
+from kvtide.types import Namespace, ObjectId
+from kvtide.wire.records import RecordKind
+
+__all__ = ["Invalidations"]
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+# An engine that starts waits this long for what happened while it was away.
+FIRST_S_MAX = 1.0
+REASON = "invalidated"
+# What was dealt with, in a file: some 70 bytes a namespace.
+_FILE_BYTES_MAX = 16 << 20
+
+_Generations = dict[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")], int]
+
+
+class Invalidations:
+    """Asks servers which generation each namespace is at, and empties the own tiers of what is older.
+
+    `clients` finds the servers. What was dealt with is remembered in `path`, for tiers that outlive the process;
+    without it, and for a namespace that it does not name, everything stored of one that was ever invalidated goes.
+    """
+
+    def __init__(
+        self, clients: Callable[[], Sequence[RecordsClient]], own: Sequence[Tier], path: Path | None, clock: Clock
+    ) -> None:
+        self._find_clients = clients
+        self._own = list(own)
+        self._served: list[Tier] = []
+        self.generations = Generations(own)
+        self._path = path
+        self._clock = clock
+        self._known: _Generations = {}
+        self._clients: list[tuple[RecordsClient, int]] = []
+        self._asked = threading.Event()
+        self._asking = Repeater(self._ask, "kvtide-invalidations")
+        self._fault = LastingFault(_log, "can't learn what was invalidated, own tiers stay as they are")
+        self.removed = 0
+
+    def open(self, tiers: Sequence[Tier]) -> None:
+        """Begin to ask, for those of the own tiers that are open; return after the first answer, or FIRST_S_MAX."""
+        self._served = [tier for tier in self._own if tier in tiers]
+        self._asked.clear()
+        self._known = _remembered(self._path)
+        self.generations.adopt(_by_namespace(self._known))
+        self._asking.open()
+        self._asked.wait(FIRST_S_MAX)
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        self._asking.close()
+        for client, _ in self._clients:
+            client.close()
+        self._clients = []
+
+    def _ask(self) -> float:
+        with self._fault.caught(TierUnavailable, RequestRefused, OSError, ValueError):
+            self.refresh()
+        self._asked.set()
+        return POLL_S
+
+    def refresh(self) -> None:
+        """Ask every server, then remove what the others named even if one could not be asked.
+
+        TierUnavailable or RequestRefused if one can't be asked or a tier can't remove, OSError if it can't be noted.
+        """
+        if not self._clients:
+            self._clients = [(client, 0) for client in self._find_clients()]
+            for client, _ in self._clients:
+                client.open()
+        raised, fault, asked = _Generations(), None, self._clients.copy()
+        for position, (client, after) in enumerate(asked):
+            try:
+                asked[position] = (client, self._changed(client, after, raised))
+            except (TierUnavailable, RequestRefused) as error:
+                fault = fault or error
+        self._forget({name: value for name, value in raised.items() if value > self._known.get(name, 0)})
+        self._clients = asked
+        if fault is not None:
+            raise fault
+
+    def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
+        is_whole = False
+        while not is_whole:
+            found = client.changes(after)
+            if found.version < after:
+                # It has lost its records: what it writes now is told anew.
+                after = 0
+                continue
+            for each in found.records:
+                if each.kind is RecordKind.GENERATION:
+                    raised[each.name] = max(raised.get(each.name, 0), int(each.value))
+            is_whole = found.is_whole or not found.records
+            after = found.records[-1].version if found.records else after
+        return after
+
+    def _forget(self, raised: Mapping[str, int]) -> None:
+        if not raised:
+            return
+        gone = _by_namespace(raised)
+        self.generations.begin(gone.keys())
+        for tier in self._served:
+            here: list[ObjectId] = [info.id for info in tier.objects() if info.id.namespace in gone]
+            removed = sum(tier.delete(object_id, REASON) for object_id in here)
+            if removed:
+                _log.info("removed %d objects of invalidated namespaces from %s", removed, tier.name)
+            self.removed += removed
+        self.generations.adopt(gone)
+        self._known |= raised
+        if self._path is not None:
+            Files().save(self._path, msgspec.json.encode(self._known))
+
+
+def _by_namespace(generations: Mapping[str, int]) -> dict[Namespace, int]:
+    return {Namespace(bytes.fromhex(name)): generation for name, generation in generations.items()}
+
+
+def _remembered(path: Path | None) -> _Generations:
+    """Return what the file says; nothing if it can't be read: then too much is removed, never too little."""
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(Files().content(path, _FILE_BYTES_MAX), type=_Generations)
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        _log.warning("what was invalidated before can't be read and is asked for anew: %s", error)
+        return {}

@@ -1,0 +1,384 @@
+"""Several tiers as one, fastest first (device, memory, disk, remote): reads take the first that has the object.
+
+The slowest tier that writes go to at once has everything, so that evicting from a faster one writes nothing. Faster
+tiers take what their ranking lets in: an object that is worth more than the least of what they have.
+
+Invariant: a fault of one tier never hides what another one holds; it is counted and logged once per tier and kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from kvtide.index import Record
+from kvtide.outcomes import Decided
+from kvtide.tier.background import Background
+from kvtide.tier.base import (
+    Buffer,
+    Checked,
+    Noting,
+    ObjectInfo,
+    Observer,
+    Recorded,
+    Replacing,
+    Reporting,
+    SelectiveTier,
+    Tier,
+    TierStats,
+)
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.demote import Demoter, Evicting
+from kvtide.tier.lend import Lender, LentObject, is_lender
+from kvtide.tier.ranking import Ranking, RecencyRanking
+from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
+from kvtide.tier.stack.flight import SingleFlight
+from kvtide.tier.stack.generations import Generations
+from kvtide.tier.stack.invalidation import Invalidations
+from kvtide.tier.stack.runs import contained, run_places
+from kvtide.types import Namespace, ObjectId
+
+__all__ = ["TierStack"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# The first reading of an object is on somebody's critical path, and most objects are never read again.
+USES_BEFORE_PROMOTION = 2
+PREFETCH_THREADS = 2
+PREFETCH_MAX = 64
+# What waits to be written to tiers that are written in the background, counted once for each of them.
+WRITE_BACK_BYTES_MAX = 256 << 20
+CLOSE_S_MAX = 30.0
+
+
+class TierStack:
+    """A tier made of tiers. One that fails to open is left out, the others serve.
+
+    `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Of the tiers, those in
+    `write_back` are written by a background thread after `put_from` has returned; those in `demote_to` get only what
+    the slowest of the others that can tell evicts. `invalidations` are followed while the stack is open.
+    """
+
+    name = "stack"
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        ranking: Ranking | None = None,
+        write_back: Sequence[Tier] = (),
+        demote_to: Sequence[Tier] = (),
+        invalidations: Invalidations | None = None,
+    ) -> None:
+        if not tiers:
+            raise ValueError("a stack needs at least one tier, got none")
+        late = [*write_back, *demote_to]
+        if not all(tier in tiers for tier in late) or all(tier in late for tier in tiers):
+            raise ValueError(f"write_back and demote_to are some of the tiers, never all, got {len(late)}")
+        self._tiers = list(tiers)
+        self._ranking = ranking or RecencyRanking()
+        self._write_back = list(write_back)
+        self._late = late
+        self._demote_to = list(demote_to)
+        self._invalidations = invalidations
+        self._generations = invalidations.generations if invalidations is not None else Generations(())
+        self.named, self.is_valid = self._generations.named, self._generations.is_valid
+        self.demoter = Demoter(self._demote_evicted)
+        self._open: list[Tier] = []
+        self.open_tiers: dict[str, Tier] = {}
+        self._lock = threading.Lock()
+        self._observer: Observer | None = None
+        self._faults = TierFaults(tiers)
+        self.tier_names = [self._faults.label(tier) for tier in tiers]
+        self._ask = self._faults.ask
+        self._flight = SingleFlight()
+        self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self._writer = Background(1, "kvtide-write-back")
+        # Queued to be fetched ahead; whoever reads one takes it out.
+        self._prefetching: set[ObjectId] = set()
+        self._scratch: list[memoryview] = []
+        self._unwritten_bytes = 0
+
+    def observe(self, observer: Observer) -> None:
+        """Tell it from now on where objects are. Call it before `open`."""
+        self._observer = observer
+        for position, tier in enumerate(self._tiers):
+            if isinstance(tier, Reporting):
+                tier.report_to(partial(self._note_removed, position))
+
+    def _note_removed(self, position: int, object_ids: Sequence[ObjectId]) -> None:
+        if self._observer is not None:
+            for object_id in object_ids:
+                self._observer.removed(object_id, position)
+
+    def open(self) -> None:
+        """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
+        self._prefetcher.open()
+        self._writer.open()
+        for tier in self._tiers:
+            try:
+                tier.open()
+                self._open.append(tier)
+            except (*TIER_FAULTS, RuntimeError) as error:  # the last: no thread to be had
+                self._faults.note(tier, "open", error)
+        self.open_tiers = {self._faults.label(tier): tier for tier in self._open}
+        self.demoter.open()
+        evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
+        if self._demote_to and evicting:
+            evicting[-1].offer_to(lambda object_id, *rest: self.demoter.offer(self.named(object_id), *rest))
+        if self._invalidations is not None:
+            try:
+                self._invalidations.open(self._open)
+            except RuntimeError as error:
+                _log.warning("can't learn what is invalidated, own tiers stay as they are: %s", error)
+
+    def _demote_evicted(self, object_id: ObjectId, data: bytearray) -> None:
+        for tier in self._demote_to:
+            if not self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                self._put_all([tier], object_id, data)
+
+    def close(self) -> None:
+        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
+
+        Work that a tier does not come back from is left behind after as long again for each kind.
+        """
+        if self._invalidations is not None:
+            self._invalidations.close()
+        self.flush(CLOSE_S_MAX)
+        self.demoter.close(CLOSE_S_MAX)
+        for workers in (self._prefetcher, self._writer):
+            workers.close()
+            workers.wait(CLOSE_S_MAX)
+        for tier in self._tiers:
+            tier.close()
+        self._open = []
+        self._scratch.clear()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the tiers that are written in the background have everything. False if that took too long."""
+        return self._writer.wait(timeout_s)
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether any tier has the object now."""
+        return next(self.places(object_id), None) is not None
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
+        named = [self.named(each) for each in object_ids]
+        valid = [each for each in named if self.is_valid(each)]
+        here = dict(zip(valid, contained(valid, self._open, self._faults), strict=True))
+        return [here.get(each, False) for each in named]
+
+    def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
+        """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
+        object_id, stop = self.named(object_id), None if stop is None else self._open.index(self._tiers[stop])
+        for tier in self._open[:stop] if self.is_valid(object_id) else ():
+            if self._ask(tier, "contains", partial(tier.contains, object_id), False):
+                yield self._tiers.index(tier)
+
+    def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
+        """Return the fastest tier of each object of the longest leading run that is here now."""
+        return run_places(object_ids, self.places, self._tiers, self._ask)
+
+    def is_near(self, object_id: ObjectId) -> bool:
+        """Tell whether the fastest of several tiers has the object now: reading it waits for none of the others."""
+        tiers = self._open[:1] if len(self._open) > 1 else []
+        return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in tiers)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the first tier that has the object; callers that want it at the same time cause one slow read."""
+        object_id = self.named(object_id)
+        if not self.is_valid(object_id):
+            return None
+        uses = self._ranking.note_use(object_id) if offset == 0 else 0
+        if self._prefetching:
+            with self._lock:
+                self._prefetching.discard(object_id)
+        tiers = self._open
+        for tier in tiers[:1]:
+            size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
+            if size is not None or len(tiers) == 1:
+                return size
+        read = partial(self._read_slow, object_id, buffer, offset, uses >= USES_BEFORE_PROMOTION)
+        return self._flight.read(object_id, buffer, offset, read) if tiers else None
+
+    def _read_slow(self, object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool) -> int | None:
+        """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
+        for position, tier in enumerate(self._open[1:], 1):
+            size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
+            if size is not None:
+                if is_promoted and offset == 0 and size < len(buffer):
+                    self._put_all(self._admitting(self._open[:position], object_id, size), object_id, buffer[:size])
+                return size
+        return None
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
+        return self._lend(object_id, lambda tier: tier.lend(object_id))
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend the object from the first tier that has it and need not wait."""
+        return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
+
+    def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
+        for position, tier in enumerate(self._open):
+            lent = self._ask(tier, "read", partial(lend, tier), None) if is_lender(tier) else None
+            if lent is not None:
+                if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
+                    self.prefetch([object_id], lent.size)
+                return lent
+        return None
+
+    def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
+        return [tier for tier in tiers if not isinstance(tier, SelectiveTier) or tier.would_admit(object_id, size)]
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store in the slowest tier that is written at once, and in faster ones that admit it. True if one has it.
+
+        Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
+        """
+        object_id = self.named(object_id)
+        self._ranking.note_use(object_id)
+        at_once = [tier for tier in self._open if tier not in self._late]
+        faster = self._admitting(at_once[:-1], object_id, len(buffer))
+        is_stored = self._put_all([*faster, *at_once[-1:]], object_id, buffer)
+        for tier in self._open:
+            if tier in self._write_back:
+                is_stored = self._put_later(tier, object_id, buffer) or is_stored
+        return is_stored
+
+    def _put_all(self, tiers: Sequence[Tier], object_id: ObjectId, buffer: Buffer) -> bool:
+        return True in [self._put(tier, object_id, buffer, partial(tier.put_from, object_id, buffer)) for tier in tiers]
+
+    def _put(self, tier: Tier, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
+        """Write to a tier, unless the object's namespace was invalidated since the id was named."""
+        with self._generations.landing(object_id, tier) as may_land:
+            is_stored = may_land and self._ask(tier, "write", write, False)
+        if is_stored and self._observer is not None:
+            self._observer.placed(object_id, self._tiers.index(tier), len(buffer))
+        return is_stored
+
+    def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
+        with self._lock:
+            has_room = self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
+            self._unwritten_bytes += len(buffer) if has_room else 0
+        if not has_room:
+            return self._put_all([tier], object_id, buffer)
+        if not self._writer.submit(partial(self._write_later, tier, object_id, bytes(buffer))):
+            with self._lock:
+                self._unwritten_bytes -= len(buffer)
+            return self._put_all([tier], object_id, buffer)
+        return False
+
+    def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
+        try:
+            self._put_all([tier], object_id, data)
+        finally:
+            with self._lock:
+                self._unwritten_bytes -= len(data)
+
+    def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
+        """Bring the next objects of a matched run into the faster tiers in the background, in order.
+
+        Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
+        are those that no faster tier would admit, or that somebody has begun to read meanwhile.
+        """
+        queued = 0
+        for object_id in object_ids if len(self._open) > 1 else ():
+            with self._lock:
+                if len(self._prefetching) >= PREFETCH_MAX:
+                    return queued
+                if object_id in self._prefetching:
+                    continue
+                self._prefetching.add(object_id)
+                if not self._prefetcher.submit(partial(self._prefetch, object_id, size_max)):
+                    self._prefetching.discard(object_id)
+                    return queued
+            queued += 1
+        return queued
+
+    def _prefetch(self, object_id: ObjectId, size_max: int) -> None:
+        with self._lock:
+            if object_id not in self._prefetching:
+                return
+            self._prefetching.discard(object_id)
+        if self._admitting(self._open[:-1], object_id, size_max):
+            self.promote(object_id, size_max)
+
+    def promote(self, object_id: ObjectId, size_max: int) -> bool:
+        """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
+        first, object_id = self._open[0] if self._open else None, self.named(object_id)
+        if first is None or self._ask(first, "contains", partial(first.contains, object_id), False):
+            return first is not None
+        scratch = self._take_scratch(size_max + 1)
+        try:
+            view = scratch[: size_max + 1]
+            self._flight.read(object_id, view, 0, partial(self._read_slow, object_id, view, 0, True))
+        finally:
+            self._scratch.append(scratch)
+        return self._ask(first, "contains", partial(first.contains, object_id), False)
+
+    def _take_scratch(self, size: int) -> memoryview:
+        # At most one for each thread that promotes; list operations are atomic.
+        while self._scratch:
+            scratch = self._scratch.pop()
+            if len(scratch) >= size:
+                return scratch
+        return aligned_buffer(size)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove from every tier."""
+        deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
+        return any(deleted)
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        object_id = self.named(object_id)
+        able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
+        return True in [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Have every tier that remembers decisions, or tells who does, add to its counts."""
+        for tier in (each for each in self._open if isinstance(each, Noting)):
+            self._ask(tier, "note", partial(tier.note_decisions, namespace, counts), None)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return the reason of the slowest tier that knows one: it had the object last."""
+        reasons = (tier.removed_reason(object_id) for tier in reversed(self._open))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield each object once, as the fastest tier that has it lists it."""
+        seen: set[ObjectId] = set()
+        for tier in self._open:
+            for info in tier.objects():
+                if info.id not in seen:
+                    if tier is not self._open[-1]:
+                        seen.add(info.id)
+                    yield info
+
+    def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
+        """Yield the tiers that keep objects over a restart, by number, with what each has."""
+        for tier in self._open:
+            if isinstance(tier, Recorded):
+                yield self._tiers.index(tier), tier.records()
+
+    def tier_stats(self) -> list[TierStats]:
+        """Return each open tier's counters, with the faults that this stack saw."""
+        named = [(tier.stats(), self._faults.label(tier), self._faults.count(tier)) for tier in self._open]
+        return [msgspec.structs.replace(stats, name=name, faults=faults) for stats, name, faults in named]
+
+    def check(self) -> None:
+        """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
+        for tier in self._open:
+            if isinstance(tier, Checked):
+                tier.check()
+
+    def stats(self) -> TierStats:
+        """Return the sums over the tiers; an object in two tiers counts twice."""
+        return TierStats.sum_of(self.name, self.tier_stats())

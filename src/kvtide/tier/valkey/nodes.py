@@ -1,0 +1,265 @@
+"""The servers behind a Valkey URL: who owns a key now, and connections that are ready to use. All by redis-py.
+
+Invariant: no caller waits for a map of the cluster; one thread fetches it, and until it is here calls fail at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.crc import key_slot
+from redis.exceptions import MovedError, RedisError
+from redis.retry import Retry
+
+from kvtide.clock import Clock
+from kvtide.errors import TierUnavailable
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.valkey.resp import RespSocket
+from kvtide.tier.valkey.url import Address, ValkeyTarget
+
+__all__ = ["ValkeyNodes"]
+
+_log = logging.getLogger(__name__)
+
+CONNECT_S_MAX = 0.5
+CONNECTIONS_MAX = 64
+# How long a server that did not answer is left alone; then one caller tries it, and the others don't wait.
+SHUN_S = 0.5
+REFRESH_S_MIN = 0.1
+
+
+class _Topology(NamedTuple):
+    """What redis-py knows: a cluster, or the one server that there is."""
+
+    cluster: RedisCluster | None
+    single: redis.Redis | None
+    address: Address
+
+
+class _Link(NamedTuple):
+    """A connection of redis-py, and our way to speak on its socket."""
+
+    connection: Any
+    resp: RespSocket
+
+    def is_ready(self) -> bool:
+        """Tell whether the connection still stands, with nothing left on it."""
+        try:
+            return not self.connection.can_read(0) if self.resp.is_tls else self.resp.is_idle()
+        except (RedisError, OSError):
+            return False
+
+
+class ValkeyNodes:
+    """Keys to servers to connections. Thread-safe between `open` and `close`."""
+
+    def __init__(self, target: ValkeyTarget, clock: Clock) -> None:
+        self._target = target
+        self._clock = clock
+        self._settings: dict[str, Any] = {
+            "username": target.username,
+            "password": target.password,
+            "socket_timeout": target.options.wait_s_max,
+            "socket_connect_timeout": CONNECT_S_MAX,
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            **target.tls_settings(),
+        }
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[_Link]] = {}
+        self._lent: dict[Address, int] = {}
+        self._breakers: dict[Address, Breaker] = {}
+        self._topology: _Topology | None = None
+        self._reason = "not connected yet"
+        self._wanted = threading.Event()
+        self._closing = threading.Event()
+        self._refresher: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Connect. A server that can't be reached is no error: it is tried again when somebody needs it."""
+        self._closing.clear()
+        self._refresh()
+        self._refresher = threading.Thread(target=self._refresh_until_closed, name="kvtide-valkey", daemon=True)
+        self._refresher.start()
+
+    def close(self) -> None:
+        """Disconnect from everything. Idempotent."""
+        if self._refresher is None:
+            return
+        self._closing.set()
+        self._wanted.set()
+        self._refresher.join()
+        self._refresher = None
+        topology, self._topology = self._topology, None
+        with self._lock:
+            idle, self._idle = [link for links in self._idle.values() for link in links], {}
+        for link in idle:
+            link.connection.disconnect()
+        _close(topology)
+
+    def owner(self, key: bytes) -> Address:
+        """Return the server that owns a key as far as we know. TierUnavailable without a map, or a hole in it."""
+        topology = self._topology
+        if topology is None:
+            self.refresh_soon()
+            raise TierUnavailable(f"no Valkey server of {self._target.shown} can be reached: {self._reason}")
+        if topology.cluster is None:
+            return topology.address
+        try:
+            node = topology.cluster.nodes_manager.get_node_from_slot(key_slot(key))
+        except (RedisError, LookupError) as error:
+            self.refresh_soon()
+            raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
+        return Address(str(node.host), int(node.port))
+
+    def note_moved(self, slot: int, address: Address) -> None:
+        """Take a server's word for who owns a slot, and ask for the whole map."""
+        topology = self._topology
+        if topology is not None and topology.cluster is not None:
+            topology.cluster.nodes_manager.move_slot(MovedError(f"{slot} {address.host}:{address.port}"))
+        self.refresh_soon()
+
+    def refresh_soon(self) -> None:
+        """Let the background thread fetch the map."""
+        self._wanted.set()
+
+    @contextmanager
+    def connection(self, address: Address) -> Iterator[RespSocket]:
+        """Lend a connection that is authenticated and idle. TierUnavailable if it can't be had, or fails meanwhile."""
+        link = self._take(address)
+        is_whole = False
+        try:
+            yield link.resp
+            is_whole = True
+            self._breaker(address).note_success()
+        except OSError as error:
+            raise self._fault(address, error) from error
+        finally:
+            self._give_back(address, link if is_whole else None)
+            if not is_whole:
+                link.connection.disconnect()
+
+    def _take(self, address: Address) -> _Link:
+        if not self._breaker(address).allows():
+            raise TierUnavailable(f"{address} did not answer just now")
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if self._lent.get(address, 0) >= CONNECTIONS_MAX:
+                raise TierUnavailable(f"all {CONNECTIONS_MAX} connections to {address} are in use")
+            self._lent[address] = self._lent.get(address, 0) + 1
+            link = idle.pop() if idle else None
+        if link is not None and link.is_ready():
+            return link
+        try:
+            if link is not None:
+                link.connection.disconnect()
+            return self._new_link(address)
+        except (RedisError, OSError) as error:
+            self._give_back(address, None)
+            raise self._fault(address, error) from error
+
+    def _breaker(self, address: Address) -> Breaker:
+        with self._lock:
+            if address not in self._breakers:
+                self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
+            return self._breakers[address]
+
+    def _new_link(self, address: Address) -> _Link:
+        kind = redis.SSLConnection if self._target.is_tls else redis.Connection
+        connection: Any = kind(host=address.host, port=address.port, db=self._target.database, **self._settings)
+        connection.connect()
+        # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
+        return _Link(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
+
+    def _give_back(self, address: Address, link: _Link | None) -> None:
+        with self._lock:
+            self._lent[address] -= 1
+            if link is not None and not self._closing.is_set():
+                self._idle[address].append(link)
+                link = None
+        if link is not None:
+            link.connection.disconnect()
+
+    def _fault(self, address: Address, error: Exception) -> TierUnavailable:
+        self._breaker(address).note_fault()
+        self.refresh_soon()
+        is_late = isinstance(error, BlockingIOError | TimeoutError)
+        what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)
+        return TierUnavailable(f"{address}: {what or type(error).__name__}")
+
+    def clients(self) -> list[redis.Redis]:
+        """Return a redis-py client of each server that owns slots, for what is no hot path."""
+        topology = self._topology
+        if topology is None:
+            return []
+        if topology.cluster is None:
+            assert topology.single is not None
+            return [topology.single]
+        cluster = topology.cluster
+        return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
+
+    def _refresh_until_closed(self) -> None:
+        while not self._closing.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            if not self._closing.is_set():
+                self._refresh()
+                self._closing.wait(REFRESH_S_MIN)
+
+    def _refresh(self) -> None:
+        topology = self._topology
+        try:
+            if topology is not None and topology.cluster is not None:
+                topology.cluster.nodes_manager.initialize()
+            elif topology is None or len(self._target.addresses) > 1:
+                # Of several servers without a cluster another one may have become the primary.
+                self._topology = self._connect()
+                _close(topology)
+        except (RedisError, OSError, TierUnavailable) as error:
+            self._reason = str(error) or type(error).__name__
+            _log.debug("no map of %s: %s", self._target.shown, error)
+
+    def _connect(self) -> _Topology:
+        """Ask the servers in turn for one of a cluster, or for the primary. The last one's error if none is that."""
+        problem: Exception | None = None
+        for address in self._target.addresses:
+            settings = {**self._settings, "ssl": self._target.is_tls}
+            client = redis.Redis(host=address.host, port=address.port, db=self._target.database, **settings)
+            try:
+                said = client.info()
+            except (RedisError, OSError) as error:
+                client.close()
+                problem = error
+                continue
+            if said.get("cluster_enabled") == 1:
+                client.close()
+                seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
+                return _Topology(RedisCluster(startup_nodes=seeds, **settings), None, address)
+            problem = self._unfit(address, said)
+            if problem is None:
+                return _Topology(None, client, address)
+            client.close()
+        assert problem is not None
+        raise problem
+
+    def _unfit(self, address: Address, said: Mapping[str, Any]) -> TierUnavailable | None:
+        """Return why a server that is in no cluster can't be used, by what it says of itself; None if it can."""
+        if said.get("redis_mode") == "sentinel":
+            return TierUnavailable(f"{address} is a Sentinel and keeps no data; the URL names the servers themselves")
+        # A server alone is taken as it is: a replica can be read.
+        is_replica = said.get("role", "master") != "master" and len(self._target.addresses) > 1
+        return TierUnavailable(f"{address} is a replica, and no primary answers") if is_replica else None
+
+
+def _close(topology: _Topology | None) -> None:
+    if topology is not None and topology.cluster is not None:
+        topology.cluster.close()
+    if topology is not None and topology.single is not None:
+        topology.single.close()

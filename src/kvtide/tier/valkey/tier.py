@@ -1,0 +1,332 @@
+"""Objects as strings of a Valkey or Redis server, or of a cluster of them: one key, one value, one owner.
+
+Bodies go past redis-py, straight between the socket and the caller's memory. Invariant: an answer is used only if its
+length is what the object's length and the caller's range give.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvtide.clock import Clock
+from kvtide.errors import TierFull, TierUnavailable
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.removals import Removals
+from kvtide.tier.valkey.nodes import ValkeyNodes
+from kvtide.tier.valkey.resp import Refusal, pack_command
+from kvtide.tier.valkey.url import Address, parse_valkey_url
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["ValkeyTier"]
+
+REDIRECTS_MAX = 5
+# Commands under way on one connection, and servers that are asked at the same time, in batches.
+PIPELINED_MAX = 8
+WORKERS = 6
+SCAN_COUNT = 1000
+# Shorter buffers are for headers and the like, before any object was seen.
+_RANGE_BYTES = 64 << 10
+_NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
+_NOTHING = memoryview(bytearray())
+# Answers of a server that can't serve now, or is no longer whom we should ask.
+_BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
+_STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
+
+
+class ValkeyTier:
+    """A tier on servers that others may use too: what it stores begins with the URL's prefix.
+
+    The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (valkey_url.py has its form).
+    """
+
+    name = "valkey"
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        target = parse_valkey_url(url)
+        self._options = target.options
+        self._prefix = self._options.prefix.encode() + b":"
+        self._nodes = ValkeyNodes(target, clock)
+        self._clock = clock
+        self._removals = Removals()
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._faults = 0
+        # A buffer that is longer than any object seen so far is for a whole object: the server sends that without
+        # copying it first, as it must for a range.
+        self._longest_bytes = _RANGE_BYTES
+        self._evicted_before = 0
+        self._workers: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Connect; a server that can't be reached now is tried again when somebody needs it."""
+        self._nodes.open()
+        self._workers = self._workers or ThreadPoolExecutor(WORKERS, thread_name_prefix="kvtide-valkey")
+        self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
+        self._nodes.close()
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the owner."""
+        return self._ask(object_id, [b"EXISTS"])[0] == 1
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the object whole, or a range of it with its length in the same round trip."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        if offset == 0 and len(buffer) > self._longest_bytes:
+            total = size = self._ask(object_id, [b"GET"], buffer=buffer)[0]
+        else:
+            bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
+            total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffer=buffer)
+        expected = max(0, min(len(buffer), (total or 0) - offset))
+        with self._lock:
+            # An empty or shortened answer: the object is not here, or went away between the two commands.
+            is_hit = bool(total) and size is not None and size >= expected
+            self._hits += is_hit
+            self._misses += not is_hit
+            self._longest_bytes = max(self._longest_bytes, total or 0)
+        return expected if is_hit else None
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask each owner once for all of its objects."""
+        present = self.contains_each(object_ids)
+        return next((number for number, is_here in enumerate(present) if not is_here), len(present))
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask each owner once for all of its objects."""
+        return [reply == 1 for reply in self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))]
+
+    def get_many_into(self, object_ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> list[int | None]:
+        """Read whole objects, each into its buffer, without waiting for one before the next is asked for.
+
+        In place: None for an absent object, and for one whose owner can't serve now; the others have their bytes.
+        TierUnavailable if nobody answered. ValueError unless there are as many buffers as objects.
+        """
+        if len(object_ids) != len(buffers):
+            raise ValueError(f"expected a buffer for each object, got {len(buffers)} for {len(object_ids)}")
+        sizes = self._ask_many(object_ids, b"GET", buffers)
+        came = [min(size, len(buffer)) if size else None for size, buffer in zip(sizes, buffers, strict=True)]
+        with self._lock:
+            hits = sum(size is not None for size in came)
+            self._hits += hits
+            self._misses += len(came) - hits
+            self._longest_bytes = max([self._longest_bytes, *(size or 0 for size in sizes)])
+        return came
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""
+        return self._put(object_id, buffer, b"NX")
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self._put(object_id, buffer, b"XX")
+
+    def _put(self, object_id: ObjectId, buffer: Buffer, condition: bytes) -> bool:
+        if len(buffer) > self._options.value_bytes_max:
+            limit = self._options.value_bytes_max
+            raise TierFull(f"{object_id} has {len(buffer)} bytes, a value of the valkey tier may have {limit}")
+        if not len(buffer):
+            return False
+        expiry = [b"EX", b"%d" % self._options.ttl_s] if self._options.ttl_s else []
+        # The length tells whether what is here already can be an object.
+        self._ask(object_id, [b"SET", buffer, condition, *expiry], [b"STRLEN"])
+        return True
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object; its memory is freed in the server's background."""
+        is_deleted = self._ask(object_id, [b"UNLINK"])[0] == 1
+        if is_deleted:
+            self._removals.note(object_id, reason)
+        return is_deleted
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why this process removed the object last."""
+        return self._removals.reason(object_id)
+
+    def _key(self, object_id: ObjectId) -> bytes:
+        return self._prefix + object_id.namespace.hex().encode() + b":" + object_id.key.hex().encode()
+
+    def _ask(self, object_id: ObjectId, *commands: Sequence[Buffer], buffer: memoryview = _NOTHING) -> list[int | None]:
+        """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
+
+        What is no string under our key is nobody's object: it is removed, and the commands are sent again.
+        A command is its name and what comes behind the key. A string that comes in reply is in `buffer`.
+        """
+        key = self._key(object_id)
+        request = [(name, key, *rest) for name, *rest in commands]
+        try:
+            address, is_asking = self._nodes.owner(key), False
+            for _ in range(REDIRECTS_MAX):
+                replies = self._exchange(address, request, is_asking, buffer)
+                refusal = next((each for each in replies if isinstance(each, Refusal)), None)
+                if refusal is None:
+                    return [each for each in replies if not isinstance(each, Refusal)]
+                if refusal.code == "WRONGTYPE":
+                    self._exchange(address, [(b"UNLINK", key)], is_asking, _NOTHING)
+                    continue
+                address, is_asking = self._redirected(refusal, address)
+        except TierUnavailable:
+            with self._lock:
+                self._faults += 1
+            raise
+        raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
+
+    def _exchange(
+        self, address: Address, request: Sequence[Sequence[Buffer]], is_asking: bool, buffer: memoryview
+    ) -> list[int | Refusal | None]:
+        with self._nodes.connection(address) as connection:
+            asking = pack_command(b"ASKING") if is_asking else []
+            connection.send([part for words in request for part in (*asking, *pack_command(*words))])
+            replies = []
+            for name, *_ in request:
+                if is_asking:
+                    connection.receive(_NOTHING)
+                has_body = name in _BODY_COMMANDS
+                replies.append(connection.receive_string(buffer) if has_body else connection.receive(_NOTHING))
+            return replies
+
+    def _ask_many(
+        self, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
+    ) -> list[int | None]:
+        """Send one command on each key; return the replies in place, None for what an owner that fails leaves open.
+
+        Servers are asked at the same time. Who is redirected is asked again alone.
+        """
+        owned: dict[Address, list[int]] = {}
+        for position, object_id in enumerate(object_ids):
+            owned.setdefault(self._nodes.owner(self._key(object_id)), []).append(position)
+
+        def ask(address: Address) -> list[int | None] | TierUnavailable:
+            mine = owned[address]
+            ids, into = [object_ids[position] for position in mine], [buffers[position] for position in mine]
+            return self._ask_owner(address, ids, command, into)
+
+        several = self._workers if len(owned) > 1 else None
+        answers = dict(zip(owned, several.map(ask, owned) if several else map(ask, owned), strict=True))
+        replies: list[int | None] = [None] * len(object_ids)
+        problems = [answer for answer in answers.values() if isinstance(answer, TierUnavailable)]
+        for address, answer in answers.items():
+            if not isinstance(answer, TierUnavailable):
+                for position, reply in zip(owned[address], answer, strict=True):
+                    replies[position] = reply
+        with self._lock:
+            self._faults += len(problems)
+        if problems and len(problems) == len(owned):
+            raise problems[0]
+        return replies
+
+    def _ask_owner(
+        self, address: Address, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
+    ) -> list[int | None] | TierUnavailable:
+        try:
+            came = self._pipelined(address, command, [self._key(object_id) for object_id in object_ids], buffers)
+            return [
+                self._ask(object_id, [command], buffer=buffer)[0] if isinstance(reply, Refusal) else reply
+                for object_id, buffer, reply in zip(object_ids, buffers, came, strict=True)
+            ]
+        except TierUnavailable as error:
+            return error
+
+    def _pipelined(
+        self, address: Address, command: bytes, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[int | Refusal | None]:
+        """Keep PIPELINED_MAX commands under way: the server holds at most so many values for us."""
+        replies: list[int | Refusal | None] = []
+        with self._nodes.connection(address) as connection:
+            sent = 0
+            for done, buffer in enumerate(buffers):
+                if sent == done or sent - done < PIPELINED_MAX // 2:
+                    more = keys[sent : done + PIPELINED_MAX]
+                    connection.send([part for key in more for part in pack_command(command, key)])
+                    sent += len(more)
+                is_string = command in _BODY_COMMANDS
+                replies.append(connection.receive_string(buffer) if is_string else connection.receive(buffer))
+        return replies
+
+    def _redirected(self, refusal: Refusal, address: Address) -> tuple[Address, bool]:
+        """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""
+        if refusal.code in {"MOVED", "ASK"}:
+            words = refusal.text.split()
+            host, colon, port = words[-1].rpartition(":")
+            if len(words) == 3 and words[1].isdigit() and colon and port.isdigit():
+                there = Address(host or address.host, int(port))
+                if refusal.code == "MOVED":
+                    self._nodes.note_moved(int(words[1]), there)
+                return there, refusal.code == "ASK"
+        if refusal.code in _STALE_MAP:
+            self._nodes.refresh_soon()
+        kind = TierFull if refusal.code == "OOM" else TierUnavailable
+        raise kind(f"{address}: {refusal.text}")
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what is stored under the prefix, server by server. Not for the hot path: it walks all keys."""
+        now_s = self._clock.wall_s()
+        # A scan may name a key twice, and so may two servers between which it moves.
+        seen: set[bytes] = set()
+        try:
+            for client in self._nodes.clients():
+                cursor = -1
+                while cursor:
+                    cursor, keys = client.scan(max(cursor, 0), self._prefix.decode() + "*", SCAN_COUNT)
+                    new = {key for key in keys if _NAME.fullmatch(key, len(self._prefix))} - seen
+                    seen |= new
+                    yield from _infos(client, list(new), len(self._prefix), now_s)
+        except (RedisError, OSError) as error:
+            raise TierUnavailable(f"can't list: {error}") from error
+
+    def stats(self) -> TierStats:
+        """Return the servers' own figures (all keys, data and its overhead, `maxmemory`) and this process's counters.
+
+        Zeros while they can't be reached.
+        """
+        objects, used_bytes, bytes_max, evicted = self._counts()
+        with self._lock:
+            evictions = max(0, evicted - self._evicted_before)
+            return TierStats(
+                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
+            )
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        infos: list[dict[str, Any]] = []
+        try:
+            for client in self._nodes.clients():
+                infos.append({**client.info("memory"), **client.info("stats"), "keys": client.dbsize()})
+        except (RedisError, OSError):
+            return 0, 0, 0, 0
+        return (
+            sum(_figure(each, "keys") for each in infos),
+            sum(_figure(each, "used_memory_dataset") for each in infos),
+            sum(_figure(each, "maxmemory") or _figure(each, "total_system_memory") for each in infos),
+            sum(_figure(each, "evicted_keys") for each in infos),
+        )
+
+
+def _figure(said: Mapping[str, Any], name: str) -> int:
+    """Return a figure that a server says of itself, 0 if it does not: proxies and look-alikes know fewer."""
+    value = said.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _infos(client: Any, keys: Sequence[bytes], prefix_bytes: int, now_s: float) -> Iterator[ObjectInfo]:
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.strlen(key)
+        # Refused under an LFU policy: then nobody knows.
+        pipeline.object("idletime", key)
+    replies = pipeline.execute(raise_on_error=False)
+    for key, size, idle_s in zip(keys, replies[::2], replies[1::2], strict=True):
+        name = _NAME.fullmatch(key, prefix_bytes)
+        if name and isinstance(size, int) and size:
+            namespace, block = (bytes.fromhex(digits.decode()) for digits in name.groups())
+            last_use_s = now_s - idle_s if isinstance(idle_s, int) else 0.0
+            yield ObjectInfo(ObjectId(Namespace(namespace), BlockKey(block)), size, last_use_s)
