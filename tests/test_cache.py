@@ -19,7 +19,8 @@ from kvtide.outcomes import decisions_text
 from kvtide.store.cache import Cache, MissReason, PendingBlock, cache_for
 from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
-from kvtide.tier import DiskTier, MemoryTier
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import object_bytes_max
 from tests.codec.tide_profiles import LAYOUT, fitted

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvtide.block import BlockLayout
-from kvtide.codec import CachegenCodec, CodecRegistry
+from kvtide.codec import CodecRegistry
+from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.fit import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.explain import Verdict, explain, read_header, read_object, weigh

@@ -22,7 +22,7 @@ from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.profiles import installed_profiles
 from kvtide.testing.strategies import block_meta
-from kvtide.tier import Piece
+from kvtide.tier.ram import Piece
 from kvtide_lab.swap.device import KernelSwapper
 
 REPEATS, WARM_UPS = 9, 2

@@ -22,6 +22,13 @@ RANK = {
     # The package itself holds its version alone; the native module is fenced below.
     **dict.fromkeys(("__init__", "_native"), 0),
 }
+# Modules whose names everybody may use; of other folders only what their `__init__` exports.
+OPEN = {
+    *("wire.http", "wire.protocol", "wire.records", "tier.base", "tier.buffers", "tier.lend", "tier.records"),
+    *("server.settings", "stream.plan.cut", "server.http.receive", "tier.stack.invalidation"),
+}
+# Kernels are the same algorithm in another language: they read the tables of the one in Python.
+TWINS = {"engines.gpu": ("codec.tide", "codec.entropy")}
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 400
 # Only these may import the heavy, optional or dangerous thing named; the empty set means nobody.
@@ -72,6 +79,24 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             assert node.module is not None
             yield node.lineno, node.module
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def is_module(dotted: str, root: Path) -> bool:
+    """Tell whether a dotted name under the package is a module that is no folder."""
+    return root.joinpath(*dotted.split(".")).with_suffix(".py").is_file()
+
+
+def door_problems(tree: ast.AST, path: Path, root: Path) -> Iterator[Problem]:
+    """Yield imports that reach past the `__init__` of a folder into a module of it."""
+    here = ".".join(path.relative_to(root).parent.parts)
+    for lineno, module in imported_modules(tree):
+        inner = module.removeprefix(f"{root.name}.")
+        folder = inner.rpartition(".")[0]
+        if inner == module or not folder or inner in OPEN or not is_module(inner, root):
+            continue
+        if f"{here}.".startswith(f"{folder}.") or folder in TWINS.get(here, ()):
+            continue
+        yield Problem(lineno, f"{inner} is inside {folder}/; import what its __init__ exports")
 
 
 def import_problems(tree: ast.AST, here: str, package: str) -> Iterator[Problem]:
@@ -135,6 +160,7 @@ def problems(path: Path, root: Path) -> Iterator[Problem]:
             yield Problem(1, f"{here} has no import rank; add it to tools/tidy.py and ARCHITECTURE.md")
             return
         yield from import_problems(tree, here, root.name)
+        yield from door_problems(tree, path, root)
     yield from file_problems(path, text, tree, here)
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
-from kvtide.importance.score import RECORD_BYTES_MAX, UseRecord, record_id
+from kvtide.importance import RECORD_BYTES_MAX, UseRecord, record_id
 from kvtide.keys import TokenIds, block_keys, tokens_array
-from kvtide.store.loading import QUALITY_SLACK
+from kvtide.store import QUALITY_SLACK
 from kvtide.stream.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId

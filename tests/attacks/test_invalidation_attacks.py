@@ -16,14 +16,15 @@ from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.store.cache import PendingBlock, cache_for
 from kvtide.testing.tier_suite import object_id, read_all
-from kvtide.tier import MemoryTier, TierStack
 from kvtide.tier.base import Buffer
 from kvtide.tier.disk.tier import DiskTier
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.membership import StaticMembership, server_at
 from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.tier.records import raise_generation, records_clients
+from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind

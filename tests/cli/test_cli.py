@@ -16,7 +16,7 @@ from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store.cache import Cache
-from kvtide.tier import DiskTier
+from kvtide.tier.disk import DiskTier
 
 
 def kvtide(*arguments: Any) -> subprocess.CompletedProcess[str]:

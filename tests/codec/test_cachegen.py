@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import CachegenCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import GROUP_TOKENS, delta_layers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, layouts, smooth_bits

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, CodecRegistry, LosslessCodec, RawCodec
+from kvtide.codec import Codec, CodecRegistry, LosslessCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.raw import RawCodec
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.wire import pack_object, parse_object

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, CodecRegistry, Profile
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing.strategies import block_meta, smooth_bits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.ways import Way, Ways
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, LosslessCodec
+from kvtide.codec import LosslessCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.engines.calibrate.judge import Judge
 from kvtide.engines.transformers.fingerprint import model_layout
 

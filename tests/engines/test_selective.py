@@ -28,8 +28,9 @@ from kvtide.engines.transformers.selective import (
     weighed_attention,
 )
 from kvtide.fetch.selective import SelectiveLoad
-from kvtide.importance import AllHeads, Ask, FirstHeads, GroupHeads, Known, Recency
-from kvtide.tier import MemoryTier
+from kvtide.importance import AllHeads, Ask
+from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Recency
+from kvtide.tier.ram import MemoryTier
 from kvtide.wire import pack_object
 
 PREFIX = 96

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import torch
 from tests.servers import running_server
 
-from kvtide.engines.transformers.attach import attach
+from kvtide.engines.transformers import attach
 
 
 def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: torch.Tensor) -> None:

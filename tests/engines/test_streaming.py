@@ -13,17 +13,20 @@ from tests.fetch.sources import MadeSource
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
-from kvtide.codec import CachegenCodec, Codec, CodecRegistry, LosslessCodec
+from kvtide.codec import Codec, CodecRegistry, LosslessCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.transformers.attach import CachedModel, Streaming, attach
+from kvtide.engines.transformers.cached import CachedModel, Streaming, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Source, Wish
+from kvtide.fetch import ContextLoader, Wish
+from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace
+from kvtide.tier import Source
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.errors import UnsupportedModel
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

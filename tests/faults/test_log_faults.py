@@ -18,7 +18,8 @@ from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock, SystemClock
-from kvtide.codec import CodecRegistry, RawCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.raw import RawCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.index import RadixIndex, policy_named
@@ -26,7 +27,7 @@ from kvtide.store.cache import Cache, MissReason, cache_for
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import DiskTier, TierStack
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import segment_name
 from kvtide.tier.files import Files
 from kvtide.tier.record import (
@@ -37,6 +38,7 @@ from kvtide.tier.record import (
     pack_segment_header,
     record_bytes,
 )
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 from kvtide.wire import NO_LABEL, pack_object, parse_object
 

@@ -14,7 +14,7 @@ from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
 
 from kvtide.clock import SystemClock
 from kvtide.fetch.selective import SelectiveLoad
-from kvtide.tier import DiskTier
+from kvtide.tier.disk import DiskTier
 
 ROOT = Path(__file__).parent.parent.parent
 SEED = 20251121

@@ -19,7 +19,7 @@ import torch
 from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockBits, BlockLayout, KVDtype
-from kvtide.engines.transformers.attach import attach
+from kvtide.engines.transformers import attach
 from kvtide.store.cache import Cache
 from kvtide.testing.strategies import smooth_bits
 
@@ -32,7 +32,7 @@ SEED = 20240317
 WRITER = """
 import sys
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.cache import cache_for
+from kvtide.store import cache_for
 from kvtide.codec import RawCodec
 from tests.test_cache import fill, metas_of
 layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)

@@ -18,9 +18,11 @@ from tests.servers import ServerProcess, disk_arguments
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Run, Wish
+from kvtide.fetch import ContextLoader, Wish
+from kvtide.fetch.run import FetchLimits, LinkState, Run
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import Layered, PrefillSpeed, TwoEnded
+from kvtide.stream.plan import PrefillSpeed, TwoEnded
+from kvtide.stream.plan.layered import Layered
 from kvtide.stream.receiver import Receiver
 from kvtide.tier.http.ranges import range_sources
 from kvtide.tier.http.tier import http_tier

@@ -11,7 +11,7 @@ from tests.faults.conftest import Tally
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import TierStack
+from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import Service, valkey_cluster, valkey_command, wait_until
 
 redis = pytest.importorskip("redis")

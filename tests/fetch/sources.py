@@ -10,7 +10,8 @@ import numpy as np
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import TierUnavailable
-from kvtide.fetch import Job, Wish, layered_job
+from kvtide.fetch import Wish
+from kvtide.fetch.job import Job, layered_job
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.testing.strategies import block_meta
 from kvtide.tier.source import Take

@@ -7,9 +7,11 @@ from tests.fetch.sources import KL, STEP_BYTES, MadeSource, made_objects, parsed
 
 from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.fetch import Piece, TierSource, Wish, layered_job, level_job, read_heads
+from kvtide.fetch import Wish
+from kvtide.fetch.job import Piece, layered_job, level_job
 from kvtide.stream.plan import PrefillSpeed
-from kvtide.tier import MemoryTier
+from kvtide.tier import TierSource, read_heads
+from kvtide.tier.ram import MemoryTier
 
 OBJECTS = made_objects(4)
 STORED = parsed(OBJECTS)

@@ -9,7 +9,8 @@ from tests.fetch.sources import MadeSource, made_objects, parsed
 
 from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
-from kvtide.fetch import Keeper, KeepLimits, Left
+from kvtide.fetch import Keeper
+from kvtide.fetch.keep import KeepLimits, Left
 from kvtide.stream.receiver import Receiver
 from kvtide.types import ObjectId
 

@@ -15,7 +15,8 @@ from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import record_id
 from kvtide.importance.probe import Floats
 from kvtide.index import RadixIndex, policy_named
-from kvtide.tier import DiskTier, MemoryTier
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
 from kvtide.wire import parse_object
 

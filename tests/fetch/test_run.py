@@ -9,10 +9,15 @@ import pytest
 from tests.fetch.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.fetch import Engine, FetchLimits, FetchReport, Job, LinkState, Run, Source, Wish, level_job
+from kvtide.fetch import Wish
+from kvtide.fetch.job import Job, level_job
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, Run
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import CachegenRule, Layered, Plan, Policy, PrefillSpeed, Progress, Reason, Request, TwoEnded
+from kvtide.stream.plan import Plan, Policy, PrefillSpeed, Progress, Reason, Request, TwoEnded
+from kvtide.stream.plan.layered import Layered
+from kvtide.stream.plan.levels import CachegenRule
 from kvtide.stream.receiver import Receiver
+from kvtide.tier import Source
 
 OBJECTS = made_objects(6)
 SPANS = [(0, 10), (10, 20), (20, 30)]

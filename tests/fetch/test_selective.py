@@ -8,11 +8,12 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
-from kvtide.codec import Codec, CodecRegistry, PackedCodec, RawCodec
+from kvtide.codec import Codec, CodecRegistry, PackedCodec
+from kvtide.codec.raw import RawCodec
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import packing_orders
 from kvtide.testing.strategies import block_meta, smooth_bits
-from kvtide.tier import MemoryTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object, parse_object
 

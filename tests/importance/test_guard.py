@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtide.importance import Finding, Guard, HeadsAgree, NeighboursAgree
-from kvtide.importance.guard import jaccard, random_jaccard
+from kvtide.importance import Finding, Guard, NeighboursAgree
+from kvtide.importance.guard import HeadsAgree, jaccard, random_jaccard
 
 PREFIX = 256
 LENGTHS = [256, 1024, 4096, 8192]

@@ -3,16 +3,8 @@
 import numpy as np
 import pytest
 
-from kvtide.importance import (
-    AllHeads,
-    Ask,
-    FirstHeads,
-    GroupHeads,
-    Known,
-    Random,
-    Recency,
-    top_tokens,
-)
+from kvtide.importance import AllHeads, Ask, top_tokens
+from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Random, Recency
 
 PREFIX = 64
 

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.config import Limits
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 WITH_CACHE = {**GREEDY, "return_dict_in_generate": True}

@@ -20,7 +20,7 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.store.cache import Cache
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import DiskTier
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import segment_name
 from kvtide.tier.files import Files
 from kvtide.tier.record import PAGE_BYTES

@@ -16,7 +16,7 @@ from tests.engines.paged.test_halves import PROMPT, ToyEngine
 from tests.test_cache import metas_of
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.ways import Way, Ways
 from kvtide.store.cache import BlockSource, Cache, PendingBlock

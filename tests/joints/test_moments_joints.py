@@ -21,7 +21,7 @@ from tests.test_cache import metas_of
 from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.store.cache import Cache, MissReason, PendingBlock
 from kvtide.testing.strategies import smooth_bits
 
@@ -162,7 +162,7 @@ def run(script: str, store: Path) -> subprocess.CompletedProcess[str]:
 
 ENDS = """
 import atexit, sys
-from kvtide.cache import PendingBlock, cache_for
+from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.testing.strategies import smooth_bits

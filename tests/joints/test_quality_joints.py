@@ -12,7 +12,7 @@ from tests.codec.tide_profiles import fitted_on
 from tests.servers import running_server
 from tests.stores import stored_records
 
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.explain import Verdict, explain
 from kvtide.store.cache import MissReason

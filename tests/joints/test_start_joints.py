@@ -14,15 +14,18 @@ from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock
-from kvtide.codec import RawCodec
+from kvtide.codec.raw import RawCodec
 from kvtide.config import Limits
 from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, stack_of
+from kvtide.tier import Tier, stack_of
 from kvtide.tier.demote import Evicting
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 
 MISTAKES = {
@@ -108,7 +111,7 @@ SHORT_OF_MEMORY = """
 import resource, sys
 import numpy
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.cache import cache_for
+from kvtide.store import cache_for
 from kvtide.codec import RawCodec
 from tests.test_cache import Collector, fill, metas_of
 metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)

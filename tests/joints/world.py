@@ -14,7 +14,7 @@ from tests.joints.changes import Undo, make_models
 
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 
 BLOCK_TOKENS = 8

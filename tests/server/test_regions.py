@@ -17,7 +17,7 @@ from kvtide.server.regions.regions import CentralTier, RegionSettings
 from kvtide.server.service import backing_for
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import MemoryTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.types import Name, NamedId
 from kvtide_lab.bench.services import wait_until
 

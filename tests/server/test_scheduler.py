@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from kvtide.server.scheduler import POLICIES, Flow, Scheduler, SchedulerSettings, policy_named
-from kvtide.server.scheduler.policies import DrrPolicy, VtcPolicy
+from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.server.scheduler.base import Flow
+from kvtide.server.scheduler.policies import POLICIES, DrrPolicy, VtcPolicy, policy_named
 from kvtide.testing.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
 BYTE_FAIR = ("drr", "vtc")

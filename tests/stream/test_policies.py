@@ -6,15 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvtide.stream.plan import (
-    AnchorFirst,
-    CachegenRule,
     Chunk,
     Fetch,
-    FixedLevel,
-    ImportanceFirst,
-    ImportanceWeighted,
-    Layered,
-    NewestFiner,
     Plan,
     Policy,
     PrefillSpeed,
@@ -25,6 +18,8 @@ from kvtide.stream.plan import (
     expected_s,
     leading_pass,
 )
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner
+from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide.testing.plan_suite import PlanSuite
 
 SPEED = PrefillSpeed(1000)

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import CachegenCodec, Codec, LosslessCodec, TideCodec
+from kvtide.codec import Codec, LosslessCodec, TideCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.errors import CorruptPayload
 from kvtide.stream import arrival
 from kvtide.stream.receiver import Outcome, Receiver, Usable
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import FRAME_HEADER_BYTES, StoredObject, pack_frame, pack_object, parse_header, parse_object
+from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
+from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame
 
 LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.BFLOAT16)
 CODECS: dict[str, Codec] = {

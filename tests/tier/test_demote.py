@@ -12,8 +12,11 @@ from tests.tier.test_tiers import nothing_pinned
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, stack_of
+from kvtide.tier import Tier, stack_of
 from kvtide.tier.demote import Demoter
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 
 
 def read(stack: TierStack, number: int, size: int) -> bytes | None:

@@ -13,8 +13,9 @@ from tests.stores import disk_bytes, stored_records
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import DiskTier, Tier
+from kvtide.tier import Tier
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.checkpoint import parse_checkpoint
 from kvtide.tier.disk.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
 from kvtide.tier.files import Files

@@ -12,10 +12,10 @@ import pytest
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import TierStack
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.http.hedge import LATE_S_MIN, READS_MIN, ReadTimes
 from kvtide.tier.http.tier import http_tier
+from kvtide.tier.stack import TierStack
 
 
 def test_breaker_opens_tries_once_and_closes(clock: ManualClock) -> None:

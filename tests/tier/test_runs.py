@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import Counting, MemoryTier, TierStack
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.runs import LOOK_UPS_MAX
+from kvtide.tier.wrap import Counting
 from kvtide.types import ObjectId
 
 IDS = [object_id(number) for number in range(12)]

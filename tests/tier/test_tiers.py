@@ -11,8 +11,11 @@ from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.index import Record
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import DiskTier, MemoryTier, Tier, TierStack, open_tier
+from kvtide.tier import Tier, open_tier
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.journal import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 

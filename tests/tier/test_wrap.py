@@ -8,8 +8,9 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Counting, Faulty, MemoryTier, Slow, Tier
-from kvtide.tier.wrap import Paced
+from kvtide.tier import Tier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.wrap import Counting, Faulty, Paced, Slow
 
 
 def memory() -> MemoryTier:

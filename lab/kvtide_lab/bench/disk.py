@@ -28,8 +28,8 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.tier import DiskTier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
+from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 

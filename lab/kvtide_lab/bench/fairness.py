@@ -20,7 +20,7 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import NamespaceSpec
 from kvtide.server.auth import new_token, token_digest
-from kvtide.server.scheduler import POLICIES
+from kvtide.server.scheduler.policies import POLICIES
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 from kvtide_lab.bench.link import open_link

@@ -15,8 +15,8 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Importance, Rest
-from kvtide.importance import AllHeads, FirstHeads, GroupHeads, Known, Random, Recency
-from kvtide.importance.probe import Selector
+from kvtide.importance import AllHeads
+from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Random, Recency, Selector
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
 from kvtide_lab.bench.importance_set import make_tasks, tokenized

@@ -11,7 +11,8 @@ import msgspec
 
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Importance, Rest
-from kvtide.importance import FirstHeads, HeadsAgree
+from kvtide.importance.guard import HeadsAgree
+from kvtide.importance.probe import FirstHeads
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix, Question
 

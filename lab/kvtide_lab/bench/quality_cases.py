@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtide.block import BlockLayout
-from kvtide.codec import CachegenCodec, ChunkwiseCodec, Codec, LosslessCodec, Profile, RawCodec, TideCodec
+from kvtide.codec import Codec, LosslessCodec, Profile, TideCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import LEVELS
 from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
 from kvtide.codec.published.integers import CODERS
+from kvtide.codec.raw import RawCodec
 
 __all__ = ["SINGLE_DELTAS", "TIDE_QUALITIES", "TIDE_QUALITIES_QUICK", "Case", "cases", "chosen"]
 

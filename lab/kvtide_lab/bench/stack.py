@@ -17,16 +17,11 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.tier import (
-    Counting,
-    FrequencyRanking,
-    MemoryTier,
-    Ranking,
-    RecencyRanking,
-    ScoreRanking,
-    TierStack,
-    WrappedTier,
-)
+from kvtide.tier import Ranking, ScoreRanking, WrappedTier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.ranking import FrequencyRanking, RecencyRanking
+from kvtide.tier.stack import TierStack
+from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
 

@@ -16,11 +16,16 @@ import msgspec
 from rich.table import Table
 
 from kvtide.block import BlockLayout
-from kvtide.codec import CachegenCodec, Profile, TideCodec
+from kvtide.codec import Profile, TideCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
-from kvtide.fetch import Job, LinkState, Wish, layered_job, level_job
+from kvtide.fetch import Wish
+from kvtide.fetch.job import Job, layered_job, level_job
+from kvtide.fetch.run import LinkState
 from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
-from kvtide.stream.plan import PASS_TOKENS, CachegenRule, FixedLevel, Layered, Policy, TwoEnded, cut
+from kvtide.stream.plan import PASS_TOKENS, Policy, TwoEnded, cut
+from kvtide.stream.plan.layered import Layered
+from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.bench.services import started
 from kvtide_lab.bench.shaped import LATE_S, ShapedProxy
 from kvtide_lab.bench.stream_exact import ExactTimes, exact_times

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.codec import LosslessCodec
-from kvtide.fetch import ContextLoader, FetchLimits, LinkState, Wish, layered_job
+from kvtide.fetch import ContextLoader, Wish
+from kvtide.fetch.job import layered_job
+from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import Layered, Policy, PrefillSpeed, TwoEnded, cut
+from kvtide.stream.plan import Policy, PrefillSpeed, TwoEnded, cut
+from kvtide.stream.plan.layered import Layered
 from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
 from kvtide_lab.sim.links import Link

@@ -16,10 +16,14 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch import Bringing, Brought, FetchLimits, Job, LinkState, read_heads
+from kvtide.fetch.bring import Bringing, Brought
+from kvtide.fetch.job import Job
+from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PASS_TOKENS, FixedLevel, Policy, PrefillSpeed, cut
+from kvtide.stream.plan import PASS_TOKENS, Policy, PrefillSpeed, cut
+from kvtide.stream.plan.levels import FixedLevel
+from kvtide.tier import read_heads
 from kvtide.tier.http.ranges import range_sources
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import BlockKey, Namespace, ObjectId, Section

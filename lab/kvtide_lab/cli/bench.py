@@ -38,7 +38,7 @@ def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -
     """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
     from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
-    from kvtide.engines.transformers import attach as transformers
+    from kvtide.engines.transformers import cached as transformers
     from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import tide_speed
 
@@ -148,7 +148,7 @@ def bench_codec_quality(
     """
     from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
-    from kvtide.engines.transformers import attach as transformers
+    from kvtide.engines.transformers import cached as transformers
     from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import codec_quality, quality_report
 

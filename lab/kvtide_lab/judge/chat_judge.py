@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import block_metas
-from kvtide.engines.transformers.attach import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import Pages, block_bits
 from kvtide.engines.transformers.watch import model_fingerprint

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Profile, TideCodec
-from kvtide.codec.tide import THIRD, ChunkedTide, Steps
-from kvtide.codec.tide.chunked import ChunkedRange
+from kvtide.codec.tide import THIRD, Steps
+from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide
 from kvtide.wire import pack_object
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix
 

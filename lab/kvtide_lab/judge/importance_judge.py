@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry, PackedCodec, RawCodec
+from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.codec.raw import RawCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import Pages
@@ -27,7 +28,8 @@ from kvtide.engines.transformers.selective import Importance, SelectedLayers, Se
 from kvtide.fetch.repack import Repacker, UseStore
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance.probe import Floats
-from kvtide.tier import MemoryTier, Tier
+from kvtide.tier import Tier
+from kvtide.tier.ram import MemoryTier
 from kvtide.tier.wrap import Paced
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtide.server.scheduler import POLICIES, Scheduler, SchedulerSettings, Send, Slice
+from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
+from kvtide.server.scheduler.policies import POLICIES
 
 __all__ = [
     "FAIRNESS_MIX",

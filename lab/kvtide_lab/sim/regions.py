@@ -19,7 +19,9 @@ from kvtide.clock import ManualClock
 from kvtide.server.names import Names
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.regions import CentralTier, RegionSettings, Synchroniser
-from kvtide.tier import Counting, MemoryTier, TierStack
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
+from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 

@@ -10,20 +10,9 @@ import msgspec
 import numpy as np
 
 from kvtide.stream.bandwidth import estimator_named
-from kvtide.stream.plan import (
-    AnchorFirst,
-    CachegenRule,
-    Chunk,
-    FixedLevel,
-    ImportanceFirst,
-    Layered,
-    Policy,
-    PrefillSpeed,
-    Request,
-    TwoEnded,
-    cut,
-    cut_for_meeting,
-)
+from kvtide.stream.plan import Chunk, Policy, PrefillSpeed, Request, TwoEnded, cut, cut_for_meeting
+from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered
+from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.stream import Costs, Outcome, play

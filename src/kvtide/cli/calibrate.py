@@ -14,8 +14,8 @@ from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import JsonOption
 from kvtide.codec import Profile
-from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
-from kvtide.codec.tide.fit import COSTS
+from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.tide import COSTS
 
 __all__ = ["TextOption", "calibrate"]
 
@@ -29,13 +29,12 @@ class _Subject:
     """The model and the texts as token ids."""
 
     def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
-        from kvtide.engines.transformers import attach as transformers
-        from kvtide.engines.transformers import fingerprint, smollm2
+        from kvtide.engines import transformers
 
-        tokenizer = smollm2.load_tokenizer(folder)
-        self.model = smollm2.load_model(folder)
+        tokenizer = transformers.load_tokenizer(folder)
+        self.model = transformers.load_model(folder)
         self.name = Path(folder).name
-        self.layout = fingerprint.model_layout(self.model, transformers.BLOCK_TOKENS)
+        self.layout = transformers.model_layout(self.model, transformers.BLOCK_TOKENS)
         self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
 
 
@@ -51,13 +50,13 @@ def calibrate(
 
     Profiles of tide are fitted in three passes; one that was stopped goes on from `OUTPUT.partial`.
     """
-    from kvtide.engines.calibrate import texts
-    from kvtide.engines.transformers import smollm2
+    from kvtide.engines.calibrate import calibration_texts, read_texts
+    from kvtide.engines.transformers import converted_folder
 
     if codec not in _KINDS:
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
-    chosen = texts.read_texts(text) if text else texts.calibration_texts()
-    subject = _Subject(model or str(smollm2.converted_folder()), [item.content for item in chosen], tokens)
+    chosen = read_texts(text) if text else calibration_texts()
+    subject = _Subject(model or str(converted_folder()), [item.content for item in chosen], tokens)
     report: dict[str, Any] = {}
     with progress_bars() as show:
         if codec in _TIDE_KINDS:
@@ -78,12 +77,12 @@ def calibrate(
 
 
 def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
-    from kvtide.engines.calibrate import judge
+    from kvtide.engines.calibrate import capture_blocks
 
     fitter = ProfileFitter(codec, subject.name, subject.layout)
     for number, ids in enumerate(subject.texts):
         show("texts", number, len(subject.texts))
-        blocks = judge.capture_blocks(subject.model, ids, subject.layout)
+        blocks = capture_blocks(subject.model, ids, subject.layout)
         if not fitter.deviation.any():
             fitter.scale(blocks)
         for bits in blocks:
@@ -93,7 +92,7 @@ def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
 
 
 def _tide(subject: _Subject, cost: str, output: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
-    from kvtide.engines.calibrate.calibration import TideCalibration
+    from kvtide.engines.calibrate import TideCalibration
 
     partial = output.with_name(f"{output.name}.partial")
     calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.layout, partial)

@@ -86,10 +86,10 @@ def demo(
     console = Console(stderr=True) if as_json else CONSOLE
     with console.status("preparing the model (converted once, under a minute)"):
         from kvtide.codec import CodecRegistry
-        from kvtide.engines.transformers import smollm2
+        from kvtide.engines.transformers import converted_folder
 
         CodecRegistry().make(codec)
-        folder = smollm2.converted_folder()
+        folder = converted_folder()
     job = DemoJob(str(folder), str(store), codec, prefix_tokens, answer_tokens, is_judged=False)
     cold = _phase("cold", job, console)
     if cold.was_warm:

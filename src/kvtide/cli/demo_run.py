@@ -16,11 +16,9 @@ import msgspec
 
 from kvtide.cli.demo_job import DemoJob, DemoRun
 from kvtide.clock import SystemClock
-from kvtide.engines.calibrate.judge import restored_kl
-from kvtide.engines.profiles import installed_profiles
-from kvtide.engines.transformers import smollm2
-from kvtide.engines.transformers.attach import CachedModel, attach
-from kvtide.engines.transformers.watch import model_fingerprint
+from kvtide.engines import installed_profiles
+from kvtide.engines.calibrate import restored_kl
+from kvtide.engines.transformers import CachedModel, attach, load_model, load_tokenizer, model_fingerprint
 
 __all__ = ["main"]
 
@@ -80,7 +78,7 @@ def _watch_layers(model: Any) -> None:
 
 def _run(job: DemoJob, is_cold: bool) -> DemoRun:
     _say("load model", 0, 1)
-    tokenizer, model = smollm2.load_tokenizer(job.folder), smollm2.load_model(job.folder)
+    tokenizer, model = load_tokenizer(job.folder), load_model(job.folder)
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
     # The first call in a process pays for warm-up that has nothing to do with caching.

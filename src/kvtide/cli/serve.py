@@ -14,15 +14,20 @@ import typer
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.server.auth import new_token, token_digest
-from kvtide.server.live import SettingsFile
-from kvtide.server.member import Member
-from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
-from kvtide.server.room import check_memory, memory_bytes, take_descriptors
-from kvtide.server.service import Service, backing_for
+from kvtide.server import (
+    Member,
+    Service,
+    SettingsFile,
+    backing_for,
+    check_memory,
+    memory_bytes,
+    new_token,
+    take_descriptors,
+    token_digest,
+)
+from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
-from kvtide.tier.pool.placement import PoolServer
-from kvtide.tier.pool.url import membership_of
+from kvtide.tier.pool import PoolServer, membership_of
 
 __all__ = ["serve", "token"]
 

@@ -18,13 +18,14 @@ from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
-from kvtide.engines.profiles import installed_profiles, read_profile
+from kvtide.engines import installed_profiles, read_profile
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import Explanation, Verdict, read_header, read_object, read_record, weigh
 from kvtide.explain import explain as explain_prompt
 from kvtide.importance import UseRecord
 from kvtide.stream.plan import PrefillSpeed
-from kvtide.tier import DiskTier, ObjectInfo, Tier, disk_path
+from kvtide.tier import ObjectInfo, Tier, disk_path
+from kvtide.tier.disk import DiskTier
 from kvtide.types import Namespace
 
 __all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "rm", "stats", "store_folder"]
@@ -375,10 +376,9 @@ def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
 
 
 def _from_text(text: str, model: str | None, block_tokens: int) -> tuple[Namespace, list[int]]:
-    from kvtide.engines.transformers import attach as transformers
-    from kvtide.engines.transformers import smollm2
+    from kvtide.engines.transformers import attach, converted_folder, load_model, load_tokenizer
 
-    folder = model or smollm2.converted_folder()
-    ids = smollm2.load_tokenizer(folder)(text).input_ids
-    attached = transformers.attach(smollm2.load_model(folder), "memory://", block_tokens=block_tokens)
+    folder = model or converted_folder()
+    ids = load_tokenizer(folder)(text).input_ids
+    attached = attach(load_model(folder), "memory://", block_tokens=block_tokens)
     return attached.namespace, ids

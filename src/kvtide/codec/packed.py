@@ -16,9 +16,9 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.importance.reorder import CHUNK_TOKENS, Orders, chunks_of, is_order
+from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire.object import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
+from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
 __all__ = ["BASE_QUALITY", "PackedBase", "PackedCodec", "chunk_bits", "put_chunk"]
 

@@ -10,12 +10,10 @@ from kvtide.codec.base import Codec
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.packed import BASE_QUALITY, PackedCodec
 from kvtide.codec.profile import Profile
-from kvtide.codec.published.cachegen import CachegenCodec
-from kvtide.codec.published.chunkwise import ChunkwiseCodec
-from kvtide.codec.published.integers import CODERS
+from kvtide.codec.published import CODERS, CachegenCodec, ChunkwiseCodec
 from kvtide.codec.raw import RawCodec
 from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
-from kvtide.importance.reorder import CHUNK_TOKENS
+from kvtide.importance import CHUNK_TOKENS
 
 __all__ = ["CodecRegistry", "CodecSpec"]
 

@@ -7,8 +7,7 @@ from importlib import resources
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from kvtide.codec import Profile
-from kvtide.codec.profile import PROFILE_BYTES_MAX
+from kvtide.codec import PROFILE_BYTES_MAX, Profile
 from kvtide.errors import CorruptPayload
 
 __all__ = ["installed_profiles", "read_profile"]

@@ -14,9 +14,9 @@ from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.fetch.job import Job
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, Run
+from kvtide.stream import Receiver
 from kvtide.stream.plan import Policy
-from kvtide.stream.receiver import Receiver
-from kvtide.tier.source import Source
+from kvtide.tier import Source
 
 __all__ = ["Bringing", "Brought", "LoadedBlock"]
 

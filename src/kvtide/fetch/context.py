@@ -28,7 +28,7 @@ from kvtide.stream.plan import (
     cut_for_meeting,
     decide,
 )
-from kvtide.tier.source import Source, read_heads
+from kvtide.tier import Source, read_heads
 from kvtide.wire import StoredObject
 
 __all__ = ["ContextLoader", "ContextReport", "LoaderStats"]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.stream.receiver import Receiver
-from kvtide.tier.source import Source
+from kvtide.stream import Receiver
+from kvtide.tier import Source
 from kvtide.wire import StoredObject
 
 __all__ = ["KeepLimits", "KeepStats", "Keeper", "Left"]

@@ -16,9 +16,7 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry, PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.importance import UseRecord, expected_gain, packing_orders, record_id
-from kvtide.importance.probe import Floats
-from kvtide.importance.score import RECORD_BYTES_MAX, WriterId
+from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, WriterId, expected_gain, packing_orders, record_id
 from kvtide.tier.base import Replacing, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId

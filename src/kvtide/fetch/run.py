@@ -17,10 +17,9 @@ from typing import NamedTuple, Protocol
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.fetch.job import Job, Piece
-from kvtide.stream.bandwidth import Estimator
+from kvtide.stream import Estimator, Receiver
 from kvtide.stream.plan import Fetch, Policy, Progress, Reason, expected_s, is_ready, leading_pass, mean_kl
-from kvtide.stream.receiver import Receiver
-from kvtide.tier.source import Source
+from kvtide.tier import Source
 
 __all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "Run"]
 

@@ -1,26 +1,33 @@
 """Which tokens matter (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
 
-from kvtide.importance.guard import Finding, Guard, HeadsAgree, NeighboursAgree
-from kvtide.importance.probe import AllHeads, Ask, FirstHeads, GroupHeads, Known, Random, Recency, Selector, top_tokens
-from kvtide.importance.reorder import CHUNK_TOKENS, Orders, expected_gain, is_order, packing_orders, select_chunks
-from kvtide.importance.score import UseRecord, record_id
+from kvtide.importance.guard import Finding, Guard, NeighboursAgree
+from kvtide.importance.probe import AllHeads, Ask, Floats, Selector, top_tokens
+from kvtide.importance.reorder import (
+    CHUNK_TOKENS,
+    Orders,
+    chunks_of,
+    expected_gain,
+    is_order,
+    packing_orders,
+    select_chunks,
+)
+from kvtide.importance.score import RECORD_BYTES_MAX, WRITER_BYTES, UseRecord, WriterId, record_id
 
 __all__ = [
     "CHUNK_TOKENS",
+    "RECORD_BYTES_MAX",
+    "WRITER_BYTES",
     "AllHeads",
     "Ask",
     "Finding",
-    "FirstHeads",
-    "GroupHeads",
+    "Floats",
     "Guard",
-    "HeadsAgree",
-    "Known",
     "NeighboursAgree",
     "Orders",
-    "Random",
-    "Recency",
     "Selector",
     "UseRecord",
+    "WriterId",
+    "chunks_of",
     "expected_gain",
     "is_order",
     "packing_orders",

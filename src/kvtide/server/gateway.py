@@ -11,20 +11,14 @@ from typing import TypeVar
 
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import NOBODY, Scope
-from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.http.connection import Stream
-from kvtide.server.http.doors import Guest
-from kvtide.server.http.exchange import Exchange
+from kvtide.server.http import BodyBuffers, Exchange, Guest, Reception, Stream, Workers
 from kvtide.server.http.receive import receive
-from kvtide.server.http.reception import Reception
-from kvtide.server.http.workers import Workers
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.observe.access import AccessLog
-from kvtide.server.observe.pages import PAGES, Pages
-from kvtide.server.regions.requests import RecordRequests
+from kvtide.server.observe import PAGES, AccessLog, Pages
+from kvtide.server.regions import RecordRequests
 from kvtide.server.settings import ServerLimits
 from kvtide.types import Namespace
 from kvtide.wire.http import RequestHead, parse_request_head

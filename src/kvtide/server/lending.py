@@ -13,16 +13,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvtide.errors import CorruptPayload, RequestRefused
-from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.http.exchange import Exchange
-from kvtide.server.http.receive import take_buffer
-from kvtide.server.http.shares import Shares
-from kvtide.server.http.workers import Workers
+from kvtide.server.http import BodyBuffers, Exchange, Shares, Workers, take_buffer
 from kvtide.server.metrics import Metrics
-from kvtide.server.regions.regions import Latest
+from kvtide.server.regions import Latest
 from kvtide.server.settings import ServerLimits
-from kvtide.tier import Tier
-from kvtide.tier.deadline import until
+from kvtide.tier import Tier, until
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header

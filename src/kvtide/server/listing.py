@@ -11,7 +11,8 @@ from itertools import islice
 
 from kvtide.server.auth import Caller, Scope
 from kvtide.server.names import Names
-from kvtide.tier import ObjectInfo, TierStack
+from kvtide.tier import ObjectInfo
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 from kvtide.wire.protocol import ListedObject, ListRoute, ObjectList, TenantView

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from kvtide.tier.pool.etcd import EtcdMembership
-from kvtide.tier.pool.membership import Membership, Watcher
-from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
+from kvtide.tier.pool import EtcdMembership, Membership, Placement, PoolMap, PoolServer, Watcher
 from kvtide.types import BlockKey
 
 __all__ = ["Member", "Redirect"]

@@ -11,19 +11,15 @@ from functools import partial
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.http.exchange import Exchange, Headers
+from kvtide.server.http import BodyBuffers, Exchange, Headers, Order, Sender, Workers
 from kvtide.server.http.receive import receive
-from kvtide.server.http.sender import Order, Sender
-from kvtide.server.http.workers import Workers
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
 from kvtide.server.quotas import Quotas
-from kvtide.server.regions.records import Records
-from kvtide.server.regions.regions import Region
+from kvtide.server.regions import Records, Region
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing

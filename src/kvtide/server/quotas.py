@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import generation_namespace, tenant_namespace
-from kvtide.tier import TierStack
 from kvtide.tier.base import Reporting, Tier
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 

@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from kvtide.server.http.doors import FILES_MAX
+from kvtide.server.http import FILES_MAX
 from kvtide.server.settings import ServerLimits, ServerSettings
 
 __all__ = ["check_memory", "memory_bytes", "take_descriptors"]

@@ -18,34 +18,38 @@ from typing import NamedTuple
 from kvtide.clock import Clock
 from kvtide.server.auth import tenants_named
 from kvtide.server.gateway import Gateway
-from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.http.connection import Stream
-from kvtide.server.http.doors import Doors, Guest, account_of, connections_for, host_of
-from kvtide.server.http.listeners import bound, listener_on, turn_away
-from kvtide.server.http.mover import Mover
-from kvtide.server.http.reception import Reception
-from kvtide.server.http.sender import Sender
-from kvtide.server.http.sites import Sites
-from kvtide.server.http.turns import Turns
-from kvtide.server.http.workers import Workers
+from kvtide.server.http import (
+    BodyBuffers,
+    Doors,
+    Guest,
+    Mover,
+    Reception,
+    Sender,
+    Sites,
+    Stream,
+    Turns,
+    Workers,
+    account_of,
+    bound,
+    connections_for,
+    host_of,
+    listener_on,
+    turn_away,
+)
 from kvtide.server.lending import Lending
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.observe.access import AccessLog
-from kvtide.server.observe.health import Health
-from kvtide.server.observe.outlook import Outlook
-from kvtide.server.observe.pages import Observatory, Pages
+from kvtide.server.observe import AccessLog, Health, Observatory, Outlook, Pages
 from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
-from kvtide.server.regions.records import Records
-from kvtide.server.regions.regions import Region, RegionSettings, centre_of, region_of
-from kvtide.server.regions.requests import RecordRequests
+from kvtide.server.regions import RecordRequests, Records, Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.settings import Address, ServerSettings, are_records_kept, parse_address, records_path
-from kvtide.tier import TierStack, tiers_of
+from kvtide.tier import tiers_of
+from kvtide.tier.stack import TierStack
 
 __all__ = ["Backing", "Service", "backing_for"]
 

@@ -25,8 +25,9 @@ from kvtide.index import TIERS_MAX, Index, RadixIndex, RestoreReport, policy_nam
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.store.loading import QUALITY_SLACK, BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
-from kvtide.tier import DeviceMemory, TierStack, TierStats, stack_of
-from kvtide.tier.ranking import Ranking
+from kvtide.tier import Ranking, TierStats, stack_of
+from kvtide.tier.ram import DeviceMemory
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 

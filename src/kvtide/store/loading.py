@@ -21,13 +21,12 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LayeredCodec
-from kvtide.codec.base import layer_section_ids
+from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec, LayeredCodec, layer_section_ids
 from kvtide.errors import CorruptPayload
 from kvtide.index import Index
 from kvtide.store.storing import BlockSource
-from kvtide.tier import TierStack
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section
 from kvtide.wire import SectionEntry, StoredObject, head_bytes, object_bytes_max, parse_header, parse_object
 

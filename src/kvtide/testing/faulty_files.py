@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvtide.tier import PAGE_BYTES, FileInfo, Files
 from kvtide.tier.base import Buffer
-from kvtide.tier.files import FileInfo, Files
-from kvtide.tier.record import PAGE_BYTES
 
 __all__ = ["FAULT_KINDS", "FaultyFiles"]
 

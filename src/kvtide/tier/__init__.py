@@ -1,37 +1,36 @@
-"""Tiers: where bytes live. They know object ids and bytes, not codecs."""
+"""Tiers: where bytes live. They know object ids and bytes, not codecs. Houses are imported when a URL names them."""
 
-from kvtide.tier.base import ObjectInfo, SelectiveTier, Tier, TierStats
-from kvtide.tier.disk.tier import DiskTier
-from kvtide.tier.ram.device import DeviceMemory, DeviceRoom, DeviceTier, Piece
-from kvtide.tier.ram.memory import MemoryTier
-from kvtide.tier.ranking import FrequencyRanking, Importance, Ranking, RecencyRanking, ScoreRanking
-from kvtide.tier.stack.tier import TierStack
+from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier.base import ObjectInfo, Tier, TierStats
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.deadline import until
+from kvtide.tier.files import FileInfo, Files
+from kvtide.tier.ranking import Ranking, ScoreRanking
+from kvtide.tier.record import PAGE_BYTES
+from kvtide.tier.source import Source, Take, TierSource, read_heads
 from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
-from kvtide.tier.wrap import Counting, Faulty, Slow, WrappedTier
+from kvtide.tier.wrap import WrappedTier
 
 __all__ = [
-    "Counting",
-    "DeviceMemory",
-    "DeviceRoom",
-    "DeviceTier",
-    "DiskTier",
-    "Faulty",
-    "FrequencyRanking",
-    "Importance",
-    "MemoryTier",
+    "PAGE_BYTES",
+    "Breaker",
+    "FileInfo",
+    "Files",
+    "LastingFault",
     "ObjectInfo",
-    "Piece",
     "Ranking",
-    "RecencyRanking",
+    "Repeater",
     "ScoreRanking",
-    "SelectiveTier",
-    "Slow",
+    "Source",
+    "Take",
     "Tier",
-    "TierStack",
+    "TierSource",
     "TierStats",
     "WrappedTier",
     "disk_path",
     "open_tier",
+    "read_heads",
     "stack_of",
     "tiers_of",
+    "until",
 ]

@@ -13,6 +13,7 @@ from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
+    "POOL_SCHEMES",
     "Batched",
     "Buffer",
     "Checked",
@@ -27,6 +28,9 @@ __all__ = [
     "Tier",
     "TierStats",
 ]
+
+# URLs of pools of servers.
+POOL_SCHEMES = ("pool", "pool+file", "pool+dns", "pool+etcd", "pool+etcds")
 
 Buffer = bytes | bytearray | memoryview
 # Asked before a victim is chosen: a block in use is never evicted.

@@ -12,20 +12,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
-from kvtide.tier.base import IsPinned, Tier
-from kvtide.tier.disk.tier import DiskTier
-from kvtide.tier.http.tier import HttpTier, http_tier
-from kvtide.tier.pool.url import POOL_SCHEMES, pool_tier
-from kvtide.tier.ram.device import DeviceMemory, DeviceTier
-from kvtide.tier.ram.memory import MemoryTier
+from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
+from kvtide.tier.ram import DeviceMemory, DeviceTier, MemoryTier
 from kvtide.tier.ranking import Ranking, ScoreRanking
-from kvtide.tier.records import RecordsClient, records_clients
-from kvtide.tier.stack.invalidation import Invalidations
-from kvtide.tier.stack.tier import TierStack
+from kvtide.tier.stack import TierStack
+
+if TYPE_CHECKING:
+    from kvtide.tier.records import RecordsClient
+    from kvtide.tier.stack.invalidation import Invalidations
 
 __all__ = ["disk_path", "open_tier", "stack_of", "tiers_of"]
 
@@ -45,6 +44,8 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
     path = disk_path(url)
     if path is not None:
         _check_folder(path)
+        from kvtide.tier.disk import DiskTier
+
         return DiskTier(path, limits.disk_bytes_max, clock, is_pinned)
     if parts.scheme not in _OPENERS:
         expected = ", ".join(f"{known}://" for known in ("disk", *_OPENERS))
@@ -137,7 +138,7 @@ def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("valkey"):
-        from kvtide.tier.valkey.tier import ValkeyTier
+        from kvtide.tier.valkey import ValkeyTier
     return ValkeyTier(url, clock)
 
 
@@ -148,10 +149,14 @@ def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
 
 
 def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    from kvtide.tier.http import http_tier
+
     return http_tier(url, clock)
 
 
 def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    from kvtide.tier.pool import pool_tier
+
     return pool_tier(url, clock)
 
 
@@ -219,17 +224,22 @@ def tiers_of(
         tier = open_tier(url, limits, clock, is_pinned)
         is_memory = isinstance(tier, MemoryTier)
         tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
-    demote_to = [tier for tier in tiers if isinstance(tier, HttpTier) and tier.takes_evicted]
+    demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
     return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)
 
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:
     servers = [url for url in urls if urlsplit(url).scheme in _SERVERS]
-    own = [tier for tier in tiers if isinstance(tier, DeviceTier | MemoryTier | DiskTier)]
-    roots = [tier.root for tier in own if isinstance(tier, DiskTier)]
+    roots = [path for url in urls if url != _DEVICE and (path := disk_path(url)) is not None]
+    own = [tier for url, tier in zip(urls, tiers, strict=True) if url in {_DEVICE, _MEMORY} or disk_path(url)]
+    if not servers or not own:
+        return None
+    # What servers need is imported for a store that has one.
+    from kvtide.tier.records import records_clients
+    from kvtide.tier.stack.invalidation import Invalidations
 
     def clients() -> list[RecordsClient]:
         return [client for url in servers for client in records_clients(url, clock, OPERATION_S_MAX)]
 
-    return Invalidations(clients, own, roots[0] / "invalidated" if roots else None, clock) if servers and own else None
+    return Invalidations(clients, own, roots[0] / "invalidated" if roots else None, clock)

@@ -1,11 +1,11 @@
 """Formats of what is stored and sent, without I/O."""
 
-from kvtide.wire.frame import FRAME_HEADER_BYTES, Frame, frame_header, pack_frame, parse_frame, parse_frame_header
+from kvtide.wire.frame import parse_frame
 from kvtide.wire.object import (
+    ENTRY_BYTES,
     HEADER_AND_TABLE_BYTES_MAX,
     HEADER_BYTES,
     NO_LABEL,
-    OBJECT_BYTES_MAX,
     ObjectLabel,
     SectionEntry,
     StoredObject,
@@ -23,27 +23,22 @@ from kvtide.wire.object import (
 )
 
 __all__ = [
-    "FRAME_HEADER_BYTES",
+    "ENTRY_BYTES",
     "HEADER_AND_TABLE_BYTES_MAX",
     "HEADER_BYTES",
     "NO_LABEL",
-    "OBJECT_BYTES_MAX",
-    "Frame",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
     "embedded_namespace",
-    "frame_header",
     "head_bytes",
     "header_and_table_bytes",
     "object_bytes",
     "object_bytes_max",
     "object_label",
     "object_quality",
-    "pack_frame",
     "pack_object",
     "parse_frame",
-    "parse_frame_header",
     "parse_header",
     "parse_object",
     "version_tag",

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvtide.stream.bandwidth import LastRate
-from kvtide.stream.plan import CachegenRule, Chunk, FixedLevel, Layered, Policy, PrefillSpeed, Request, TwoEnded
+from kvtide.stream.plan import Chunk, Policy, PrefillSpeed, Request, TwoEnded
+from kvtide.stream.plan.layered import Layered
+from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named
 from kvtide_lab.sim.stream import Costs, Outcome, play

@@ -1,16 +1,8 @@
 """Entropy coders behind one interface: symbols below 32 to bytes and back, under static tables (docs/codec.md)."""
 
-from kvtide.codec.entropy.base import (
-    ESCAPE,
-    SYMBOLS,
-    EntropyCoder,
-    EntropyTables,
-    Escapes,
-    Runs,
-    Streams,
-)
+from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, Runs, Streams
 from kvtide.codec.entropy.escape import EscapeMap, count_values
-from kvtide.codec.entropy.prefix import PrefixCoder, PrefixTables
+from kvtide.codec.entropy.prefix import PrefixCoder
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
 __all__ = [
@@ -21,7 +13,6 @@ __all__ = [
     "EscapeMap",
     "Escapes",
     "PrefixCoder",
-    "PrefixTables",
     "RansCoder",
     "RansTables",
     "Runs",

@@ -33,7 +33,7 @@ from kvtide.codec.tide.section import (
 )
 from kvtide.codec.tide.values import Floats, Stored, keep_apart
 from kvtide.errors import CorruptPayload
-from kvtide.importance.reorder import CHUNK_TOKENS, chunks_of, packing_orders
+from kvtide.importance import CHUNK_TOKENS, chunks_of, packing_orders
 
 __all__ = ["ChunkedRange", "ChunkedTide", "decode_chunked", "encode_chunked"]
 

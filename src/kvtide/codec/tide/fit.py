@@ -16,7 +16,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansCoder
 from kvtide.codec.profile import Profile
-from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
 from kvtide.codec.tide.model import TideModel

@@ -16,7 +16,7 @@ from kvtide import _native
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
-from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
 from kvtide.codec.tide.values import Turns
 from kvtide.errors import CorruptPayload

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
-from kvtide.codec.rotary.rotary import Rotary, RotaryTables
-from kvtide.codec.rotary.scaling import Frequencies
+from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
 from kvtide.codec.tide.section import Apart
 from kvtide.errors import UnencodableBlock
 

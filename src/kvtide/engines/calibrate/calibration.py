@@ -19,12 +19,11 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile, TideCodec
-from kvtide.codec.rotary.rotary import Rotary
-from kvtide.codec.tide import THIRD, Steps
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide import COSTS, THIRD, Moments, Steps, TideCounts, draft_profile, finished_profile
 from kvtide.engines.calibrate.judge import Judge, block_metas
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
-from kvtide.engines.transformers.pages import block_bits
+from kvtide.engines.transformers import block_bits
 from kvtide.errors import UnsupportedModel
 
 __all__ = ["CalibrationReport", "CurvePoint", "TideCalibration"]

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.transformers.attach import CachedModel
-from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers import CachedModel, Pages, block_bits
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object

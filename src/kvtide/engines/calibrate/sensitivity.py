@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvtide.block import KVDtype
-from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import APART_TOKENS
 
 __all__ = ["cache_sensitivity"]

@@ -11,8 +11,8 @@ import torch
 
 from kvtide.engines.gpu.kernels import Kernels, device_faults
 from kvtide.errors import DeviceFault
-from kvtide.tier import Piece
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.ram import Piece
 
 __all__ = ["KernelMemory"]
 

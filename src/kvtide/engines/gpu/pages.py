@@ -20,12 +20,11 @@ from kvtide.engines.gpu.decoding import DeviceDecoder
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import PageTarget, page_target
-from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.paged.pages import Captured, PagePool
+from kvtide.engines.paged import Captured, DevicePages, PagePool
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
-from kvtide.tier import DeviceMemory
-from kvtide.tier.breaker import Breaker
+from kvtide.tier import Breaker
+from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 __all__ = ["KernelPages", "cuda_pages"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockLayout
 from kvtide.engines.gpu.kernels import address
-from kvtide.engines.paged.pages import CellOrder, keys_values
+from kvtide.engines.paged import CellOrder, keys_values
 
 __all__ = ["PageTarget", "block_target", "page_target"]
 

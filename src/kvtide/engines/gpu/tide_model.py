@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
-from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, TideModel
 from kvtide.engines.gpu.kernels import Kernels, Staging, address

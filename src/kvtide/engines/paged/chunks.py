@@ -17,7 +17,7 @@ from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
-from kvtide.store.cache import BlockSource, Cache, PendingBlock, cache_for
+from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.types import BlockKey, ObjectId
 
 __all__ = ["ChunkStore", "chunk_layout"]

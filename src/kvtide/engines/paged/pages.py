@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec, LayeredCodec
-from kvtide.codec.base import sections_by_layer
-from kvtide.tier import DeviceMemory
+from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 __all__ = ["Captured", "CellOrder", "HostPages", "LayeredPages", "PagePool", "cell_order", "keys_values"]

@@ -16,7 +16,7 @@ from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOr
 from kvtide.engines.paged.pace import Pace
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.store.cache import Cache
+from kvtide.store import Cache
 from kvtide.types import BlockKey
 
 __all__ = ["ScheduledRequest", "SchedulerHalf"]

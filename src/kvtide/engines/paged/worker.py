@@ -18,8 +18,7 @@ from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
-from kvtide.store.cache import BlockSource, Cache, LoadReport, MissReason, PendingBlock
-from kvtide.store.loading import Guarded
+from kvtide.store import BlockSource, Cache, Guarded, LoadReport, MissReason, PendingBlock
 from kvtide.types import BlockKey, ObjectId, Section
 
 __all__ = ["LoadOutcome", "WorkerHalf"]

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout
 from kvtide.errors import UnsupportedModel
 
 __all__ = ["KVTideStorage"]

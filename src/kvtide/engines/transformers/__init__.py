@@ -1,1 +1,20 @@
 """Hugging Face transformers: `attach` gives a model a cache."""
+
+from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_tokenizer
+from kvtide.engines.transformers.watch import model_fingerprint
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "CachedModel",
+    "Pages",
+    "attach",
+    "block_bits",
+    "converted_folder",
+    "load_model",
+    "load_tokenizer",
+    "model_fingerprint",
+    "model_layout",
+]

@@ -15,11 +15,9 @@ import numpy as np
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry, PackedBase
-from kvtide.fetch.repack import Repacker, UseStore
-from kvtide.fetch.selective import SelectiveLoad
-from kvtide.importance.probe import Floats
-from kvtide.importance.score import WRITER_BYTES
-from kvtide.store.cache import Cache
+from kvtide.fetch import Repacker, SelectiveLoad, UseStore
+from kvtide.importance import WRITER_BYTES, Floats
+from kvtide.store import Cache
 from kvtide.types import ObjectId
 
 __all__ = ["Learner"]

@@ -23,9 +23,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtide.block import KVDtype
 from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
-from kvtide.fetch.selective import ChunkBits, SelectiveLoad
-from kvtide.importance import AllHeads, Ask, Finding, Guard, NeighboursAgree, Selector, select_chunks, top_tokens
-from kvtide.importance.probe import Floats
+from kvtide.fetch import ChunkBits, SelectiveLoad
+from kvtide.importance import (
+    AllHeads,
+    Ask,
+    Finding,
+    Floats,
+    Guard,
+    NeighboursAgree,
+    Selector,
+    select_chunks,
+    top_tokens,
+)
 
 __all__ = [
     "FIRST_TOKENS",

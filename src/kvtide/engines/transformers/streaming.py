@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import Pages
-from kvtide.fetch.context import ContextReport
+from kvtide.fetch import ContextReport
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.types import Namespace
 

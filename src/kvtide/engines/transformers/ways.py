@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvtide.engines.paged.pace import Speed
+from kvtide.engines.paged import Speed
 
 __all__ = ["Way", "Ways"]
 

@@ -25,15 +25,20 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LayeredCodec
 from kvtide.config import Limits
-from kvtide.engines.paged.orders import StepOrders, WorkerReport
-from kvtide.engines.paged.pace import Pace
-from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.settings import ConnectorSettings
-from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
+from kvtide.engines.paged import (
+    ConnectorSettings,
+    LoadOutcome,
+    Pace,
+    ScheduledRequest,
+    SchedulerHalf,
+    StepOrders,
+    WorkerHalf,
+    WorkerReport,
+)
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
-from kvtide.store.cache import Cache, cache_for
-from kvtide.tier import DeviceMemory
+from kvtide.store import Cache, cache_for
+from kvtide.tier.ram import DeviceMemory
 
 __all__ = ["KVTideConnector"]
 

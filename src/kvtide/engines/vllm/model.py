@@ -14,10 +14,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 import vllm
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines.paged.identity import files_fingerprint
-from kvtide.engines.paged.pages import CellOrder, HostPages, PagePool, cell_order
-from kvtide.engines.paged.sequence import Namespaces
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.paged import (
+    CellOrder,
+    ConnectorSettings,
+    HostPages,
+    Namespaces,
+    PagePool,
+    cell_order,
+    files_fingerprint,
+)
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
@@ -152,10 +157,10 @@ def page_pool(
     if not backends <= _SPLIT_BACKENDS:
         raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
     if settings.device_kernels:
-        from kvtide.engines.gpu.pages import cuda_pages
+        from kvtide.engines.gpu import cuda_pages
 
         return cuda_pages(layers, layout, settings.device_multiprocessors)
-    from kvtide.engines.paged.device import DevicePages
+    from kvtide.engines.paged import DevicePages
 
     _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
     return DevicePages(layers, layout)

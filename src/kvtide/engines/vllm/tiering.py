@@ -14,9 +14,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
-from kvtide.engines.paged.identity import files_fingerprint
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout, files_fingerprint
 from kvtide.engines.vllm.model import model_folder
 from kvtide.errors import UnsupportedModel
 

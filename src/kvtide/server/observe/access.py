@@ -15,8 +15,7 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
-from kvtide.server.http.exchange import Exchange
-from kvtide.server.http.rates import Rates
+from kvtide.server.http import Exchange, Rates
 from kvtide.server.metrics import Route
 from kvtide.server.settings import ServerLimits
 

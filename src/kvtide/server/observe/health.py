@@ -15,8 +15,9 @@ import msgspec
 
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.member import Member
-from kvtide.server.regions.regions import Region
-from kvtide.tier import Tier, TierStack
+from kvtide.server.regions import Region
+from kvtide.tier import Tier
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse_request_head
 

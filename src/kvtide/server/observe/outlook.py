@@ -10,8 +10,8 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.server.member import Member
-from kvtide.server.regions.regions import Region
-from kvtide.tier.pool.placement import PoolServer
+from kvtide.server.regions import Region
+from kvtide.tier.pool import PoolServer
 
 __all__ = ["MemberStatus", "Outlook", "PoolStatus", "RegionStatus"]
 

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 import kvtide
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Scope
-from kvtide.server.http.exchange import Exchange
-from kvtide.server.http.workers import Workers
+from kvtide.server.http import Exchange, Workers
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
 from kvtide.server.observe.dashboard import DASHBOARD_HEADERS, dashboard_page
@@ -21,8 +20,9 @@ from kvtide.server.observe.outlook import Outlook
 from kvtide.server.observe.status import Status, server_status, status_body
 from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
-from kvtide.tier import TierStack, TierStats
+from kvtide.tier import TierStats
 from kvtide.tier.base import Reporting
+from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, Namespace, ObjectId
 
 __all__ = ["PAGES", "Observatory", "Pages"]

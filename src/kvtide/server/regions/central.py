@@ -14,7 +14,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records
-from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier import LastingFault, Repeater
 from kvtide.tier.records import RecordsClient, raise_to
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName

@@ -21,13 +21,12 @@ from kvtide.server.names import Names
 from kvtide.server.regions.central import CentralRecords
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
-from kvtide.tier import TierStack, WrappedTier
-from kvtide.tier.background import Repeater
+from kvtide.tier import Repeater, WrappedTier
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.http.peer import PeerSettings
-from kvtide.tier.http.tier import http_tier
+from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.records import records_clients
+from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER

@@ -9,8 +9,7 @@ import msgspec
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller, Scope
-from kvtide.server.http.exchange import Exchange
-from kvtide.server.http.workers import Workers
+from kvtide.server.http import Exchange, Workers
 from kvtide.server.live import Live
 from kvtide.server.regions.central import CentralRecords
 from kvtide.server.regions.records import Records, WriteCondition

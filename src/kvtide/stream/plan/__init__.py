@@ -18,24 +18,16 @@ from kvtide.stream.plan.base import (
 )
 from kvtide.stream.plan.breakeven import Decision, Way, decide
 from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner, TwoEnded
-from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.stream.plan.layered import TwoEnded
 from kvtide.stream.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
     "PASS_TOKENS",
     "PLAN_FETCHES_MAX",
-    "AnchorFirst",
-    "CachegenRule",
     "Chunk",
     "Decision",
     "Fetch",
-    "FixedLevel",
-    "ImportanceFirst",
-    "ImportanceWeighted",
-    "Layered",
-    "NewestFiner",
     "Plan",
     "Policy",
     "PrefillMeter",

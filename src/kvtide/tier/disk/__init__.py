@@ -1,1 +1,5 @@
 """Objects on a disk: a log of segments."""
+
+from kvtide.tier.disk.tier import DiskTier
+
+__all__ = ["DiskTier"]

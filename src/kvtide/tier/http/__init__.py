@@ -1,1 +1,18 @@
 """Objects on a kvtide server."""
+
+from kvtide.tier.http.connection import Answer, Patience
+from kvtide.tier.http.peer import Call, Peer, PeerSettings
+from kvtide.tier.http.servers import servers_of
+from kvtide.tier.http.tier import OPERATION_S_MAX, HttpTier, http_tier
+
+__all__ = [
+    "OPERATION_S_MAX",
+    "Answer",
+    "Call",
+    "HttpTier",
+    "Patience",
+    "Peer",
+    "PeerSettings",
+    "http_tier",
+    "servers_of",
+]

@@ -16,16 +16,14 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.tier.base import Tier
-from kvtide.tier.http.peer import PeerSettings
-from kvtide.tier.http.tier import http_tier
+from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.pool.etcd import EtcdAccess, EtcdMembership
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Membership, StaticMembership, server_at
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier
 
-__all__ = ["POOL_SCHEMES", "membership_of", "pool_tier", "server_urls"]
+__all__ = ["membership_of", "pool_tier", "server_urls"]
 
-POOL_SCHEMES = ("pool", "pool+file", "pool+dns", "pool+etcd", "pool+etcds")
 # A replica is the second try, and a server that fails twice is left alone for a second.
 _PEER = PeerSettings(tries_max=1, faults_max=2, open_s=1.0)
 OPERATION_S_MAX = 2.0

@@ -1,1 +1,5 @@
-"""Several tiers as one, fastest first."""
+"""Several tiers as one, fastest first. `invalidation` is imported where there are servers to follow."""
+
+from kvtide.tier.stack.tier import TierStack
+
+__all__ = ["TierStack"]

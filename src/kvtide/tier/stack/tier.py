@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -39,9 +39,11 @@ from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations
-from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.tier.stack.runs import contained, run_places
 from kvtide.types import Namespace, ObjectId
+
+if TYPE_CHECKING:
+    from kvtide.tier.stack.invalidation import Invalidations
 
 __all__ = ["TierStack"]
 

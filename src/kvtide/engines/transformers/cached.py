@@ -28,13 +28,11 @@ from kvtide.engines.transformers.pages import Pages, block_bits
 from kvtide.engines.transformers.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, count_streamed
 from kvtide.engines.transformers.ways import Way, Ways
-from kvtide.fetch import ContextLoader, ContextReport, Keeper, Wish
-from kvtide.fetch.selective import SelectiveLoad
+from kvtide.fetch import ContextLoader, ContextReport, Keeper, SelectiveLoad, Wish
 from kvtide.keys import block_keys
-from kvtide.store.cache import BlockSource, Cache, PendingBlock, cache_for
+from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
-from kvtide.tier.ranking import ScoreRanking
-from kvtide.tier.source import Source
+from kvtide.tier import ScoreRanking, Source
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
