@@ -17,8 +17,8 @@ from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object
+from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
-from tests.test_cache import fill, metas_of
 
 OpenCache = Callable[..., Cache]
 PROMPT = range(70)  # four full blocks of 16, and 6 tokens

@@ -10,8 +10,8 @@ import torch
 from tests.gpu.twin import TwinKernels
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.codec import TideCodec
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
+from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.pages import KernelPages

@@ -25,7 +25,7 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *("wire.http", "wire.protocol", "wire.records", "tier.base", "tier.buffers", "tier.lend", "tier.records"),
-    *("server.settings", "stream.plan.cut", "server.http.receive", "tier.stack.invalidation"),
+    *("server.settings", "stream.plan.cut", "codec.packed", "server.http.receive", "tier.stack.invalidation"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy")}

@@ -12,7 +12,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtide.stream.plan import Way
 from kvtide.types import Namespace
 
 __all__ = ["DECISIONS_TEXT_MAX", "Choice", "Decided", "DecisionCounter", "Why", "decisions_text", "parse_decisions"]
@@ -41,25 +40,12 @@ class Why(StrEnum):
     NOT_THERE = "not_there"
     ABSENT = "absent"
 
-    @classmethod
-    def of(cls, way: Way) -> Why:
-        """Return the reason behind a way that a plan takes."""
-        return _OF_WAY[way]
-
     @property
     def meaning(self) -> str:
         """Return the reason in words."""
         return _MEANINGS[self]
 
 
-_OF_WAY: Mapping[Way, Why] = MappingProxyType(
-    {
-        Way.LOAD: Why.LINK_FASTER,
-        Way.BOTH: Why.BOTH_ENDS,
-        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
-        Way.RECOMPUTE: Why.LINK_SLOWER,
-    }
-)
 _MEANINGS: Mapping[Why, str] = MappingProxyType(
     {
         Why.IN_TIME: "came before recomputing would have ended",

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
-from tests.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.clock import SystemClock

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.block import BlockBits
-from kvtide.codec import CodecRegistry, PackedCodec, Profile
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.codec.packed import PackedCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import packing_orders
 from kvtide.testing.strategies import block_meta, smooth_bits

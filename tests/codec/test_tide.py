@@ -12,7 +12,8 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
-from kvtide.codec import Codec, CodecRegistry, Profile, TideCodec
+from kvtide.codec import Codec, CodecRegistry, Profile
+from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.curve import quality_of_units, units_of_quality
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing.codec_suite import CodecSuite

@@ -8,7 +8,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide import _native
 from kvtide.block import BlockBits
-from kvtide.codec import TideCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.values import Stored, Turns

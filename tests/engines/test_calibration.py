@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtide.codec import Profile, TideCodec
+from kvtide.codec import Profile
+from kvtide.codec.tide import TideCodec
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.judge import Judge
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity

@@ -11,7 +11,8 @@ from tests.codec.tide_profiles import fitted_on
 from transformers import DynamicCache
 
 from kvtide.clock import ManualClock
-from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import Pages

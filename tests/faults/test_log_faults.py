@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.conftest import Tally
+from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, stored_records
-from tests.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock, SystemClock

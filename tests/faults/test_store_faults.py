@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.test_cache import Collector, fill, metas_of
+from tests.store.test_cache import Collector, fill, metas_of
 
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.engines.transformers import attach
@@ -34,7 +34,7 @@ import sys
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
 from kvtide.codec import RawCodec
-from tests.test_cache import fill, metas_of
+from tests.store.test_cache import fill, metas_of
 layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 4)
 with cache_for(sys.argv[1], RawCodec()) as cache:

@@ -8,7 +8,8 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
-from kvtide.codec import Codec, CodecRegistry, PackedCodec
+from kvtide.codec import Codec, CodecRegistry
+from kvtide.codec.packed import PackedCodec
 from kvtide.codec.raw import RawCodec
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import packing_orders

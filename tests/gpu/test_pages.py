@@ -15,7 +15,8 @@ from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.codec import LosslessCodec, TideCodec
+from kvtide.codec import LosslessCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import CudaKernels, Kernels
 from kvtide.engines.gpu.pages import KernelPages, opened_pages

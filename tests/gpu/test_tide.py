@@ -13,7 +13,8 @@ from tests.gpu.tide_cases import TideCase, tide_cases
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.codec import Profile, TideCodec
+from kvtide.codec import Profile
+from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.targets import PageTarget, block_target, page_target

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.codec import TideCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.testing.strategies import block_meta, smooth_bits
 
 

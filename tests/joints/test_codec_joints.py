@@ -13,8 +13,10 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
-from kvtide.codec import Codec, PackedCodec, TideCodec
+from kvtide.codec import Codec
+from kvtide.codec.packed import PackedCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.engines.profiles import installed_profiles
 from kvtide.errors import UnencodableBlock
 from kvtide.testing.strategies import block_meta, smooth_bits

@@ -12,8 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from tests.store.test_cache import Collector, fill, ids, metas_of
 from tests.stores import disk_bytes, stored_records
-from tests.test_cache import Collector, fill, ids, metas_of
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 from tests.engines.paged.test_halves import PROMPT, ToyEngine
-from tests.test_cache import metas_of
+from tests.store.test_cache import metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach

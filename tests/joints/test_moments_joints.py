@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_cache import metas_of
+from tests.store.test_cache import metas_of
 from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
@@ -166,7 +166,7 @@ from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.testing.strategies import smooth_bits
-from tests.test_cache import metas_of
+from tests.store.test_cache import metas_of
 from transformers import GenerationConfig
 
 layout = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cache import fill, metas_of
+from tests.store.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock
@@ -113,7 +113,7 @@ import numpy
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
 from kvtide.codec import RawCodec
-from tests.test_cache import Collector, fill, metas_of
+from tests.store.test_cache import Collector, fill, metas_of
 metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)

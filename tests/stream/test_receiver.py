@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import Codec, LosslessCodec, TideCodec
+from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
 from kvtide.stream import arrival
 from kvtide.stream.receiver import Outcome, Receiver, Usable

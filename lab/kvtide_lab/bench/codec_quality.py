@@ -18,16 +18,14 @@ import msgspec
 import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.codec import Profile, TideCodec
-from kvtide.codec.tide import THIRD, Steps
+from kvtide.codec import Profile
+from kvtide.codec.tide import THIRD, Steps, TideCodec
 from kvtide.engines.calibrate.judge import CodedContext, Judge, Verdict, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
 from kvtide_lab.bench.quality_goals import BitsAtKl, bits_at_kl, embedded_penalty, ratio_to_tide
 from kvtide_lab.bench.quality_state import Inputs, Measured, Partial, ids_digest
-
-__all__ = ["CodecQuality", "QualityRow", "QualitySize", "Subject", "partial_of", "run", "subject_of"]
 
 
 class QualitySize(NamedTuple):

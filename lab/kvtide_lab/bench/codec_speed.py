@@ -22,8 +22,6 @@ from rich.table import Table
 from kvtide.codec.entropy import EntropyTables, PrefixCoder, RansCoder, Runs, Streams
 from kvtide.codec.entropy.rans import rans_paths
 
-__all__ = ["CodecSpeed", "PathSpeed", "render", "run", "with_tide"]
-
 TABLES = 128
 RUN_SYMBOLS = 256
 STREAM_SYMBOLS = 65536

@@ -33,8 +33,6 @@ from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["DiskBenchResult", "DiskBenchRow", "made_objects", "run", "table"]
-
 _Place = TypeVar("_Place")
 
 _SIZES = (512 << 10, 2 << 20, 4 << 20, 16 << 20)

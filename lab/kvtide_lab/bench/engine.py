@@ -18,8 +18,6 @@ from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import LOSSLESS, Contender, contenders, link_contenders, link_name
 from kvtide_lab.bench.engine_turns import Contest, EngineBenchSize, Seat, Turn
 
-__all__ = ["FULL", "QUICK", "EngineBenchResult", "EngineBenchRow", "Ratio", "plot", "run", "table"]
-
 Progress = Callable[[str, int, int], None]
 _WORKLOADS = ("restart", "memory", "chat", "documents", "misses")
 FULL = EngineBenchSize()

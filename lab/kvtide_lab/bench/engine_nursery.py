@@ -20,8 +20,6 @@ from typing import Self
 
 from kvtide.config import engine_environment
 
-__all__ = ["EngineNursery"]
-
 
 class EngineNursery:
     """A process that has imported vLLM and forks an engine for each connection. Use it with `with`.

@@ -19,18 +19,6 @@ from kvtide.config import engine_environment
 from kvtide_lab.bench.engine_process import kvtide_transfer
 from kvtide_lab.bench.link import open_link
 
-__all__ = [
-    "LINK_CODECS",
-    "PEERS",
-    "Contender",
-    "contenders",
-    "drop_page_cache",
-    "link_contenders",
-    "link_name",
-    "settle",
-    "side_server",
-]
-
 PEERS = ("native", "lmcache")
 LINK_CODECS = ("raw", "tide")
 LOSSLESS = "kvtide lossless"

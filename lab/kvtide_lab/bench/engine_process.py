@@ -19,8 +19,6 @@ import msgspec
 from kvtide.config import engine_environment
 from kvtide_lab.bench.engine_nursery import EngineNursery
 
-__all__ = ["EngineProcess", "kvtide_transfer"]
-
 CLOSE_S_MAX = 60.0
 _SESSION = "kvtide_lab.vllm.session"
 # What suits one small model on a few shared cores.

@@ -18,8 +18,6 @@ from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import Contender, drop_page_cache, settle, side_server
 from kvtide_lab.bench.engine_process import EngineProcess
 
-__all__ = ["Contest", "EngineBenchSize", "Seat", "Turn", "chat", "miss", "question"]
-
 Show = Callable[[str, int, int], None]
 Prompts = list[list[int]]
 MISS_TOKENS = 500

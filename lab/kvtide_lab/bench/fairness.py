@@ -35,8 +35,6 @@ from kvtide_lab.sim.fairness import (
 )
 from kvtide_lab.sim.report import render_fairness
 
-__all__ = ["FairnessBenchResult", "render", "run"]
-
 _END_S_MAX = 60.0
 _LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
 

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["main"]
-
 _READ_BYTES = 64 << 10
 
 

@@ -23,8 +23,6 @@ from kvtide_lab.bench.importance_set import make_tasks, tokenized
 from kvtide_lab.judge.importance_curve import CurvePoint, all_tokens, over_line, selective
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 
-__all__ = ["FULL", "QUICK", "ImportanceBench", "ImportanceSize", "run"]
-
 BYTES_S = 200e6
 HEADLINE_RATIO = 0.25
 Progress = Callable[[str, int, int], None]

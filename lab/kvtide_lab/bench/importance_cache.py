@@ -18,8 +18,6 @@ from kvtide.tier.ranking import FrequencyRanking, Ranking, RecencyRanking, Score
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 
-__all__ = ["AblationRow", "Reads", "replayed", "sequence"]
-
 # Bytes that a question reads of each block.
 Reads = Mapping[ObjectId, int]
 

@@ -16,8 +16,6 @@ from kvtide.importance.probe import FirstHeads
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix, Question
 
-__all__ = ["GuardRow", "GuardSize", "guard_rows"]
-
 # What is asked of a prefix for packing it: two uses are the fewest.
 USES = 2
 TEXT = "text"

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from kvtide.engines.calibrate.texts import Text
 from kvtide_lab.judge.importance_judge import Question
 
-__all__ = ["Asked", "Task", "make_task", "make_tasks", "noisy", "shuffled", "tokenized"]
-
 Tokenize = Callable[[str], list[int]]
 
 _TOWNS = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Perth", "Riga", "Lima")

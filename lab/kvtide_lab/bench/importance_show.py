@@ -8,8 +8,6 @@ from rich.table import Table
 
 from kvtide_lab.bench.importance import ImportanceBench
 
-__all__ = ["plot", "render"]
-
 
 def render(result: ImportanceBench) -> Table:
     """Return the table that people read: rows, then guards and the ablation below them."""

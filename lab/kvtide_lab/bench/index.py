@@ -22,8 +22,6 @@ from kvtide.index import RadixIndex, policy_named
 from kvtide.keys import block_keys
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
-__all__ = ["IndexBench", "PolicyCost", "render", "run"]
-
 REQUEST_BLOCKS = 64
 TURN_BLOCKS = 16
 BLOCKS_SMALL, BLOCKS_LARGE = 10_000, 1_000_000

@@ -6,8 +6,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["open_link"]
-
 # The bucket holds what the link sends in 2 ms, and never less than two of the largest packets.
 _BUCKET_S = 0.002
 _BUCKET_BYTES_MIN = 128 << 10

@@ -20,8 +20,6 @@ from kvtide.clock import SystemClock
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 from kvtide_lab.swap.pages import PageSwapper, made_up_pages
 
-__all__ = ["MODELS", "OffloadBenchResult", "SwapRow", "ThroughputRow", "run", "tables"]
-
 TOKENS = 8192
 STEP_TOKENS = 1024
 PAGE_TOKENS = 16

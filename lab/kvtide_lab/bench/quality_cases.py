@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtide.block import BlockLayout
-from kvtide.codec import Codec, LosslessCodec, Profile, TideCodec
+from kvtide.codec import Codec, LosslessCodec, Profile
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import LEVELS
 from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
 from kvtide.codec.published.integers import CODERS
 from kvtide.codec.raw import RawCodec
-
-__all__ = ["SINGLE_DELTAS", "TIDE_QUALITIES", "TIDE_QUALITIES_QUICK", "Case", "cases", "chosen"]
+from kvtide.codec.tide import TideCodec
 
 # Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.
 SINGLE_DELTAS = (0, 1, 3, 6)

@@ -9,8 +9,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["KL_GOALS", "BitsAtKl", "Point", "bits_at_kl", "bits_of", "embedded_penalty", "ratio_to_tide"]
-
 KL_GOALS = (1e-3, 5e-3, 1.2e-2)
 
 

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from kvtide_lab.bench.codec_quality import CodecQuality, QualityRow
 
-__all__ = ["plot", "render"]
-
 
 def render(result: CodecQuality) -> Group:
     """Return the tables that people read."""

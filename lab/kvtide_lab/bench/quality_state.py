@@ -15,8 +15,6 @@ import numpy as np
 
 from kvtide.engines.calibrate.judge import Verdict
 
-__all__ = ["Inputs", "Measured", "Partial", "ids_digest"]
-
 _Inputs = TypeVar("_Inputs", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 

@@ -31,8 +31,6 @@ from kvtide.wire.http import pack_request_head
 from kvtide_lab.bench.disk import made_objects
 from kvtide_lab.bench.services import Service, started, wait_until
 
-__all__ = ["ServerBenchResult", "ServerBenchRow", "run", "table"]
-
 OBJECT_BYTES = 4 << 20
 OBJECTS = 32
 CLIENTS = 4

@@ -12,8 +12,6 @@ import sys
 
 from kvtide.tier.buffers import aligned_buffer
 
-__all__ = ["FloorServer"]
-
 _HEAD_BYTES_MAX = 4096
 
 

@@ -15,18 +15,6 @@ from pathlib import Path
 from socket import create_connection, socket
 from typing import Any
 
-__all__ = [
-    "Service",
-    "free_ports",
-    "s3_command",
-    "s3_server",
-    "started",
-    "valkey_cluster",
-    "valkey_command",
-    "valkey_server",
-    "wait_until",
-]
-
 START_S_MAX = 30.0
 
 

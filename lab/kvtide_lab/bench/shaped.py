@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LATE_S", "ShapedProxy"]
-
 # Small, so that little is on its way: what the kernel holds is not yet through the link.
 PIECE_BYTES = 16 << 10
 _POLL_S = 0.05

@@ -34,8 +34,6 @@ from kvtide_lab.bench.services import valkey_server
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.bench.siege_attack import Attack
 
-__all__ = ["ATTACKS", "SiegeResult", "SiegeRow", "render", "run"]
-
 MIB = 1 << 20
 # What a tenant may feel: so many times its quiet p99, but this much is nothing that a user notices.
 P99_FACTOR_MAX = 10.0

@@ -17,8 +17,6 @@ import time
 
 import msgspec
 
-__all__ = ["Attack", "main"]
-
 _ANSWER = b"HTTP/1.1 "
 _READ_BYTES = 1 << 20
 

@@ -25,8 +25,6 @@ from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
 
-__all__ = ["StackBenchResult", "StackBenchRow", "read_importance", "run", "synthetic_trace", "table", "trace_requests"]
-
 # One request: the ids of its blocks, from the first token on.
 Request = Sequence[int]
 

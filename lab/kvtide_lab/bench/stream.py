@@ -16,9 +16,10 @@ import msgspec
 from rich.table import Table
 
 from kvtide.block import BlockLayout
-from kvtide.codec import Profile, TideCodec
+from kvtide.codec import Profile
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
+from kvtide.codec.tide import TideCodec
 from kvtide.fetch import Wish
 from kvtide.fetch.job import Job, layered_job, level_job
 from kvtide.fetch.run import LinkState
@@ -32,19 +33,6 @@ from kvtide_lab.bench.stream_exact import ExactTimes, exact_times
 from kvtide_lab.bench.stream_rig import SUFFIX_TOKENS, Rig, Speeds
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.stream import play
-
-__all__ = [
-    "BLOCK_TOKENS",
-    "FULL",
-    "QUICK",
-    "Pair",
-    "StreamBench",
-    "StreamBenchRow",
-    "StreamSize",
-    "render",
-    "row_of",
-    "run",
-]
 
 BLOCK_TOKENS = 64
 # Levels 4 to 1.

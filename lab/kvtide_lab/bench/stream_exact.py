@@ -18,8 +18,6 @@ from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
 from kvtide_lab.sim.links import Link
 
-__all__ = ["ExactTimes", "exact_times"]
-
 # A tenth of a block of exact SmolLM2 a second: recomputing is a hundred times as fast.
 SLOW_BYTES_PER_S = 1e6 / 8
 

@@ -31,8 +31,6 @@ from kvtide.wire import StoredObject, pack_object
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.sim.stream import Costs
 
-__all__ = ["SUFFIX_TOKENS", "Played", "Rig", "Speeds"]
-
 SUFFIX_TOKENS = 16
 # How often short things are timed.
 _TIMINGS = 3

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.codec import Profile, TideCodec
+from kvtide.codec import Profile
+from kvtide.codec.tide import TideCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide_lab.bench.codec_speed import TideSpeed, measure, pinned
-
-__all__ = ["run"]
 
 QUALITY = 5e-3
 REFINEMENTS = (0, 1, 2)

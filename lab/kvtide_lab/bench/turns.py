@@ -22,8 +22,6 @@ from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_state import Partial, ids_digest
 from kvtide_lab.judge.chat_judge import ChatJudge, ChatSize, TurnVerdict
 
-__all__ = ["FULL", "QUICK", "Subject", "Trend", "TurnRow", "TurnsBench", "partial_of", "run", "subject_of", "trend_of"]
-
 # The first turn restores nothing: what adds up begins with the second.
 FIRST_RESTORED = 1
 # A growth that chance alone shows less often than this is a trend.

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from kvtide_lab.bench.turns import Trend, TurnsBench
 
-__all__ = ["plot", "render"]
-
 
 def render(result: TurnsBench) -> Group:
     """Return the tables that people read: turn by turn, then what they say of each codec."""

@@ -24,8 +24,6 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import valkey_server
 
-__all__ = ["ValkeyBenchResult", "ValkeyBenchRow", "run", "table"]
-
 _VALUE_BYTES = 4 << 20
 _VALUES = 32
 _SLICE = 4

@@ -7,8 +7,6 @@ import typer
 from kvtide.cli import run
 from kvtide_lab.cli import bench, sim
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="kvtide-lab",
     help="Measure and simulate kvtide.",

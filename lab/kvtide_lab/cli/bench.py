@@ -20,8 +20,6 @@ from kvtide_lab.cli.sim import ClientOption, client_mix
 from kvtide_lab.sim import read_trace
 from kvtide_lab.sim.fairness import FairnessSetup
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
 app.command("engine")(bench_engine)

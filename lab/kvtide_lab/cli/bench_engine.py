@@ -18,8 +18,6 @@ from kvtide_lab.bench import engine
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
 
-__all__ = ["bench_engine", "bench_offload"]
-
 PythonOption = Annotated[
     Path | None, typer.Option("--python", help="Interpreter with vLLM and kvtide; default: this one.")
 ]

@@ -12,8 +12,6 @@ from kvtide.cli.progress import progress_bars
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
 
-__all__ = ["bench_importance"]
-
 
 def bench_importance(
     text: Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be repeated.")] = None,

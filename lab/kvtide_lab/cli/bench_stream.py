@@ -14,8 +14,6 @@ from kvtide.cli.store import JsonOption
 from kvtide.config import leave_a_core
 from kvtide_lab.sim.links import Link, link_named, read_link
 
-__all__ = ["bench_stream"]
-
 MBIT = 1e6 / 8
 # The mean of mahimahi's T-Mobile trace.
 LTE_MBIT = 17.0

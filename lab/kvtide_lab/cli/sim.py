@@ -28,8 +28,6 @@ from kvtide_lab.sim.report import (
     trace_report,
 )
 
-__all__ = ["ClientOption", "app", "client_mix"]
-
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
 

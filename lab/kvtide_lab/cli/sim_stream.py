@@ -17,8 +17,6 @@ from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.stream_report import plot_stream, render_stream, stream_report
 from kvtide_lab.sim.stream_sweep import STREAM_POLICIES, StreamSetup, sweep
 
-__all__ = ["stream"]
-
 _DEFAULT = StreamSetup()
 TRIALS_QUICK = 30
 LINK_HELP = f"A model ({', '.join(LINK_MODELS)}), a trace or a folder of traces; repeats. Default: all models."

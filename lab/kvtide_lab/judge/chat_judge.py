@@ -23,8 +23,6 @@ from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import Pages, block_bits
 from kvtide.engines.transformers.watch import model_fingerprint
 
-__all__ = ["ChatJudge", "ChatSize", "TurnVerdict"]
-
 # What a turn stores must be there in the next one; on a busy machine that takes a while.
 FLUSH_S_MAX = 120.0
 

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec import Profile, TideCodec
-from kvtide.codec.tide import THIRD, Steps
+from kvtide.codec import Profile
+from kvtide.codec.tide import THIRD, Steps, TideCodec
 from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide
 from kvtide.wire import pack_object
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix
-
-__all__ = ["CurvePoint", "all_tokens", "over_line", "selective"]
 
 # The finest step's KL, and refinements down to it.
 QUALITY, REFINEMENTS = 9e-4, 2

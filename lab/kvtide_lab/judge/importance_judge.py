@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry, PackedCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedCodec
 from kvtide.codec.raw import RawCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
@@ -33,8 +34,6 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.wrap import Paced
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
-
-__all__ = ["Device", "ImportanceJudge", "Judged", "JudgedPrefix", "ProbeKeys", "Question", "Said"]
 
 ANSWER_TOKENS = 16
 # Room for a question and its answer.

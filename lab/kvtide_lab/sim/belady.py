@@ -13,8 +13,6 @@ import heapq
 from kvtide.types import BlockKey
 from kvtide_lab.sim.workload import Trace
 
-__all__ = ["belady_hits"]
-
 _NEVER = 1 << 60
 
 

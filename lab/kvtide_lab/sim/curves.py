@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["CURVES", "Curve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:

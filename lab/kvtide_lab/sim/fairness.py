@@ -16,18 +16,6 @@ import msgspec
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.scheduler.policies import POLICIES
 
-__all__ = [
-    "FAIRNESS_MIX",
-    "ClientMix",
-    "FairnessReport",
-    "FairnessRow",
-    "FairnessSetup",
-    "Served",
-    "fairness_report",
-    "fairness_row",
-    "run_fairness",
-]
-
 
 class ClientMix(NamedTuple):
     """So many clients that ask for bodies of one size, each with `connections` requests under way."""

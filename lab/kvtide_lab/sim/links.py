@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GBIT", "LINK_MODELS", "Link", "link_named", "read_link"]
-
 PACKET_BYTES = 1500
 TRACE_BYTES_MAX = 64 << 20
 _MODEL_S = 600.0

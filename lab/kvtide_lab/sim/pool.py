@@ -26,8 +26,6 @@ from kvtide.tier.pool.placement import (
 )
 from kvtide_lab.sim.report import new_figure
 
-__all__ = ["PoolReport", "PoolRow", "plot_pool", "render_pool", "run_pool"]
-
 SERVERS = (8, 12, 13, 16, 100)
 SERVERS_MANY = (1000, 4000)
 # A map for thousands of servers has more slots, so that each server has some.

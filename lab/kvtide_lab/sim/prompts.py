@@ -19,8 +19,6 @@ from kvtide.keys import block_keys
 from kvtide.types import BlockKey
 from kvtide_lab.sim.workload import tenant_namespace
 
-__all__ = ["PROBABILITIES", "PromptPoint", "PromptSetup", "run_prompts"]
-
 PROBABILITIES = tuple(step / 10 for step in range(1, 11))
 _VOCABULARY = 32_000
 _NAMESPACE = tenant_namespace("prompts")

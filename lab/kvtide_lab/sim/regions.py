@@ -25,8 +25,6 @@ from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
-__all__ = ["RegionsReport", "RegionsRow", "render_regions", "run_regions"]
-
 # A block of a model of 7 to 8 billion parameters with grouped heads, fp16: what one object stands for.
 BLOCK_BYTES = 32 << 20
 SHARED_SHARES = (0.2, 0.5, 0.8)

@@ -11,8 +11,6 @@ from kvtide.index import RadixIndex, Rules, policy_named
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
-__all__ = ["BELADY", "Comparison", "ReplayResult", "TenantResult", "capacity_blocks", "compare", "replay"]
-
 BELADY = "belady"
 # Of the order of magnitude of today's models of 8 billion parameters.
 TOKENS_OF_EQUAL_COST = 16_384

@@ -17,20 +17,6 @@ from kvtide_lab.sim.workload import Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "PromptReport",
-    "TraceReport",
-    "new_figure",
-    "plot_fairness",
-    "plot_prompts",
-    "plot_trace",
-    "prompt_report",
-    "render_fairness",
-    "render_prompts",
-    "render_trace",
-    "trace_report",
-]
-
 _BAR_CELLS = 30
 
 

@@ -27,8 +27,6 @@ from kvtide.stream.plan import (
 )
 from kvtide_lab.sim.links import Link
 
-__all__ = ["Costs", "Outcome", "play"]
-
 
 class Costs(NamedTuple):
     """What takes time besides the link's bytes and the engine's tokens; nothing unless it was measured.

@@ -12,8 +12,6 @@ from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.report import new_figure
 from kvtide_lab.sim.stream_sweep import ORACLE, StreamRow, StreamSetup
 
-__all__ = ["StreamReport", "plot_stream", "render_stream", "stream_report"]
-
 # What kvtide is held against; all other policies are its own.
 _RIVALS = ("fixed", "cachegen", "cachegen-tide")
 

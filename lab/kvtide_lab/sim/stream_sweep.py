@@ -17,8 +17,6 @@ from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.stream import Costs, Outcome, play
 
-__all__ = ["ORACLE", "STREAM_POLICIES", "StreamCase", "StreamRow", "StreamSetup", "build_request", "oracle", "sweep"]
-
 ORACLE = "oracle"
 
 

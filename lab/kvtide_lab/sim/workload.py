@@ -17,8 +17,6 @@ import msgspec
 
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
-__all__ = ["Trace", "TraceRequest", "TraceSource", "WekaReplay", "build_trace", "read_trace", "tenant_namespace"]
-
 _Row = TypeVar("_Row")
 
 LINE_BYTES_MAX = 16 << 20

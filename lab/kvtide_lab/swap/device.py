@@ -16,8 +16,6 @@ from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide_lab.swap.pages import Swap, runs
 
-__all__ = ["KernelSwapper"]
-
 PIECE_BYTES = 16 << 20
 # One is gathered, one is copied, one is about to be.
 PIECES = 3

@@ -17,8 +17,6 @@ import torch
 from kvtide.block import BlockLayout
 from kvtide.engines.gpu.opened import Opened
 
-__all__ = ["PageSwapper", "Swap", "made_up_pages", "runs"]
-
 
 class Swap:
     """A transfer under way. Until it is done, neither its pages nor its slots may be used otherwise."""

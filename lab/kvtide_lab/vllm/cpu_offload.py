@@ -13,8 +13,6 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["CpuTieringSpec"]
-
 
 class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed for us
     """Copies pages between the engine's cache and the primary tier at once; one group of layers."""

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-__all__ = ["Answer", "Job", "Prompt", "Result", "Start", "import_engine", "serve"]
-
 
 class Start(msgspec.Struct, frozen=True):
     """An engine to start. `transfer` are the fields of vLLM's KVTransferConfig, none for no connector."""

@@ -10,8 +10,6 @@ from kvtide.cli import calibrate, demo, doctor, records, serve, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
-__all__ = ["app", "main", "run"]
-
 app = typer.Typer(
     name="kvtide",
     help="Prefill once, reuse anywhere: a KV-cache layer for LLM serving.",

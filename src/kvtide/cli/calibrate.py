@@ -17,8 +17,6 @@ from kvtide.codec import Profile
 from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.tide import COSTS
 
-__all__ = ["TextOption", "calibrate"]
-
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
 _KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)

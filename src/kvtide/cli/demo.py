@@ -22,8 +22,6 @@ from kvtide.cli.report import CONSOLE, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
 from kvtide.tier import disk_path
 
-__all__ = ["demo"]
-
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
 # What is shown beside the codec that was asked for.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DemoJob", "DemoRun"]
-
 
 class DemoJob(msgspec.Struct, frozen=True):
     """What one run is to do. `is_judged`: say how far what the model says is from exact."""

@@ -20,8 +20,6 @@ from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
 from kvtide.engines.transformers import CachedModel, attach, load_model, load_tokenizer, model_fingerprint
 
-__all__ = ["main"]
-
 _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 
 

@@ -20,8 +20,6 @@ from kvtide.cli.report import CONSOLE, Finding, cpu_name, emit_json, format_byte
 from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption, store_folder
 from kvtide.config import cache_home
 
-__all__ = ["doctor"]
-
 _OPTIONAL = {
     "torch": "engine for Hugging Face models: pip install torch==2.13.0",
     "transformers": "engine for Hugging Face models: pip install 'kvtide[transformers]'",

@@ -13,8 +13,6 @@ import msgspec
 import kvtide
 from kvtide.cli.report import Finding
 
-__all__ = ["gpu_path", "measured", "verdicts"]
-
 REPORT_BYTES_MAX = 1 << 20
 # It takes some minutes on a GPU.
 MEASURING_S_MAX = 1800.0

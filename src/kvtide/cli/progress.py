@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-__all__ = ["progress_bars"]
-
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:

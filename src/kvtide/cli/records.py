@@ -17,8 +17,6 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.wire.records import Record, RecordKind, RecordName, record_name
 
-__all__ = ["invalidate", "record"]
-
 ServerOption = Annotated[str, typer.Option("--server", help="http(s)://host:port or pool://…, as engines use it.")]
 
 

@@ -17,8 +17,6 @@ from rich.console import Console
 
 import kvtide
 
-__all__ = ["CONSOLE", "Finding", "cpu_name", "emit", "emit_json", "envelope", "fail", "format_bytes"]
-
 # Tables and progress are for people and go to stderr when stdout carries JSON.
 CONSOLE = Console()
 

@@ -29,8 +29,6 @@ from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
 from kvtide.tier.pool import PoolServer, membership_of
 
-__all__ = ["serve", "token"]
-
 
 def serve(
     config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,

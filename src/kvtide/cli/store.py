@@ -28,8 +28,6 @@ from kvtide.tier import ObjectInfo, Tier, disk_path
 from kvtide.tier.disk import DiskTier
 from kvtide.types import Namespace
 
-__all__ = ["DEFAULT_STORE", "JsonOption", "StoreOption", "explain", "ls", "rm", "stats", "store_folder"]
-
 DEFAULT_STORE = str(cache_home() / "demo-store")
 # What `ls` calls a record of past uses, which lies beside its block and is none.
 RECORD = "use record"

@@ -12,14 +12,6 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = [
-    "Codec",
-    "LayeredCodec",
-    "layer_section_ids",
-    "layer_views",
-    "sections_by_layer",
-]
-
 
 class Codec(Protocol):
     """Turns a block into sections and back. Holds no state that encoding or decoding changes: threads may share it."""

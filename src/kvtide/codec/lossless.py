@@ -19,8 +19,6 @@ from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansCoder,
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
-__all__ = ["LosslessCodec"]
-
 _PLANE = struct.Struct("<BBHI")
 _STORED, _CONSTANT, _RANS = 0, 1, 2
 # bases of K and V, zero, bytes of the tables, escapes of K and V, bytes of their streams

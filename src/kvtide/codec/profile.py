@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from kvtide.block import BlockLayout
 from kvtide.errors import CorruptPayload
 
-__all__ = ["PROFILE_BYTES_MAX", "Profile"]
-
 PROFILE_BYTES_MAX = 4 << 30
 _MAGIC = b"\x89KVTPROF"
 _VERSION = 1

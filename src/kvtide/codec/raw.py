@@ -11,8 +11,6 @@ from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
-__all__ = ["RawCodec"]
-
 
 class RawCodec:
     """Stores every byte as it is."""

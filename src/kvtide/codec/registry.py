@@ -8,14 +8,8 @@ from typing import NamedTuple
 from kvtide.block import BlockLayout
 from kvtide.codec.base import Codec
 from kvtide.codec.lossless import LosslessCodec
-from kvtide.codec.packed import BASE_QUALITY, PackedCodec
 from kvtide.codec.profile import Profile
-from kvtide.codec.published import CODERS, CachegenCodec, ChunkwiseCodec
 from kvtide.codec.raw import RawCodec
-from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
-from kvtide.importance import CHUNK_TOKENS
-
-__all__ = ["CodecRegistry", "CodecSpec"]
 
 
 class CodecSpec(NamedTuple):
@@ -43,27 +37,45 @@ class _Kind(NamedTuple):
     make: _Maker
 
 
-def _plain(codec: type[RawCodec] | type[LosslessCodec]) -> _Maker:
-    def make(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-        if arguments:
-            raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
-        return codec()
-
-    return make
+def _plain(codec: Codec, arguments: tuple[str, ...]) -> Codec:
+    if arguments:
+        raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
+    return codec
 
 
-def _by_level(codec: type[CachegenCodec] | type[ChunkwiseCodec]) -> _Maker:
-    def make(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-        level, coder = (*arguments, *("3", CODERS[0].name)[len(arguments) :])
-        coders = [found.name for found in CODERS]
-        if not level.isdecimal() or int(level) == 0 or coder not in coders:
-            raise ValueError(f"expected a level from 1 on and a coder of {', '.join(coders)}, got {arguments}")
-        return codec(int(level), coders.index(coder), profile)
+def _raw(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    return _plain(RawCodec(), arguments)
 
-    return make
+
+def _lossless(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    return _plain(LosslessCodec(), arguments)
+
+
+def _level_and_coder(arguments: tuple[str, ...]) -> tuple[int, int]:
+    from kvtide.codec.published import CODERS
+
+    level, coder = (*arguments, *("3", CODERS[0].name)[len(arguments) :])
+    coders = [found.name for found in CODERS]
+    if not level.isdecimal() or int(level) == 0 or coder not in coders:
+        raise ValueError(f"expected a level from 1 on and a coder of {', '.join(coders)}, got {arguments}")
+    return int(level), coders.index(coder)
+
+
+def _cachegen(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    from kvtide.codec.published import CachegenCodec
+
+    return CachegenCodec(*_level_and_coder(arguments), profile)
+
+
+def _chunkwise(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    from kvtide.codec.published import ChunkwiseCodec
+
+    return ChunkwiseCodec(*_level_and_coder(arguments), profile)
 
 
 def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
+
     quality, refinements = (*arguments, *(str(DEFAULT_QUALITY), str(DEFAULT_REFINEMENTS))[len(arguments) :])
     try:
         return TideCodec(profile, float(quality), int(refinements))
@@ -72,6 +84,9 @@ def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 
 
 def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+    from kvtide.codec.packed import BASE_QUALITY, PackedCodec
+    from kvtide.importance import CHUNK_TOKENS
+
     quality, chunk_tokens = (*arguments, *(str(BASE_QUALITY), str(CHUNK_TOKENS))[len(arguments) :])
     try:
         return PackedCodec(profile, float(quality), int(chunk_tokens))
@@ -79,40 +94,43 @@ def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
         raise ValueError(f"codec packed[:quality[:chunk tokens]], got {arguments}: {error}") from error
 
 
-def _kinds() -> dict[str, _Kind]:
-    return {
-        "raw": _Kind(RawCodec.codec_id, None, _plain(RawCodec)),
-        "lossless": _Kind(LosslessCodec.codec_id, None, _plain(LosslessCodec)),
-        "cachegen": _Kind(CachegenCodec.codec_id, "cachegen", _by_level(CachegenCodec)),
-        "chunkwise": _Kind(ChunkwiseCodec.codec_id, "chunkwise", _by_level(ChunkwiseCodec)),
-        "packed": _Kind(PackedCodec.codec_id, "tide-layer", _packed),
-        "tide": _Kind(TideCodec.codec_id, "tide-layer", _tide),
-        "tide-light": _Kind(TideCodec.codec_id, "tide-light", _tide),
-        "tide-deep": _Kind(TideCodec.codec_id, "tide-deep", _tide),
-    }
+# Codecs by the name that a user gives: the id that objects carry, the kind of profile, what makes one. Each is
+# imported when it is first made.
+_KINDS = {
+    "raw": _Kind(RawCodec.codec_id, None, _raw),
+    "lossless": _Kind(LosslessCodec.codec_id, None, _lossless),
+    "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
+    "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
+    "packed": _Kind("packed-1", "tide-layer", _packed),
+    "tide": _Kind("tide-1", "tide-layer", _tide),
+    "tide-light": _Kind("tide-1", "tide-light", _tide),
+    "tide-deep": _Kind("tide-1", "tide-deep", _tide),
+}
+# These can't do without a profile.
+_PROFILED = {"tide-1", "packed-1"}
 
 
 class CodecRegistry:
     """Knows every codec that ships, and the profiles that it was given."""
 
     def __init__(self, profiles: Sequence[Profile] = ()) -> None:
-        self._kinds = _kinds()
         self._profiles = {profile.digest: profile for profile in profiles}
         # What decodes: one for each id and profile, made when first asked for. A race makes one twice, harmlessly.
         self._decoders: dict[tuple[str, bytes | None], Codec] = {}
 
     def names(self) -> list[str]:
         """Return the names of all codecs, sorted."""
-        return sorted(self._kinds)
+        return sorted(_KINDS)
 
     def get(self, codec_id: str, profile: bytes | None) -> Codec | None:
         """Return what decodes objects of this codec id and profile digest, or None: the object is then a miss."""
         found = self._decoders.get((codec_id, profile))
         if found is None:
-            kind = next((kind for kind in self._kinds.values() if kind.codec_id == codec_id), None)
+            kind = next((kind for kind in _KINDS.values() if kind.codec_id == codec_id), None)
             if kind is None or (profile is not None and (kind.profile_kind is None or profile not in self._profiles)):
                 return None
             found = kind.make((), self._profiles[profile] if profile else None)
+            assert found.codec_id == codec_id
             self._decoders[codec_id, profile] = found
         return found
 
@@ -124,7 +142,7 @@ class CodecRegistry:
         profile fits.
         """
         name, arguments = CodecSpec.parse(spec)
-        kind = self._kinds.get(name)
+        kind = _KINDS.get(name)
         if kind is None:
             raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(self.names())}")
         fitting = [
@@ -132,7 +150,7 @@ class CodecRegistry:
             for found in self._profiles.values()
             if layout is not None and found.kind == kind.profile_kind and found.fits(layout)
         ]
-        needs_profile = kind.codec_id in {TideCodec.codec_id, PackedCodec.codec_id}
+        needs_profile = kind.codec_id in _PROFILED
         if needs_profile and layout is not None and not fitting:
             raise ValueError(f"codec {name!r} needs a profile of this model: make one with `kvtide calibrate`")
         return kind.make(arguments, fitting[0] if fitting else None)

@@ -10,8 +10,6 @@ from pathlib import Path
 from kvtide.codec import PROFILE_BYTES_MAX, Profile
 from kvtide.errors import CorruptPayload
 
-__all__ = ["installed_profiles", "read_profile"]
-
 _ENTRY_POINTS = "kvtide.profiles"
 
 

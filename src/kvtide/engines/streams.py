@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceStream"]
-
 
 class DeviceStream:
     """A stream of a device. Without one, in this machine's memory, all is done at once and events are None."""

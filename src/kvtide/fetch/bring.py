@@ -18,8 +18,6 @@ from kvtide.stream import Receiver
 from kvtide.stream.plan import Policy
 from kvtide.tier import Source
 
-__all__ = ["Bringing", "Brought", "LoadedBlock"]
-
 _log = logging.getLogger(__name__)
 
 # A loaded block by its number, for the engine to put behind what it has: called in order.

@@ -31,8 +31,6 @@ from kvtide.stream.plan import (
 from kvtide.tier import Source, read_heads
 from kvtide.wire import StoredObject
 
-__all__ = ["ContextLoader", "ContextReport", "LoaderStats"]
-
 
 class ContextReport(NamedTuple):
     """What became of a context.

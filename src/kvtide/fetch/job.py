@@ -11,8 +11,6 @@ from kvtide.errors import CorruptPayload
 from kvtide.stream.plan import Chunk, PrefillSpeed, Request
 from kvtide.wire import StoredObject
 
-__all__ = ["Job", "Piece", "Wish", "layered_job", "level_job"]
-
 _Spans = Sequence[tuple[int, int]]
 
 

@@ -20,8 +20,6 @@ from kvtide.stream import Receiver
 from kvtide.tier import Source
 from kvtide.wire import StoredObject
 
-__all__ = ["KeepLimits", "KeepStats", "Keeper", "Left"]
-
 _log = logging.getLogger(__name__)
 
 # Stores a whole object, and tells whether somebody took it; called in the keeper's thread.

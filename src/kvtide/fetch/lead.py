@@ -13,8 +13,6 @@ from kvtide.fetch.job import Wish
 from kvtide.fetch.run import Engine
 from kvtide.stream.plan import PASS_TOKENS, Decision, pass_reach
 
-__all__ = ["Lead", "Opening"]
-
 # Passes that nobody races are no longer: to SmolLM2 each one more is about 1.5 % of recomputing 1,040 tokens, and in
 # much longer ones attention over what was there before them costs more than that.
 _OWN_PASS_TOKENS = 2 * PASS_TOKENS

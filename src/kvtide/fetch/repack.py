@@ -14,15 +14,14 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry, PackedBase, PackedCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, WriterId, expected_gain, packing_orders, record_id
 from kvtide.tier.base import Replacing, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
-
-__all__ = ["REPACKS_MAX", "Repacked", "Repacker", "UseStore"]
 
 _log = logging.getLogger(__name__)
 

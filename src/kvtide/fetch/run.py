@@ -21,8 +21,6 @@ from kvtide.stream import Estimator, Receiver
 from kvtide.stream.plan import Fetch, Policy, Progress, Reason, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.tier import Source
 
-__all__ = ["Engine", "FetchLimits", "FetchReport", "LinkState", "Run"]
-
 _log = logging.getLogger(__name__)
 
 

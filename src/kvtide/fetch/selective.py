@@ -17,15 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import CodecRegistry, PackedBase, PackedCodec, chunk_bits, put_chunk
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
 from kvtide.store import BlockSink
 from kvtide.tier.base import Tier
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
-
-__all__ = ["ChunkBits", "SelectiveLoad"]
 
 _log = logging.getLogger(__name__)
 

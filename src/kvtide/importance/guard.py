@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from kvtide.importance.probe import Floats, top_tokens
 
-__all__ = ["Finding", "Guard", "HeadsAgree", "NeighboursAgree", "jaccard", "random_jaccard"]
-
 ALPHA = 0.6
 # Between ordinary prompts and adversarial ones (decision 0013 has the measurements).
 ALIKE = 0.1

@@ -10,19 +10,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "AllHeads",
-    "Ask",
-    "FirstHeads",
-    "Floats",
-    "GroupHeads",
-    "Known",
-    "Random",
-    "Recency",
-    "Selector",
-    "top_tokens",
-]
-
 Floats = NDArray[np.float32]
 
 

@@ -12,17 +12,6 @@ from numpy.typing import NDArray
 
 from kvtide.importance.probe import Floats, top_tokens
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "Gain",
-    "Orders",
-    "chunks_of",
-    "expected_gain",
-    "is_order",
-    "packing_orders",
-    "select_chunks",
-]
-
 CHUNK_TOKENS = 32
 # (layers, tokens): for each layer the logical tokens as they are stored.
 Orders = NDArray[np.uint16]

@@ -20,8 +20,6 @@ from kvtide.errors import CorruptPayload
 from kvtide.importance.probe import Floats
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["HALF_LIFE_S", "RECORD_BYTES_MAX", "WRITERS_MAX", "Entry", "UseRecord", "WriterId", "record_id"]
-
 WriterId = bytes
 WRITER_BYTES = 8
 # Writers that a record remembers: those that wrote last.

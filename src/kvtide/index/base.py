@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["Index", "IndexStats", "Match", "Record", "RestoreReport"]
-
 
 class Match(NamedTuple):
     """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first.

@@ -13,8 +13,6 @@ from kvtide.index.policies import Policy
 from kvtide.index.run import Run
 from kvtide.types import Namespace
 
-__all__ = ["Account", "Ledger", "Rules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from kvtide.types import BlockKey
 
-__all__ = ["FreePool"]
-
 # Passed-over entries may make up this share of the heaps' before they are rebuilt.
 _STALE_SHARE_MAX = 0.5
 _STALE_SLACK = 64

@@ -22,8 +22,6 @@ from kvtide.index.run import Run
 from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["RadixIndex"]
-
 _NO_RULES = Rules()
 
 

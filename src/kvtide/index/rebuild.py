@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from kvtide.index.base import Record
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["Rebuild"]
-
 _Edge = tuple[Namespace, BlockKey]
 
 

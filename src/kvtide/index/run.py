@@ -10,8 +10,6 @@ from typing import Any
 
 from kvtide.types import BlockKey
 
-__all__ = ["BLOCKS_OF_EQUAL_COST", "Run"]
-
 # A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
 # the order of magnitude of today's 8B models).
 BLOCKS_OF_EQUAL_COST = 64

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from kvtide.index.run import Run
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["TIERS_MAX", "Anchor", "Tree", "mark_tier", "tier_bit_of", "tier_blocks"]
-
 # A block's tiers are the bits of one byte.
 TIERS_MAX = 8
 # For each tier's bit, what every mask becomes with it.

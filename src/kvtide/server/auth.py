@@ -23,19 +23,6 @@ from kvtide.errors import RequestRefused
 from kvtide.types import Namespace
 from kvtide.wire.protocol import TENANT_HEADER
 
-__all__ = [
-    "NOBODY",
-    "Caller",
-    "Gate",
-    "Grant",
-    "Scope",
-    "generation_namespace",
-    "new_token",
-    "tenant_namespace",
-    "tenants_named",
-    "token_digest",
-]
-
 _TENANT_TAG = b"kvtide-tenant-1"
 _GENERATION_TAG = b"kvtide-generation-1"
 _EVERYBODY = "*"

@@ -37,8 +37,6 @@ from kvtide.wire.protocol import (
 from kvtide.wire.protocol import Route as ProtocolRoute
 from kvtide.wire.records import RecordName, RecordsRoute
 
-__all__ = ["Gateway"]
-
 _log = logging.getLogger(__name__)
 _View = TypeVar("_View", ObjectList, TenantView)
 

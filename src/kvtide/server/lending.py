@@ -22,8 +22,6 @@ from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header
 
-__all__ = ["Lending"]
-
 _Result = TypeVar("_Result")
 
 

@@ -17,8 +17,6 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 from kvtide.wire.protocol import ListedObject, ListRoute, ObjectList, TenantView
 
-__all__ = ["Listing"]
-
 _EMBEDDED_MAX = 4096
 # A millisecond or two of Python's, in which nothing else happens.
 _SLICE_OBJECTS = 512

@@ -17,8 +17,6 @@ from kvtide.server.auth import Gate
 from kvtide.server.proxies import Proxies
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings
 
-__all__ = ["Live", "SettingsFile"]
-
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 # What may change while the server runs; the others are in sizes of pools and names of files that are open.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from kvtide.tier.pool import EtcdMembership, Membership, Placement, PoolMap, PoolServer, Watcher
 from kvtide.types import BlockKey
 
-__all__ = ["Member", "Redirect"]
-
 _CLOSE_S_MAX = 5.0
 
 

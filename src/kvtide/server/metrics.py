@@ -21,17 +21,6 @@ from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats
 from kvtide.types import Namespace
 
-__all__ = [
-    "METRICS_CONTENT_TYPE",
-    "OTHER_TENANTS",
-    "Metrics",
-    "NamespaceTotals",
-    "Route",
-    "SourceCollector",
-    "TenantTotals",
-    "metrics_body",
-]
-
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
 OTHER_TENANTS = "(others)"

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from kvtide.server.auth import generation_namespace, tenant_namespace
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
-__all__ = ["Names"]
-
 
 class Names:
     """Names of stored namespaces in which objects were seen, the last `names_max` of them. Thread-safe.

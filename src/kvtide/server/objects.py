@@ -41,8 +41,6 @@ from kvtide.wire.protocol import (
 )
 from kvtide.wire.records import RecordKind, RecordName
 
-__all__ = ["ObjectRequests"]
-
 _REASON_CHARACTERS_MAX = 16
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
-
 
 class Pace:
     """A bucket of time: waiting empties it, bytes that move fill it, up to `slow_s_max` seconds.

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-__all__ = ["Proxies", "ProxyHeader", "read_proxy_header"]
-
 _UNIX = "unix"
 FORWARDED_HEADER = "x-forwarded-for"
 _SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"

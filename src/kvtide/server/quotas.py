@@ -22,8 +22,6 @@ from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 
-__all__ = ["OTHERS", "Quota", "QuotaCollector", "Quotas", "Stored"]
-
 # The quota of every tenant that has none of its own.
 OTHERS = "*"
 # Objects that are counted at all, some 300 bytes of bookkeeping each.

@@ -10,8 +10,6 @@ from pathlib import Path
 from kvtide.server.http import FILES_MAX
 from kvtide.server.settings import ServerLimits, ServerSettings
 
-__all__ = ["check_memory", "memory_bytes", "take_descriptors"]
-
 _log = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
 

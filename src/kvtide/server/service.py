@@ -51,8 +51,6 @@ from kvtide.server.settings import Address, ServerSettings, are_records_kept, pa
 from kvtide.tier import tiers_of
 from kvtide.tier.stack import TierStack
 
-__all__ = ["Backing", "Service", "backing_for"]
-
 _log = logging.getLogger(__name__)
 
 # The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,

@@ -31,8 +31,6 @@ from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
-__all__ = ["BlockSink", "BlockSource", "Cache", "CacheStats", "LoadReport", "MissReason", "PendingBlock", "cache_for"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

@@ -30,18 +30,6 @@ from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section
 from kvtide.wire import SectionEntry, StoredObject, head_bytes, object_bytes_max, parse_header, parse_object
 
-__all__ = [
-    "BlockSink",
-    "Guarded",
-    "LayerSink",
-    "LoadReport",
-    "Loaded",
-    "Loader",
-    "MissReason",
-    "SectionSink",
-    "Sinks",
-]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 # Curves are float32, and headers round up.

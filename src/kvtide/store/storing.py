@@ -16,8 +16,6 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.config import step_back
 from kvtide.types import ObjectId
 
-__all__ = ["Admission", "BlockSource", "PendingBlock", "QueuedBlock", "Storer"]
-
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
 STORE_NICE = 10
 # A storing thread without work calls `idle` so often.

@@ -13,8 +13,6 @@ from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import SectionEntry, StoredObject
 
-__all__ = ["LAYER_STEPS_MAX", "Arrival", "LayerQuality"]
-
 # Bound on (refinement step, layer) pairs of one object, so that a foreign table can't make us allocate much.
 LAYER_STEPS_MAX = 1 << 20
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["ESTIMATORS", "Estimator", "EwmaRate", "HarmonicRate", "LastRate", "QuantileRate", "estimator_named"]
-
 # Transfers that end closer together than this are one: a clock's step says nothing of a link.
 RESOLUTION_S = 1e-6
 

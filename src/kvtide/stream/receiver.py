@@ -16,8 +16,6 @@ from kvtide.stream.arrival import Arrival
 from kvtide.types import Section, SectionId
 from kvtide.wire import SectionEntry, StoredObject, parse_frame
 
-__all__ = ["RECEIVE_BYTES_MAX", "Missing", "Offer", "Outcome", "Receiver", "Usable"]
-
 # Default bound on the bytes of all objects that one receiver puts together.
 RECEIVE_BYTES_MAX = 4 << 30
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-__all__ = ["Background", "LastingFault", "Repeater"]
-
 CLOSE_S_MAX = 30.0
 
 

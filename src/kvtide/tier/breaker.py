@@ -6,8 +6,6 @@ import threading
 
 from kvtide.clock import Clock
 
-__all__ = ["Breaker"]
-
 
 class Breaker:
     """Closed (calls go through), open (none does), half open (one does). Safe to use from several threads.

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["caller_deadline_s", "until"]
-
 # Of the thread that calls; a stack, a flight and a pool lie in between, for which it is nothing.
 _UNTIL_S: ContextVar[float] = ContextVar("until_s", default=math.inf)
 

@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 
 from kvtide.types import ObjectId
 
-__all__ = ["DEMOTE_BYTES_MAX", "Demoter", "Evicting", "Offer"]
-
 DEMOTE_BYTES_MAX = 256 << 20
 
 # Fills a buffer of the object's size with its bytes. False if they can't be had any more.

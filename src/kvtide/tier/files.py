@@ -17,8 +17,6 @@ from typing import NamedTuple
 from kvtide.tier.base import Buffer
 from kvtide.tier.record import PAGE_BYTES
 
-__all__ = ["FileInfo", "Files"]
-
 _MODE = 0o644
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol
 
 from kvtide.types import ObjectId
 
-__all__ = ["FrequencyRanking", "Importance", "Rank", "RankHeap", "Ranking", "RecencyRanking", "ScoreRanking"]
-
 # Objects whose uses are remembered, whether they are in a fast tier or not.
 REMEMBERED_MAX = 1 << 18
 # In uses of each remembered object. docs/benchmarks.md has the others that were tried.

@@ -16,23 +16,6 @@ import xxhash
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
-__all__ = [
-    "PAGE_BYTES",
-    "RecordHeader",
-    "RecordState",
-    "SegmentHeader",
-    "align_up",
-    "header_seal",
-    "is_of_other_version",
-    "pack_record_header",
-    "pack_segment_header",
-    "parse_record_header",
-    "parse_segment_header",
-    "record_bytes",
-    "record_state",
-    "stamp_ms",
-]
-
 # Records, headers and direct reads are aligned to this; every disk that we know takes it.
 PAGE_BYTES = 4096
 

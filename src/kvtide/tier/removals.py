@@ -7,8 +7,6 @@ from collections import OrderedDict
 
 from kvtide.types import ObjectId
 
-__all__ = ["REMEMBERED_MAX", "Removals"]
-
 REMEMBERED_MAX = 4096
 
 

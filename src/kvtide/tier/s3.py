@@ -33,8 +33,6 @@ from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["S3Tier"]
-
 _Result = TypeVar("_Result")
 
 # One request moves at most so much; larger objects are read and written in parts, some at a time.

@@ -13,8 +13,6 @@ from kvtide.tier.base import Tier
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
-__all__ = ["Source", "Take", "TierSource", "read_heads"]
-
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
 Take = Callable[[memoryview], bool]

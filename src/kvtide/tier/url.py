@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvtide.tier.records import RecordsClient
     from kvtide.tier.stack.invalidation import Invalidations
 
-__all__ = ["disk_path", "open_tier", "stack_of", "tiers_of"]
-
 _DEVICE = "device://"
 _MEMORY = "memory://"
 # Schemes of what has records, and how long it may take to answer about them.

@@ -16,8 +16,6 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, OnRemoved, Reporting, Tier, TierStats
 from kvtide.types import ObjectId
 
-__all__ = ["Counting", "Faulty", "Paced", "Slow", "WrappedTier"]
-
 _Result = TypeVar("_Result")
 PACE_S = 2e-3
 

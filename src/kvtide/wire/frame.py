@@ -14,16 +14,6 @@ import xxhash
 from kvtide.errors import CorruptPayload
 from kvtide.wire.object import ENTRY_BYTES, OBJECT_BYTES_MAX, SectionEntry, StoredObject
 
-__all__ = [
-    "FRAME_HEADER_BYTES",
-    "Frame",
-    "FrameHeader",
-    "frame_header",
-    "pack_frame",
-    "parse_frame",
-    "parse_frame_header",
-]
-
 FRAME_HEADER_BYTES = 96
 
 _MAGIC = b"\x89KVTFR\r\n"

@@ -18,27 +18,6 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import CorruptPayload
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 
-__all__ = [
-    "HEADER_AND_TABLE_BYTES_MAX",
-    "HEADER_BYTES",
-    "NO_LABEL",
-    "OBJECT_BYTES_MAX",
-    "ObjectLabel",
-    "SectionEntry",
-    "StoredObject",
-    "embedded_namespace",
-    "head_bytes",
-    "header_and_table_bytes",
-    "object_bytes",
-    "object_bytes_max",
-    "object_label",
-    "object_quality",
-    "pack_object",
-    "parse_header",
-    "parse_object",
-    "version_tag",
-]
-
 HEADER_BYTES = 256
 ENTRY_BYTES = 48
 SECTIONS_MAX = 8192

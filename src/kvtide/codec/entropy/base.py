@@ -11,20 +11,6 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 
-__all__ = [
-    "ESCAPE",
-    "SYMBOLS",
-    "Elements",
-    "EntropyCoder",
-    "EntropyTables",
-    "Escapes",
-    "Runs",
-    "Streams",
-    "check_counts",
-    "check_decode",
-    "check_encode",
-]
-
 SYMBOLS = 32  # alphabet of every table; symbols that never occur cost nothing
 ESCAPE = SYMBOLS - 1  # stands for all values that have no symbol of their own, where Escapes are given
 

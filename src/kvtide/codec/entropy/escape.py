@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, Escapes, Runs, check_encode
 
-__all__ = ["EscapeMap", "SplitValues", "count_values"]
-
 
 def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:
     """Return (tables, 256): how often each value stands in runs of each table.

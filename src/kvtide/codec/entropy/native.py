@@ -9,8 +9,6 @@ from kvtide import _native
 from kvtide.codec.entropy.base import Elements, Escapes, Runs, Streams, check_decode, check_encode
 from kvtide.errors import CorruptPayload
 
-__all__ = ["NativeTables"]
-
 
 class NativeTables:
     """Encodes and decodes with a native table set. Immutable."""

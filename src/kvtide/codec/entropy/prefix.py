@@ -13,8 +13,6 @@ from kvtide.codec.entropy.base import SYMBOLS, check_counts
 from kvtide.codec.entropy.native import NativeTables
 from kvtide.errors import CorruptPayload
 
-__all__ = ["PrefixCoder", "PrefixTables"]
-
 LENGTH_MAX = 10
 
 

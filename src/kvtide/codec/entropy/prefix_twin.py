@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from kvtide.codec.entropy.twin_bits import BitReader, field_bits, to_bits, to_bytes
 
-__all__ = ["codes", "decode", "encode", "lengths", "read_tables", "write_tables"]
-
 SYMBOLS = 32
 LENGTH_MAX = 10
 

@@ -10,8 +10,6 @@ from kvtide.codec.entropy.base import SYMBOLS, check_counts
 from kvtide.codec.entropy.native import NativeTables
 from kvtide.errors import CorruptPayload
 
-__all__ = ["RansCoder", "RansTables", "rans_paths"]
-
 TOTAL = 4096
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from kvtide.codec.entropy.twin_bits import BitReader, field_bits, to_bytes
 
-__all__ = ["SlotMap", "decode", "encode", "quantise", "read_tables", "slot_map", "write_tables"]
-
 LANES = 32
 SYMBOLS = 32
 ESCAPE = 31

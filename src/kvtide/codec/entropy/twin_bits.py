@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["BitReader", "field_bits", "to_bits", "to_bytes"]
-
 
 def to_bytes(bits: str) -> bytes:
     """Return bits as bytes, the first bit lowest."""

@@ -35,18 +35,6 @@ from kvtide.codec.published.shared import ProfiledCodec, read_scales
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = [
-    "GROUP_TOKENS",
-    "LEVELS",
-    "LEVEL_QUALITY",
-    "CachegenCodec",
-    "DeltaSplit",
-    "delta_deviation",
-    "delta_layers",
-    "layer_step",
-    "split_deltas",
-]
-
 GROUP_TOKENS = 10
 # Paper, section 5.2: bins of 0.5, 1 and 1.5 (of the standard deviation, in our reading) for the first, middle and last
 # third of the layers. Levels scale all three; level 4 has the paper's own.

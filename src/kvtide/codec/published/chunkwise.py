@@ -21,8 +21,6 @@ from kvtide.codec.published.shared import ProfiledCodec, read_scales
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = ["CHUNKWISE_LEVELS", "ChunkwiseCodec", "half_bins", "share_of_scale"]
-
 # Bins of the finer and of the coarser layers. Level 3 has those of LMCache 0.5.6: of 32 layers, the first 10 of K and
 # the first 2 of V are finer.
 CHUNKWISE_LEVELS = {1: (128, 64), 2: (64, 32), 3: (32, 16)}

@@ -19,8 +19,6 @@ from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS, half_bins, share_
 from kvtide.codec.published.integers import VALUE_MAX, Integers, fit_distribution, value_counts
 from kvtide.codec.published.shared import distribution_arrays
 
-__all__ = ["PROFILE_KINDS", "ProfileFitter"]
-
 # Yields (name of the distribution, numbers of one of K and V of a layer: (channels, symbols)).
 _Splitter = Callable[["ProfileFitter", int, int, NDArray[np.uint8]], Iterator[tuple[str, Integers]]]
 

@@ -19,18 +19,6 @@ from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, E
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
 
-__all__ = [
-    "CODERS",
-    "Distribution",
-    "IntegerRuns",
-    "coder_of",
-    "decode_alike",
-    "decode_integers",
-    "encode_integers",
-    "fit_distribution",
-    "value_counts",
-]
-
 # What a payload may name; the position is stored.
 CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
 

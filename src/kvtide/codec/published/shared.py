@@ -23,8 +23,6 @@ from kvtide.codec.published.integers import (
 )
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
-__all__ = ["ProfiledCodec", "SharedDistributions", "distribution_arrays", "read_scales"]
-
 
 def distribution_arrays(name: str, by_layer: Sequence[Distribution]) -> dict[str, NDArray[Any]]:
     """Return the arrays under which a profile keeps one distribution set a layer. They must be of the rANS coder."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from kvtide.codec.rotary.scaling import Frequencies, RopeParameters, frequencies_of
 
-__all__ = ["FAMILIES", "UNROTATED_FAMILIES", "Pairs", "RopeOfModel", "rope_of_config"]
-
 
 class Pairs(IntEnum):
     """Which two dims turn together. The numbers are stored."""

@@ -22,8 +22,6 @@ from kvtide.codec.rotary.families import Pairs, rope_of_config
 from kvtide.codec.rotary.scaling import Frequencies
 from kvtide.errors import CorruptPayload
 
-__all__ = ["Pairs", "Rotary", "RotaryTables"]
-
 KINDS_MAX = 64
 # Bit patterns, as in a block.
 BitRows = NDArray[np.uint16] | NDArray[np.uint32]

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROPE_TYPES", "Frequencies", "RopeParameters", "frequencies_of"]
-
 RopeParameters = Mapping[str, Any]
 _Floats = NDArray[np.float64]
 

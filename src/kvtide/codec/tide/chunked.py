@@ -35,8 +35,6 @@ from kvtide.codec.tide.values import Floats, Stored, keep_apart
 from kvtide.errors import CorruptPayload
 from kvtide.importance import CHUNK_TOKENS, chunks_of, packing_orders
 
-__all__ = ["ChunkedRange", "ChunkedTide", "decode_chunked", "encode_chunked"]
-
 # Logical tokens of each chunk.
 Chunks = Sequence[NDArray[np.int64]]
 

@@ -24,8 +24,6 @@ from kvtide.codec.tide.values import Stored
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = ["DEFAULT_QUALITY", "DEFAULT_REFINEMENTS", "TideCodec"]
-
 DEFAULT_QUALITY = 5e-3
 DEFAULT_REFINEMENTS = 2
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 
-__all__ = ["CURVE_COLUMNS", "QUALITY_MAX", "QUALITY_MIN", "check_quality", "quality_of_units", "units_of_quality"]
-
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0

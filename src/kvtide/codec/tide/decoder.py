@@ -16,8 +16,6 @@ from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_
 from kvtide.codec.tide.values import Stored
 from kvtide.errors import CorruptPayload
 
-__all__ = ["Decoding", "decode_range", "refine", "restore"]
-
 
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: Stored) -> None:
     """Write the layers that a base and the refinements behind it hold. CorruptPayload if they do not fit each other."""

@@ -27,19 +27,6 @@ from kvtide.codec.tide.section import (
 from kvtide.codec.tide.values import Stored, keep_apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = [
-    "APART_TOKENS",
-    "EncodedRange",
-    "Fit",
-    "Levels",
-    "coded_tokens",
-    "encode_range",
-    "first_apart",
-    "levels_of",
-    "list_section",
-    "loudness_weights",
-]
-
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
 

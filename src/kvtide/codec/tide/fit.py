@@ -23,8 +23,6 @@ from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import Steps
 from kvtide.codec.tide.values import Stored, Turns, load_values
 
-__all__ = ["COSTS", "Cost", "Moments", "TideCounts", "draft_profile", "finished_profile", "section_layers"]
-
 
 class Cost(NamedTuple):
     """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""

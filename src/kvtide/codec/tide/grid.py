@@ -11,26 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ANY",
-    "PARTS",
-    "TABLES",
-    "THIRD",
-    "TOPS",
-    "UNITS",
-    "Mode",
-    "Plane",
-    "Units",
-    "Which",
-    "digit_tables",
-    "entering",
-    "part_bounds",
-    "part_sizes",
-    "planes",
-    "step_of",
-    "top_tables",
-]
-
 UNITS = 12
 THIRD = 19
 # Tokens sorted by loudness are cut into so many parts.

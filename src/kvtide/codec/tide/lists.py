@@ -15,8 +15,6 @@ from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Str
 from kvtide.codec.tide.grid import TABLES, TOPS, Which
 from kvtide.errors import CorruptPayload
 
-__all__ = ["CodedLists", "Lists", "Rows"]
-
 Items = NDArray[np.int16]
 
 RUN_SYMBOLS = 32

@@ -23,8 +23,6 @@ from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
 
-__all__ = ["ONE", "SIXTEENTHS", "Group", "TideModel"]
-
 # Entries of matrices and coefficients that meet them are whole numbers in these units.
 ONE = 1 << 13
 SIXTEENTHS = 16

@@ -18,8 +18,6 @@ from kvtide.codec.tide.model import SIXTEENTHS
 from kvtide.codec.tide.rows import Place
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["Promise", "Seen", "check_promise", "promise_of"]
-
 # Errors of components of half a step and more follow from the step, those of smaller ones are their own variance, which
 # differs by text and model: the margins are what blocks of 50 held-out texts need (docs/codec.md has the measurements).
 # A transform over several layers follows the texts that it was fitted on more closely.

@@ -16,8 +16,6 @@ from kvtide.codec.tide.grid import Mode, Plane, Units, digit_tables, entering, p
 from kvtide.codec.tide.lists import Items, Rows
 from kvtide.codec.tide.model import Group, TideModel
 
-__all__ = ["Place", "RangeRows", "Restored", "digit_rows", "place_groups", "top_rows"]
-
 
 class Place(NamedTuple):
     """The rows [start, stop) of one group."""

@@ -16,20 +16,6 @@ from kvtide.codec.tide.grid import PARTS, part_sizes
 from kvtide.codec.tide.lists import STREAMS, CodedLists
 from kvtide.errors import CorruptPayload
 
-__all__ = [
-    "REFINEMENTS_MAX",
-    "Apart",
-    "Base",
-    "Loudness",
-    "SectionBytes",
-    "Steps",
-    "join_base",
-    "join_refinement",
-    "split_base",
-    "split_refinement",
-    "steps_of",
-]
-
 REFINEMENTS_MAX = 7
 STEP_UNITS_MAX = 480
 GAIN_UNITS_MAX = 60

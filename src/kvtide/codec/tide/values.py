@@ -14,8 +14,6 @@ from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
 from kvtide.codec.tide.section import Apart
 from kvtide.errors import UnencodableBlock
 
-__all__ = ["Floats", "Stored", "Turns", "keep_apart", "kept_tokens", "load_values"]
-
 # (layers, 2, tokens, kv_heads, head_dim)
 Floats = NDArray[np.float32]
 

@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvtide.block import BlockLayout
-from kvtide.codec import Profile, TideCodec
+from kvtide.codec import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide import COSTS, THIRD, Moments, Steps, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide import COSTS, THIRD, Moments, Steps, TideCodec, TideCounts, draft_profile, finished_profile
 from kvtide.engines.calibrate.judge import Judge, block_metas
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.transformers import block_bits
 from kvtide.errors import UnsupportedModel
-
-__all__ = ["CalibrationReport", "CurvePoint", "TideCalibration"]
 
 # Tokens behind each text by whose gradients sensitivity is measured, and that quality is judged on.
 GRADIENT_TOKENS = 64

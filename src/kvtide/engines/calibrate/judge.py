@@ -18,8 +18,6 @@ from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 
-__all__ = ["CodedContext", "Judge", "Verdict", "block_metas", "capture_blocks", "one_torch_thread", "restored_kl"]
-
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:

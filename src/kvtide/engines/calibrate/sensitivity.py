@@ -14,8 +14,6 @@ from kvtide.block import KVDtype
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import APART_TOKENS
 
-__all__ = ["cache_sensitivity"]
-
 # Labels drawn from the model's own distribution, as the Fisher information wants it.
 _SAMPLES = 2
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
-__all__ = ["Text", "calibration_texts", "evaluation_texts", "read_texts"]
-
 TEXT_BYTES_MAX = 1 << 20
 # Shorter files don't fill a context.
 TEXT_BYTES_MIN = 7000

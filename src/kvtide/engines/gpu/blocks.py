@@ -12,8 +12,6 @@ from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.streams import DeviceStream
 
-__all__ = ["BlockCopier"]
-
 _VECTOR_BYTES, _UNIT_BYTES = 16, 2
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from kvtide.engines.gpu.program import COMPILE_OPTIONS, compile_kernels, compiler_version, kernel_sources
 
-__all__ = ["kept_kernels"]
-
 _log = logging.getLogger(__name__)
 
 # Files in the folder: a few architectures, and versions before and after an update. The oldest go.

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
-from kvtide.codec import Codec, TideCodec
+from kvtide.codec import Codec
+from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels, device_faults
 from kvtide.engines.gpu.opened import Opened
@@ -24,8 +25,6 @@ from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import DeviceFault
 from kvtide.types import Section
-
-__all__ = ["DeviceDecoder"]
 
 # What is decoded together takes several times its blocks' size on the device while it lasts.
 BLOCKS_AT_ONCE = 16

@@ -20,8 +20,6 @@ from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 
-__all__ = ["Budget", "CudaKernels", "Kernels", "Staging", "address", "device_faults"]
-
 # 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 4
 # What device memory is aligned to inside one upload: streams are read by words, tables by vectors.

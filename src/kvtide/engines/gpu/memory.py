@@ -14,8 +14,6 @@ from kvtide.errors import DeviceFault
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.ram import Piece
 
-__all__ = ["KernelMemory"]
-
 # One part is copied by the device while another is filled or emptied by the processor.
 STAGE_BYTES = 4 << 20
 STAGES = 2

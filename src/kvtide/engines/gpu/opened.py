@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Self
 
-__all__ = ["Opened"]
-
 
 class Opened(ABC):
     """Opens at the `with` and closes behind it."""

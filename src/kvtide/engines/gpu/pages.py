@@ -27,8 +27,6 @@ from kvtide.tier import Breaker
 from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
-__all__ = ["KernelPages", "cuda_pages"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

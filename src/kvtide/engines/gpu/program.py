@@ -10,8 +10,6 @@ from typing import Any
 
 from kvtide.errors import DeviceFault
 
-__all__ = ["COMPILE_OPTIONS", "compile_kernels", "compiler_version", "kernel_sources"]
-
 # No contraction: floats take one operation at a time, as on the processor.
 COMPILE_OPTIONS = ("--std=c++20", "--fmad=false")
 

@@ -17,8 +17,6 @@ from kvtide.codec.entropy.base import Elements, check_decode, check_encode
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.errors import CorruptPayload
 
-__all__ = ["STREAM", "THREADS", "DecodeCall", "DeviceRans", "EncodeCall", "decode_lanes", "warp_blocks"]
-
 TOTAL = 4096
 BUCKET = TOTAL // SYMBOLS
 STATES_BYTES = 128

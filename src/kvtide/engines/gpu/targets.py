@@ -13,8 +13,6 @@ from kvtide.block import BlockLayout
 from kvtide.engines.gpu.kernels import address
 from kvtide.engines.paged import CellOrder, keys_values
 
-__all__ = ["PageTarget", "block_target", "page_target"]
-
 SKIPPED = -1
 
 

@@ -23,8 +23,6 @@ from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionKind
 
-__all__ = ["DeviceBlock", "DeviceTide"]
-
 MATRIX_THREADS = 128
 # Ranges at a final step that are remembered: objects of one store have few steps.
 PLANS_MAX = 512

@@ -30,8 +30,6 @@ from kvtide.engines.gpu.tide_model import TILE, DeviceModel
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
-__all__ = ["DeviceTideEncoder", "PagedBlock"]
-
 TOKENS_MAX = 1024
 MATRIX_THREADS = 128
 STATES_BYTES = 128

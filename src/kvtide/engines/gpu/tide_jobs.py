@@ -19,8 +19,6 @@ from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_model import DEPTH, TILE, DeviceModel
 from kvtide.errors import CorruptPayload
 
-__all__ = ["GROUP", "SECTION", "DeviceRange", "GroupJobs", "RangePlan", "SectionJobs", "extent_of"]
-
 # A base of more planes is of no sound profile.
 PLANES_MAX = 32
 PARTS = 4

@@ -17,8 +17,6 @@ from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.engines.gpu.rans import DeviceRans
 from kvtide.engines.gpu.targets import PageTarget
 
-__all__ = ["TILE", "ColumnPairs", "DeviceGroup", "DeviceModel"]
-
 TILE = 64
 DEPTH = 32
 # Of a tile's 32 pairs of columns each of a warp's four columns of lanes has eight neighbours: what a lane writes lies

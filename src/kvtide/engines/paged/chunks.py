@@ -20,8 +20,6 @@ from kvtide.keys import NamespaceSpec
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["ChunkStore", "chunk_layout"]
-
 # Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
 _UNIT = KVDtype.BFLOAT16
 

@@ -18,8 +18,6 @@ from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys
 from kvtide.engines.streams import DeviceStream
 from kvtide.types import Section
 
-__all__ = ["DevicePages"]
-
 _INT_BITS = {2: torch.int16, 4: torch.int32}
 
 

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["WriteGate"]
-
 
 class WriteGate:
     """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share."""

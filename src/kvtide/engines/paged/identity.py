@@ -12,8 +12,6 @@ import xxhash
 
 from kvtide.config import cache_home
 
-__all__ = ["files_fingerprint"]
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_BYTES = 16 << 20
 

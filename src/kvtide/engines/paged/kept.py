@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from kvtide.engines.paged.pages import Captured
 from kvtide.types import ObjectId
 
-__all__ = ["KeptBlocks"]
-
 # Blocks loaded once are remembered, so that what is loaded a second time is kept.
 LOADED_MAX = 1 << 14
 

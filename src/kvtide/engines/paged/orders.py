@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from kvtide.types import BlockKey, ObjectId
 
-__all__ = ["BlockRef", "LoadOrder", "LoadTiming", "StepOrders", "StoreOrder", "WorkerReport"]
-
 
 class BlockRef(NamedTuple):
     """One block of a sequence: for each shard of the model, its object and that of the block before."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Pace", "Speed"]
-
 # Shorter steps and loads say more about overheads than about speed.
 SAMPLE_TOKENS_MIN = 64
 # Share of the newest sample in the estimate.

@@ -19,8 +19,6 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
-__all__ = ["Captured", "CellOrder", "HostPages", "LayeredPages", "PagePool", "cell_order", "keys_values"]
-
 Cells = NDArray[Any]
 
 

@@ -19,8 +19,6 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
 from kvtide.types import BlockKey
 
-__all__ = ["ScheduledRequest", "SchedulerHalf"]
-
 # Answers of local tiers come within this; the engine's loop waits for no longer at a time.
 ANSWER_S = 0.005
 STEPS_IN_FLIGHT_MAX = 64

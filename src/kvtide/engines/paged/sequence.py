@@ -10,8 +10,6 @@ from kvtide.keys import KeyChain, NamespaceSpec
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["Namespaces", "TrackedSequence"]
-
 SALTS_MAX = 1024
 
 

@@ -10,8 +10,6 @@ from msgspec.structs import replace
 
 from kvtide.config import Limits
 
-__all__ = ["ConnectorSettings"]
-
 # Half a block more or less decides what a prompt restores; shorter blocks cost objects.
 BLOCK_TOKENS_WANTED = 128
 

@@ -21,8 +21,6 @@ from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
 from kvtide.store import BlockSource, Cache, Guarded, LoadReport, MissReason, PendingBlock
 from kvtide.types import BlockKey, ObjectId, Section
 
-__all__ = ["LoadOutcome", "WorkerHalf"]
-
 # Requests that load at the same time; more wait their turn.
 LOADS_AT_ONCE = 4
 # A step without work waits so long for a load to end, instead of spinning through the engine's loop.

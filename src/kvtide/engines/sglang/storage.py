@@ -15,8 +15,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout
 from kvtide.errors import UnsupportedModel
 
-__all__ = ["KVTideStorage"]
-
 # What the factory reads of the options, or hands to every backend; the rest is ours.
 _FACTORY_OPTIONS = {"backend_name", "module_path", "class_name", "interface_v1"}
 

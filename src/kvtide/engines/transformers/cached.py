@@ -35,8 +35,6 @@ from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier import ScoreRanking, Source
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["BLOCK_TOKENS", "CachedModel", "GenerateReport", "Streaming", "attach"]
-
 _log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 256

@@ -14,14 +14,6 @@ from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.types import Namespace
 
-__all__ = [
-    "ModelIdentity",
-    "ModelShape",
-    "NamespaceSettings",
-    "model_layout",
-    "model_shape",
-]
-
 TORCH_DTYPES = {
     KVDtype.FLOAT32: torch.float32,
     KVDtype.FLOAT16: torch.float16,

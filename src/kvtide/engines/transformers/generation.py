@@ -11,8 +11,6 @@ from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
 
-__all__ = ["FirstToken", "bypass_reason"]
-
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
 _NEUTRAL_ARGUMENTS = {
     "attention_mask",

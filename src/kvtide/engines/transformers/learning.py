@@ -14,13 +14,12 @@ import numpy as np
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import CodecRegistry, PackedBase
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedBase
 from kvtide.fetch import Repacker, SelectiveLoad, UseStore
 from kvtide.importance import WRITER_BYTES, Floats
 from kvtide.store import Cache
 from kvtide.types import ObjectId
-
-__all__ = ["Learner"]
 
 
 class Learner:

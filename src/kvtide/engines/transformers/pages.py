@@ -13,8 +13,6 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
 from kvtide.tier.buffers import aligned_buffer
 
-__all__ = ["Pages", "block_bits"]
-
 _BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 

@@ -36,18 +36,6 @@ from kvtide.importance import (
     top_tokens,
 )
 
-__all__ = [
-    "FIRST_TOKENS",
-    "LAST_TOKENS",
-    "SELECTED_QUALITY",
-    "Importance",
-    "KeySource",
-    "Rest",
-    "SelectedLayers",
-    "Selection",
-    "kept_tokens",
-]
-
 # KL divergence of the next token that a selection of part of a prefix is taken for, in nats: SmolLM2-135M at ratios of
 # .1 to .5 (`kvtide-lab bench importance`: .0100, .0077, .0002).
 SELECTED_QUALITY = 1e-2

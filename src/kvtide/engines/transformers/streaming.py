@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,16 +13,24 @@ from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import Pages
 from kvtide.fetch import ContextReport
 from kvtide.outcomes import Choice, DecisionCounter, Why
+from kvtide.stream.plan import Way
 from kvtide.types import Namespace
 
-__all__ = ["StreamedPrefill", "count_streamed"]
+WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
+    {
+        Way.LOAD: Why.LINK_FASTER,
+        Way.BOTH: Why.BOTH_ENDS,
+        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
+        Way.RECOMPUTE: Why.LINK_SLOWER,
+    }
+)
 
 
 def count_streamed(counter: DecisionCounter, report: ContextReport, full_tokens: int, namespace: Namespace) -> None:
     """Count what became of a prompt's full blocks: loaded, computed although stored, or stored nowhere."""
     if report.decision is not None:
         loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
-        why = Why.of(report.decision.way)
+        why = WHY_OF_WAY[report.decision.way]
         counter.add(Choice.LOAD, why, loaded, namespace)
         counter.add(Choice.RECOMPUTE, why, report.stored_tokens - loaded, namespace)
     counter.add_absent(full_tokens - report.stored_tokens, namespace)

@@ -21,8 +21,6 @@ from torch.nn.modules import module as torch_module
 
 from kvtide.errors import UnsupportedModel
 
-__all__ = ["ModelWatch", "foreign_code", "model_fingerprint"]
-
 # Config entries that say where a model came from or how it is written down, not what it computes.
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 _SCALARS = (bool, int, float, str, type(None))

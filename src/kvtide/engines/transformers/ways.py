@@ -6,8 +6,6 @@ from enum import Enum
 
 from kvtide.engines.paged import Speed
 
-__all__ = ["Way", "Ways"]
-
 # The slower way gets another chance after this long.
 MEMORY_S = 600.0
 

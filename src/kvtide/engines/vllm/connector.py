@@ -40,8 +40,6 @@ from kvtide.engines.vllm.model import page_pool, served_model
 from kvtide.store import Cache, cache_for
 from kvtide.tier.ram import DeviceMemory
 
-__all__ = ["KVTideConnector"]
-
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
 EPOCH_BYTES = 16

@@ -26,8 +26,6 @@ from kvtide.engines.paged import (
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
-__all__ = ["ServedModel", "model_folder", "page_pool", "served_model"]
-
 _log = logging.getLogger(__name__)
 
 # The connector interface is experimental and changes between versions; these were tested.

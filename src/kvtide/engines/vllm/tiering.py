@@ -18,8 +18,6 @@ from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout, fi
 from kvtide.engines.vllm.model import model_folder
 from kvtide.errors import UnsupportedModel
 
-__all__ = ["KVTideTier"]
-
 TRANSFER_THREADS = 2
 
 

@@ -8,8 +8,6 @@ from kvtide.index.policies.base import HeapPolicy, Use
 from kvtide.index.policies.lru import LruPolicy
 from kvtide.index.run import Run
 
-__all__ = ["ArcPolicy"]
-
 # `tag` of a run: the list it is in, or was in when its blocks were evicted.
 _ONCE, _AGAIN = 1, 2
 

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 from kvtide.index.run import Run
 
-__all__ = ["HeapPolicy", "Policy", "Use"]
-
 # Entries of candidates that left stay in the heap until they are a majority.
 _HEAP_SLACK = 64
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from kvtide.index.policies.base import HeapPolicy
 from kvtide.index.run import Run
 
-__all__ = ["GdsfPolicy"]
-
 
 class GdsfPolicy(HeapPolicy):
     """Ages by inflation: candidates start at the priority of the latest victim."""

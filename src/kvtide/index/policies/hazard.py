@@ -19,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AGE_BINS", "AGE_EDGES_S", "HazardModel", "Kind", "size_bucket"]
-
 # Bin 0 is [0, 8) s, then half octaves up to half a day: rhythms of agents and people.
 AGE_BINS = 27
 AGE_EDGES_S = (0.0, *(8.0 * 2 ** (step / 2) for step in range(AGE_BINS - 1)))

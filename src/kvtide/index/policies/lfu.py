@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvtide.index.policies.base import HeapPolicy
 from kvtide.index.run import Run
 
-__all__ = ["LfuPolicy"]
-
 # Uses count in whole steps, recency below them: more requests than this would round off.
 _USES_PER_STEP = float(1 << 40)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvtide.index.policies.base import HeapPolicy
 from kvtide.index.run import Run
 
-__all__ = ["LruPolicy"]
-
 
 class LruPolicy(HeapPolicy):
     """Ranks by the latest use. Deepest first follows: a run is a candidate only after those below it are gone."""

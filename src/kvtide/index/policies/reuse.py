@@ -22,8 +22,6 @@ from kvtide.index.policies.base import Use
 from kvtide.index.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
 from kvtide.index.run import Run
 
-__all__ = ["GHOST_BLOCKS_MAX", "ReusePolicy"]
-
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
 # ones half as much again and this many.
 GHOST_BLOCKS_MAX = 1 << 18

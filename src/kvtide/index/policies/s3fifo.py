@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from kvtide.index.policies.base import Use
 from kvtide.index.run import Run
 
-__all__ = ["S3FifoPolicy"]
-
 _SMALL_SHARE = 0.1
 _FREQUENCY_MAX = 3
 # `tag` of a run: its queue.

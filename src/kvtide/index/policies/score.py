@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvtide.index.policies.base import HeapPolicy
 from kvtide.index.run import Run
 
-__all__ = ["ScorePolicy"]
-
 
 class ScorePolicy(HeapPolicy):
     """Ranks by uses times the mean number of important tokens of the run's blocks (`value` of the insertion)."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from kvtide.index.policies.base import Use
 from kvtide.index.run import Run
 
-__all__ = ["SievePolicy"]
-
 
 class SievePolicy:
     """Candidates in a linked list, newest at the head; `tag` is the mark of a run used since the hand passed."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from kvtide.index.policies.base import HeapPolicy, Use
 from kvtide.index.run import Run
 
-__all__ = ["SlruPolicy"]
-
 _PROTECTED_SHARE = 0.8
 # Any protected run ranks above any that is not: uses are fewer than this.
 _PROTECTED = float(1 << 52)

@@ -11,8 +11,6 @@ import threading
 from kvtide.errors import QueueFull
 from kvtide.tier.buffers import aligned_buffer
 
-__all__ = ["BodyBuffers"]
-
 _SIZE_MIN = 64 << 10
 # Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
 _STEPS = 4

@@ -19,8 +19,6 @@ from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
-__all__ = ["Stream", "common_name"]
-
 # The mover is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.

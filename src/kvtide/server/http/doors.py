@@ -15,17 +15,6 @@ from ipaddress import IPv6Address
 from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 
-__all__ = [
-    "ADDRESS_MARK",
-    "FILES_MAX",
-    "SHARED_ADDRESSES",
-    "Doors",
-    "Guest",
-    "account_of",
-    "connections_for",
-    "host_of",
-]
-
 _log = logging.getLogger(__name__)
 
 # Descriptors that are no client's: segments of the disk tier, connections to other servers, the loop's own.

@@ -18,8 +18,6 @@ from kvtide.server.pace import Pace
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import Route, deadline_ms, urgency
 
-__all__ = ["Exchange", "Headers"]
-
 _URGENCY_MAX = 7
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH = frozenset({204, 304})

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from kvtide.server.settings import Address
 
-__all__ = ["bound", "listener_on", "turn_away"]
-
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 1024

@@ -16,9 +16,6 @@ from kvtide._native import Mover as NativeMover
 from kvtide.server.pace import Pace
 from kvtide.tier.lend import FilePart
 
-__all__ = ["Body", "Mover", "Progress"]
-
-
 # A job's number, how many bytes moved, and how it ended: native/mover.hpp has the numbers.
 _Outcome = asyncio.Future[tuple[int, int, int]]
 

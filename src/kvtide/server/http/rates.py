@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from kvtide.errors import RequestRefused
 
-__all__ = ["Rates"]
-
 # So few are kept without a look at whether they are full again.
 _KNOWN_MIN = 64
 

@@ -15,8 +15,6 @@ from kvtide.server.http.exchange import Exchange
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.buffers import copy_bytes
 
-__all__ = ["ReceivedBody", "receive", "take_buffer"]
-
 # Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
 _FIRST_BYTES = 4 << 20
 _GROWTH = 4

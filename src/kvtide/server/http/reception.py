@@ -13,8 +13,6 @@ from kvtide.server.http.turns import HEALTH, STRANGERS, Turns
 from kvtide.server.live import Live
 from kvtide.wire.protocol import PageRoute, parse_target
 
-__all__ = ["Reception"]
-
 
 class Reception:
     """Asks every request for a token. Runs on the event loop."""

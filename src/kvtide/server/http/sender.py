@@ -21,8 +21,6 @@ from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 
-__all__ = ["Order", "Sender", "window"]
-
 # What TLS reads of a file at a time: the kernel can't encrypt.
 _TLS_READ_BYTES = 256 << 10
 # A run that nobody waits for is at most so many slices long: for it the scheduler, and what it shows, lag behind.

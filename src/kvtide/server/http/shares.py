@@ -9,8 +9,6 @@ import asyncio
 from collections import Counter, deque
 from typing import NamedTuple
 
-__all__ = ["Shares"]
-
 
 class _Claim(NamedTuple):
     amount: int

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from kvtide.errors import RequestRefused
 
-__all__ = ["Sites"]
-
 # Addresses, names without a dot and those below localhost: nobody can own one on the Internet.
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
 

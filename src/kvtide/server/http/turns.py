@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-__all__ = ["HEALTH", "STRANGERS", "Turns"]
-
 # Owners that no tenant or address can be called like.
 STRANGERS = "(strangers)"
 HEALTH = "(health)"

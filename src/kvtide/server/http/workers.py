@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from kvtide.server.http.shares import Shares
 
-__all__ = ["Workers"]
-
 _Result = TypeVar("_Result")
 
 

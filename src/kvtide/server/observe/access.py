@@ -19,8 +19,6 @@ from kvtide.server.http import Exchange, Rates
 from kvtide.server.metrics import Route
 from kvtide.server.settings import ServerLimits
 
-__all__ = ["ACCESS_LOGGER", "AUDIT_LOGGER", "AccessLine", "AccessLog", "AuditLine", "LeftOut", "write_log"]
-
 ACCESS_LOGGER = "kvtide.access"
 AUDIT_LOGGER = "kvtide.audit"
 _access = logging.getLogger(ACCESS_LOGGER)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["DASHBOARD_HEADERS", "DASHBOARD_POLICY", "dashboard_page"]
-
 # Content-Security-Policy of the page: its own script and style, and requests to its own server.
 DASHBOARD_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "

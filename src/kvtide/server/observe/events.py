@@ -16,8 +16,6 @@ import msgspec
 
 from kvtide.types import Namespace
 
-__all__ = ["EVENTS_CONTENT_TYPE", "HEARTBEAT", "Batch", "Event", "EventKind", "EventLog", "Position", "events_body"]
-
 EVENTS_CONTENT_TYPE = "text/event-stream"
 # A comment: keeps the connection alive and tells a reader that nothing happened.
 HEARTBEAT = b": nothing new\n\n"

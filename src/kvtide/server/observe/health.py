@@ -21,8 +21,6 @@ from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse_request_head
 
-__all__ = ["Health", "Readiness"]
-
 _log = logging.getLogger(__name__)
 
 PROBE_S_MAX = 1.0

@@ -11,8 +11,6 @@ import msgspec
 
 from kvtide.server.observe.status import Status
 
-__all__ = ["SAMPLE_S", "History", "Sample", "history_body"]
-
 SAMPLE_S = 5.0
 _FINE_MAX = 120
 _COARSE_S = 60.0

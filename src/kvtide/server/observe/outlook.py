@@ -13,8 +13,6 @@ from kvtide.server.member import Member
 from kvtide.server.regions import Region
 from kvtide.tier.pool import PoolServer
 
-__all__ = ["MemberStatus", "Outlook", "PoolStatus", "RegionStatus"]
-
 _PROBE_S_MAX = 1.0
 # Members that are looked at; of a larger pool every server shows its first ones.
 MEMBERS_MAX = 64

@@ -25,8 +25,6 @@ from kvtide.tier.base import Reporting
 from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, Namespace, ObjectId
 
-__all__ = ["PAGES", "Observatory", "Pages"]
-
 PAGES = {
     "/healthz": Route.HEALTH,
     "/metrics": Route.METRICS,

@@ -12,8 +12,6 @@ from kvtide.server.observe.outlook import Outlook, PoolStatus, RegionStatus
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
 
-__all__ = ["LinkStatus", "NamespaceStatus", "Status", "TenantStatus", "server_status", "status_body"]
-
 
 class TenantStatus(msgspec.Struct, frozen=True):
     """One tenant: bytes since the server began, what it has queued now, how long its bodies waited."""

@@ -19,8 +19,6 @@ from kvtide.tier.records import RecordsClient, raise_to
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
 
-__all__ = ["CentralRecords"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

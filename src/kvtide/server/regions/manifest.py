@@ -14,8 +14,6 @@ from typing import BinaryIO
 
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
-__all__ = ["PENDING_MAX", "Manifest"]
-
 PENDING_MAX = 1 << 18
 # The file is written anew when it has more records than this: 73 bytes each.
 RECORDS_MAX = 4 * PENDING_MAX

@@ -22,8 +22,6 @@ from kvtide.errors import RequestRefused
 from kvtide.types import Namespace
 from kvtide.wire.records import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
 
-__all__ = ["Records", "WriteCondition"]
-
 _log = logging.getLogger(__name__)
 
 # Generations on the one hand, aliases and profiles on the other: so many in all and of a tenant. Who has less than the

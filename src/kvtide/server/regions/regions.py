@@ -31,8 +31,6 @@ from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
 
-__all__ = ["CentralTier", "Latest", "Region", "RegionSettings", "Synchroniser", "centre_of", "region_of"]
-
 _log = logging.getLogger(__name__)
 
 # How long the synchroniser waits when there is nothing to send, or nobody to send it to.

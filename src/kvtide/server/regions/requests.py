@@ -18,8 +18,6 @@ from kvtide.types import Namespace
 from kvtide.wire.protocol import AS_OF_HEADER, FORCE_HEADER, is_tag_matched
 from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordKind, RecordName, RecordsRoute, checked_value
 
-__all__ = ["RecordRequests"]
-
 
 class RecordRequests:
     """Answers for records. Runs on the event loop; what waits for the disk or the centre runs in `workers`.

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Flow", "Owner", "Send", "SendPolicy", "Slice"]
-
 
 class Owner(NamedTuple):
     """Who shares the send slots: a tenant, or an address where nobody shows a token and `tenant` tells nobody apart."""

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from kvtide.server.scheduler.base import Flow, Owner, SendPolicy
 
-__all__ = ["POLICIES", "DrrPolicy", "FifoPolicy", "LotteryPolicy", "VtcPolicy", "policy_named"]
-
 # Owners without anything to send of which a policy still knows something.
 _LEFT_OWNERS_MAX = 1024
 _CREDIT_SLICES = 8

@@ -17,8 +17,6 @@ from kvtide.errors import QueueFull
 from kvtide.server.scheduler.base import Flow, Owner, Send, Slice
 from kvtide.server.scheduler.policies import policy_named
 
-__all__ = ["Scheduler", "SchedulerSettings", "TenantLoad"]
-
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 

@@ -15,22 +15,6 @@ from typing import NamedTuple, Protocol
 
 from kvtide.stream.plan.prefill import PrefillSpeed
 
-__all__ = [
-    "PASS_TOKENS",
-    "Chunk",
-    "Fetch",
-    "Plan",
-    "Policy",
-    "Progress",
-    "Reason",
-    "Request",
-    "expected_s",
-    "is_ready",
-    "leading_pass",
-    "mean_kl",
-    "pass_reach",
-]
-
 CHUNKS_MAX = 8192
 # A plan names at most so many fetches: enough to keep a link busy until the next plan.
 PLAN_FETCHES_MAX = 8

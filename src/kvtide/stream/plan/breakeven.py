@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from kvtide.stream.plan.base import Request
 
-__all__ = ["Decision", "Way", "decide"]
-
 # A way that needs both link and engine must save so much of the time to be worth it.
 _SAVING_MIN = 0.05
 

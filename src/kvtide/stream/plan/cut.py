@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvtide.stream.plan.prefill import PrefillSpeed
 
-__all__ = ["CHUNK_TOKENS", "cut", "cut_for_meeting"]
-
 # CacheGen, section 5.3: 1,500 tokens; here in whole blocks.
 CHUNK_TOKENS = 1536
 # By so much the engine may be slower or faster than measured and still meet the link in short chunks.

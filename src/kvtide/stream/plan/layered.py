@@ -25,8 +25,6 @@ from kvtide.stream.plan.base import (
     pass_reach,
 )
 
-__all__ = ["AnchorFirst", "ImportanceFirst", "ImportanceWeighted", "Layered", "NewestFiner", "TwoEnded"]
-
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
 _ENGINE_SHARE = 0.95

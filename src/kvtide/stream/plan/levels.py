@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvtide.stream.plan.base import Fetch, Plan, Progress, Reason, Request
 
-__all__ = ["CachegenRule", "FixedLevel"]
-
 
 class FixedLevel:
     """The same level for every chunk. ValueError for a negative one."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["PrefillMeter", "PrefillSpeed"]
-
 # What a sample weighs once a newer one has come.
 _OLDER_SHARE = 0.8
 # Samples whose middles differ by less than this say nothing of growth.

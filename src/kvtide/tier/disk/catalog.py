@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from kvtide.tier.record import RecordHeader
 from kvtide.types import ObjectId
 
-__all__ = ["Catalog", "Entry"]
-
 
 @dataclass(slots=True, eq=False)
 class Entry:

@@ -15,8 +15,6 @@ from kvtide.tier.record import RecordHeader, SegmentHeader
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
-__all__ = ["SegmentSummary", "pack_checkpoint", "parse_checkpoint"]
-
 _MAGIC = b"\x89KVCHK\r\n"
 _VERSION = 2
 _HEADER = struct.Struct("<8sHHIQ")

@@ -33,8 +33,6 @@ from kvtide.tier.record import (
     record_bytes,
 )
 
-__all__ = ["SegmentDirectory", "SegmentState", "side_file_bytes_max"]
-
 _log = logging.getLogger(__name__)
 
 # The directory is locked while segments are made and removed: milliseconds, unless a process was stopped meanwhile.

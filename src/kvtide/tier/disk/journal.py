@@ -12,8 +12,6 @@ from kvtide.outcomes import Decided, decisions_text, parse_decisions
 from kvtide.tier.files import Files
 from kvtide.types import ObjectId
 
-__all__ = ["RemovalJournal"]
-
 JOURNAL_BYTES_MAX = 1 << 20
 
 

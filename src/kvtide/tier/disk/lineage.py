@@ -12,8 +12,6 @@ from kvtide.tier.disk.catalog import Catalog
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
-__all__ = ["REFUSED_MAX", "Lineage"]
-
 REFUSED_MAX = 4096
 
 

@@ -39,8 +39,6 @@ from kvtide.tier.record import (
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import ObjectLabel, object_label
 
-__all__ = ["SegmentLog"]
-
 _log = logging.getLogger(__name__)
 
 IO_THREADS = 4

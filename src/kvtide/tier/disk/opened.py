@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from kvtide.tier.files import Files
 
-__all__ = ["OPEN_MAX", "OpenSegment", "OpenSegments"]
-
 OPEN_MAX = 64
 
 

@@ -37,17 +37,6 @@ from kvtide.tier.record import (
 )
 from kvtide.wire import HEADER_BYTES
 
-__all__ = [
-    "STAGING_BYTES",
-    "RecordReader",
-    "Scan",
-    "SegmentWriter",
-    "lend_record",
-    "scan_segment",
-    "segment_name",
-    "segment_number",
-]
-
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
 STAGING_BYTES = 1 << 20
 # Larger reads are cut into pieces of this size that run at once. The kernel keeps a disk busy with one call; smaller

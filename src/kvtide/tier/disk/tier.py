@@ -28,8 +28,6 @@ from kvtide.tier.record import RecordState, stamp_ms
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import NO_LABEL
 
-__all__ = ["DiskTier"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

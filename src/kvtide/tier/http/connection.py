@@ -17,8 +17,6 @@ from kvtide.errors import RequestRefused
 from kvtide.tier.base import Buffer
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, parse_response_head
 
-__all__ = ["Answer", "Endpoint", "Link", "Patience"]
-
 # Answers that are not an object: errors, listings.
 SMALL_ANSWER_BYTES_MAX = 1 << 20
 

@@ -18,8 +18,6 @@ from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.http.connection import Answer, Patience
 from kvtide.tier.http.peer import Call, Peer
 
-__all__ = ["Hedges", "ReadTimes"]
-
 HEDGES_MAX = 2
 READS_MIN = 20
 READS_KEPT = 256

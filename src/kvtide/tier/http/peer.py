@@ -18,8 +18,6 @@ from kvtide.tier.http.connection import Answer, Endpoint, Link, Patience
 from kvtide.wire.http import pack_request_head
 from kvtide.wire.protocol import DEADLINE_HEADER
 
-__all__ = ["Call", "Peer", "PeerSettings"]
-
 # Waits so many seconds.
 Sleep = Callable[[float], None]
 # Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.

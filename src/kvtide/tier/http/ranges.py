@@ -18,8 +18,6 @@ from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
 from kvtide.wire.protocol import DEADLINE_HEADER
 
-__all__ = ["RangeSource", "range_sources"]
-
 # Who waits is asked so often whether to go on.
 _BEAT_S = 0.05
 # Connections that are kept for the next read.

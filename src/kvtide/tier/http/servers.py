@@ -11,8 +11,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtide.tier.http.connection import Endpoint
 from kvtide.wire.protocol import FORCE_HEADER
 
-__all__ = ["Servers", "servers_of"]
-
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 
 

@@ -41,8 +41,6 @@ from kvtide.wire.protocol import (
     TenantView,
 )
 
-__all__ = ["HttpTier", "http_tier"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

@@ -23,8 +23,6 @@ import msgspec
 from kvtide.errors import TierUnavailable
 from kvtide.tier.pool.placement import SERVERS_MAX, PlacementKind, PoolMap, PoolServer
 
-__all__ = ["EtcdAccess", "EtcdMembership"]
-
 _log = logging.getLogger(__name__)
 
 REQUEST_S_MAX = 2.0

@@ -16,8 +16,6 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.background import LastingFault
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 
-__all__ = ["DnsMembership", "FileMembership", "Membership", "StaticMembership", "Watcher", "server_at"]
-
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0

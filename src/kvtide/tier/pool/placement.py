@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from kvtide.types import BlockKey
 
-__all__ = ["SLOTS", "Placement", "PlacementKind", "PoolMap", "PoolServer", "less_loaded", "mix", "moved_share"]
-
 SLOTS = 1 << 14
 SLOTS_MAX = 1 << 22
 SERVERS_MAX = 1 << 14

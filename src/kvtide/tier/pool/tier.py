@@ -22,8 +22,6 @@ from kvtide.tier.pool.membership import Membership, Watcher
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["PoolTier"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

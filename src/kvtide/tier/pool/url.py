@@ -22,8 +22,6 @@ from kvtide.tier.pool.membership import DnsMembership, FileMembership, Membershi
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier
 
-__all__ = ["membership_of", "pool_tier", "server_urls"]
-
 # A replica is the second try, and a server that fails twice is left alone for a second.
 _PEER = PeerSettings(tries_max=1, faults_max=2, open_s=1.0)
 OPERATION_S_MAX = 2.0

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.record import PAGE_BYTES
 
-__all__ = ["Arena", "Frames", "Run", "frame_bytes_for"]
-
 _FRAME_BYTES_MAX = 64 << 10
 _FRAMES_WANTED = 4096
 

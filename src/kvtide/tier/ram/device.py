@@ -18,8 +18,6 @@ from kvtide.tier.ram.framed import FramedTier, Resident
 from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId
 
-__all__ = ["DeviceMemory", "DeviceRoom", "DeviceTier", "Piece"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
 from kvtide.types import ObjectId
 
-__all__ = ["FramedTier", "Held", "Resident"]
-
 FramesT = TypeVar("FramesT", bound=Frames)
 
 

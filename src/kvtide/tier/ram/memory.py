@@ -17,8 +17,6 @@ from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES
 
-__all__ = ["MemoryTier", "Pin"]
-
 _log = logging.getLogger(__name__)
 
 # Locks memory for fast transfers to a GPU and returns what takes that back. OSError if it can't be locked.

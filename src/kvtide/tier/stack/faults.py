@@ -14,8 +14,6 @@ from typing import TypeVar
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Tier
 
-__all__ = ["TIER_FAULTS", "TierFaults", "labels_of"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from kvtide.tier.buffers import copy_bytes
 from kvtide.types import NamedId, ObjectId
 
-__all__ = ["SingleFlight"]
-
 # A follower reads for itself if the leader takes longer.
 FOLLOW_S_MAX = 30.0
 

@@ -15,8 +15,6 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Tier
 from kvtide.types import Name, NamedId, Namespace, ObjectId
 
-__all__ = ["Generations"]
-
 # A copy that is on its way into a tier is waited for so long; then the invalidation is tried again later.
 LANDING_S_MAX = 30.0
 

@@ -24,8 +24,6 @@ from kvtide.tier.stack.generations import Generations
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire.records import RecordKind
 
-__all__ = ["Invalidations"]
-
 _log = logging.getLogger(__name__)
 
 POLL_S = 5.0

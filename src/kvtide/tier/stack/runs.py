@@ -9,8 +9,6 @@ from kvtide.tier.base import Batched, Tier
 from kvtide.tier.stack.faults import TierFaults
 from kvtide.types import ObjectId
 
-__all__ = ["LOOK_UPS_MAX", "contained", "run_places"]
-
 # A prompt that is new costs one look-up; one that is known costs one for every so many blocks.
 LOOK_UPS_MAX = 256
 

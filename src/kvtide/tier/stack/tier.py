@@ -45,8 +45,6 @@ from kvtide.types import Namespace, ObjectId
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
 
-__all__ = ["TierStack"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

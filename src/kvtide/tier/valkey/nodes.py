@@ -24,8 +24,6 @@ from kvtide.tier.breaker import Breaker
 from kvtide.tier.valkey.resp import RespSocket
 from kvtide.tier.valkey.url import Address, ValkeyTarget
 
-__all__ = ["ValkeyNodes"]
-
 _log = logging.getLogger(__name__)
 
 CONNECT_S_MAX = 0.5

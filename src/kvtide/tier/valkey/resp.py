@@ -15,8 +15,6 @@ from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer
 
-__all__ = ["Refusal", "RespSocket", "pack_command"]
-
 STRING_BYTES_MAX = 512 << 20
 _DROP_BYTES = 64 << 10
 # A body that comes more slowly is given up.

@@ -23,8 +23,6 @@ from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.tier.valkey.url import Address, parse_valkey_url
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["ValkeyTier"]
-
 REDIRECTS_MAX = 5
 # Commands under way on one connection, and servers that are asked at the same time, in batches.
 PIPELINED_MAX = 8

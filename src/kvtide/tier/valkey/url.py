@@ -12,8 +12,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-__all__ = ["Address", "ValkeyOptions", "ValkeyTarget", "parse_valkey_url"]
-
 _PORT = 6379
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.store.test_cache import Collector, OpenCache, fill, metas_of
+from tests.stores import stored_records
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.codec import CodecRegistry, TideCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
 from kvtide.store import loading
 from kvtide.store.cache import Cache, LoadReport, MissReason, cache_for
 from kvtide.testing.strategies import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
-from tests.codec.tide_profiles import LAYOUT, fitted
-from tests.stores import stored_records
-from tests.test_cache import Collector, OpenCache, fill, metas_of
 
 # Pages must be crossed: a piece begins in the midst of one.
 BIG = BlockLayout(layers=6, tokens=32, kv_heads=2, head_dim=17, dtype=KVDtype.FLOAT32)

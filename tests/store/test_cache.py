@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.stores import stored_records
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import CodecRegistry, TideCodec
+from kvtide.codec import CodecRegistry
+from kvtide.codec.tide import TideCodec
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
@@ -23,8 +26,6 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import object_bytes_max
-from tests.codec.tide_profiles import LAYOUT, fitted
-from tests.stores import stored_records
 
 OpenCache = Callable[..., Cache]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.clock import SystemClock
+from kvtide.engines.transformers.streaming import WHY_OF_WAY
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.stream.plan import Way
 from kvtide.tier.disk import DiskTier
@@ -47,7 +48,7 @@ def test_text_that_is_no_counts_is_refused(text: str) -> None:
 def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
     every = {Decided(choice, why): 10**9 for choice in Choice for why in Why}
     assert len(decisions_text(every)) <= DECISIONS_TEXT_MAX
-    assert len({Why.of(way) for way in Way}) == len(Way)
+    assert len({WHY_OF_WAY[way] for way in Way}) == len(Way)
     assert all(why.meaning for why in Why)
 
 
