@@ -13,7 +13,7 @@ from typing import NamedTuple
 # A module imports equal or lower ranks only. Names are the first component under the package.
 RANK = {
     **dict.fromkeys(("types", "errors", "clock", "config"), 0),
-    **dict.fromkeys(("keys", "block", "outcomes", "index", "codec", "importance", "wire", "stream"), 1),
+    **dict.fromkeys(("keys", "block", "outcomes", "index", "evict", "codec", "importance", "wire", "stream"), 1),
     "tier": 2,
     **dict.fromkeys(("store", "fetch", "explain"), 3),
     **dict.fromkeys(("server", "engines"), 4),

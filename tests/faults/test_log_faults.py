@@ -22,7 +22,8 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.raw import RawCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.index import RadixIndex, policy_named
+from kvtide.evict.policies import policy_named
+from kvtide.index import RadixIndex
 from kvtide.store.cache import Cache, MissReason, cache_for
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits

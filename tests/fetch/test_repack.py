@@ -10,11 +10,12 @@ from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
+from kvtide.evict.policies import policy_named
 from kvtide.fetch.repack import REPACKS_MAX, Repacked, Repacker, UseStore
 from kvtide.fetch.selective import SelectiveLoad
 from kvtide.importance import record_id
 from kvtide.importance.probe import Floats
-from kvtide.index import RadixIndex, policy_named
+from kvtide.index import RadixIndex
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId

@@ -14,11 +14,11 @@ from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.memory import STAGE_BYTES, KernelMemory
 from kvtide.errors import TierUnavailable
+from kvtide.evict.ranking import RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import DeviceTier, MemoryTier
-from kvtide.tier.ranking import RecencyRanking
 from kvtide.tier.stack import TierStack
 
 pytestmark = needs_compiler

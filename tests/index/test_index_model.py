@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.clock import ManualClock
-from kvtide.index import POLICIES, RadixIndex, Rules, policy_named
+from kvtide.evict.policies import POLICIES, policy_named
+from kvtide.index import RadixIndex, Rules
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace
 

@@ -6,7 +6,8 @@ import tracemalloc
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.index import Match, RadixIndex, Record, RestoreReport, Rules, policy_named
+from kvtide.evict.policies import policy_named
+from kvtide.index import Match, RadixIndex, Record, RestoreReport, Rules
 from kvtide.testing.policy_suite import chain
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey, Namespace

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
+from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.ram.arena import Arena, frame_bytes_for
-from kvtide.tier.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
 
 PAGE = 4096
 

@@ -9,11 +9,11 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
+from kvtide.evict.ranking import FrequencyRanking, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Ranking, ScoreRanking, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ranking import FrequencyRanking, RecencyRanking
 from kvtide.tier.stack import TierStack
 from kvtide.tier.wrap import Counting, Slow
 

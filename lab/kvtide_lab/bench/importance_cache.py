@@ -13,8 +13,8 @@ from statistics import fmean
 import msgspec
 
 from kvtide.clock import Clock
+from kvtide.evict.ranking import FrequencyRanking, Ranking, RecencyRanking, ScoreRanking
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ranking import FrequencyRanking, Ranking, RecencyRanking, ScoreRanking
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 

@@ -18,7 +18,8 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import ManualClock
-from kvtide.index import RadixIndex, policy_named
+from kvtide.evict.policies import policy_named
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 

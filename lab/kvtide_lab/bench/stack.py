@@ -17,9 +17,9 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
+from kvtide.evict.ranking import FrequencyRanking, RecencyRanking
 from kvtide.tier import Ranking, ScoreRanking, WrappedTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ranking import FrequencyRanking, RecencyRanking
 from kvtide.tier.stack import TierStack
 from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Namespace, ObjectId

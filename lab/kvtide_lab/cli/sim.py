@@ -11,7 +11,7 @@ import typer
 
 from kvtide.cli.report import emit
 from kvtide.cli.store import JsonOption
-from kvtide.index import POLICIES
+from kvtide.evict.policies import POLICIES
 from kvtide_lab.cli.sim_stream import stream
 from kvtide_lab.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.clock import ManualClock
-from kvtide.index import FreePool, RadixIndex, policy_named
+from kvtide.evict.policies import policy_named
+from kvtide.evict.pool import FreePool
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
 from kvtide_lab.sim.workload import tenant_namespace

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtide.clock import ManualClock
-from kvtide.index import RadixIndex, Rules, policy_named
+from kvtide.evict.policies import policy_named
+from kvtide.index import RadixIndex, Rules
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 

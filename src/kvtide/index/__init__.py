@@ -2,22 +2,23 @@
 
 from kvtide.index.base import Index, IndexStats, Match, Record, RestoreReport
 from kvtide.index.ledger import Rules
-from kvtide.index.policies import POLICIES, PolicyOf, policy_named
-from kvtide.index.pool import FreePool
+from kvtide.index.policy import HeapPolicy, LruPolicy, Policy, Use
 from kvtide.index.radix import RadixIndex
+from kvtide.index.run import Run
 from kvtide.index.tree import TIERS_MAX
 
 __all__ = [
-    "POLICIES",
     "TIERS_MAX",
-    "FreePool",
+    "HeapPolicy",
     "Index",
     "IndexStats",
+    "LruPolicy",
     "Match",
-    "PolicyOf",
+    "Policy",
     "RadixIndex",
     "Record",
     "RestoreReport",
     "Rules",
-    "policy_named",
+    "Run",
+    "Use",
 ]

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtide.index.policies import Policy
+from kvtide.index.policy import Policy
 from kvtide.index.run import Run
 from kvtide.types import Namespace
 

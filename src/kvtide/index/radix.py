@@ -16,7 +16,7 @@ from operator import attrgetter
 from kvtide.clock import Clock
 from kvtide.index.base import IndexStats, Match, Record, RestoreReport
 from kvtide.index.ledger import Account, Ledger, Rules
-from kvtide.index.policies import Policy, Use
+from kvtide.index.policy import Policy, Use
 from kvtide.index.rebuild import Rebuild
 from kvtide.index.run import Run
 from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks

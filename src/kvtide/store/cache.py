@@ -21,7 +21,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable, UnencodableBlock
-from kvtide.index import TIERS_MAX, Index, RadixIndex, RestoreReport, policy_named
+from kvtide.index import TIERS_MAX, Index, LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.store.loading import QUALITY_SLACK, BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
@@ -369,6 +369,6 @@ def cache_for(
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
-    index = RadixIndex(clock, policy_named("lru"), limits.index_blocks_max)
+    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), limits.index_blocks_max)
     tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
     return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits, quality)

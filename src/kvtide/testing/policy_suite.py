@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.index import PolicyOf, RadixIndex, Rules
+from kvtide.evict.policies import PolicyOf
+from kvtide.index import RadixIndex, Rules
 from kvtide.keys import block_keys
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey

@@ -17,9 +17,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
+from kvtide.evict.ranking import Ranking, ScoreRanking
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
 from kvtide.tier.ram import DeviceMemory, DeviceTier, MemoryTier
-from kvtide.tier.ranking import Ranking, ScoreRanking
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.index import POLICIES, Rules
+from kvtide.evict.policies import POLICIES
+from kvtide.index import Rules
 from kvtide.types import BlockKey
 from kvtide_lab.sim import (
     BELADY,

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import DeviceFault, TierUnavailable
+from kvtide.evict.ranking import Ranking
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.ram.arena import Frames
 from kvtide.tier.ram.framed import FramedTier, Resident
-from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId
 
 _log = logging.getLogger(__name__)

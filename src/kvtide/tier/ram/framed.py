@@ -14,10 +14,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
+from kvtide.evict.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.demote import Offer
 from kvtide.tier.ram.arena import Frames, Run, frame_bytes_for
-from kvtide.tier.ranking import RankHeap, Ranking, RecencyRanking
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
 from kvtide.types import ObjectId

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
+from kvtide.evict.ranking import Ranking
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.lend import LentObject, joined
 from kvtide.tier.ram.arena import Arena
 from kvtide.tier.ram.framed import FramedTier, Resident
-from kvtide.tier.ranking import Ranking
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES
 

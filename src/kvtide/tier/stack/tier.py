@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvtide.evict.ranking import Ranking, RecencyRanking
 from kvtide.index import Record
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
@@ -35,7 +36,6 @@ from kvtide.tier.base import (
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.lend import Lender, LentObject, is_lender
-from kvtide.tier.ranking import Ranking, RecencyRanking
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtide.index.policies.base import Use
-from kvtide.index.run import Run
+from kvtide.index import Run, Use
 
 
 class SievePolicy:

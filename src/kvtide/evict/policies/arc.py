@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtide.index.policies.base import HeapPolicy, Use
-from kvtide.index.policies.lru import LruPolicy
-from kvtide.index.run import Run
+from kvtide.index import HeapPolicy, LruPolicy, Run, Use
 
 # `tag` of a run: the list it is in, or was in when its blocks were evicted.
 _ONCE, _AGAIN = 1, 2

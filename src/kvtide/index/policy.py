@@ -118,3 +118,14 @@ class HeapPolicy:
 
     def forget(self, run: Run, count: int) -> None:
         """Nothing to note."""
+
+
+class LruPolicy(HeapPolicy):
+    """Least recently used first, deepest first among those of one use: the report's two criteria.
+
+    Deepest first follows: a run is a candidate only after those below it are gone.
+    """
+
+    def priority(self, run: Run) -> float:
+        """Return the number of the latest use."""
+        return run.last_use

@@ -18,9 +18,8 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
-from kvtide.index.policies.base import Use
-from kvtide.index.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
-from kvtide.index.run import Run
+from kvtide.evict.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
+from kvtide.index import Run, Use
 
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
 # ones half as much again and this many.

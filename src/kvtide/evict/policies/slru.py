@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtide.index.policies.base import HeapPolicy, Use
-from kvtide.index.run import Run
+from kvtide.index import HeapPolicy, Run, Use
 
 _PROTECTED_SHARE = 0.8
 # Any protected run ranks above any that is not: uses are fewer than this.

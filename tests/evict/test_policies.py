@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.index import POLICIES, PolicyOf, RadixIndex, policy_named
+from kvtide.evict.policies import POLICIES, PolicyOf, policy_named
+from kvtide.index import RadixIndex
 from kvtide.testing.policy_suite import PolicySuite, chain
 from kvtide.testing.strategies import namespace
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvtide.index.policies.arc import ArcPolicy
-from kvtide.index.policies.base import Policy, Use
-from kvtide.index.policies.gdsf import GdsfPolicy
-from kvtide.index.policies.lfu import LfuPolicy
-from kvtide.index.policies.lru import LruPolicy
-from kvtide.index.policies.reuse import ReusePolicy
-from kvtide.index.policies.s3fifo import S3FifoPolicy
-from kvtide.index.policies.score import ScorePolicy
-from kvtide.index.policies.sieve import SievePolicy
-from kvtide.index.policies.slru import SlruPolicy
+from kvtide.evict.policies.arc import ArcPolicy
+from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy
+from kvtide.evict.policies.reuse import ReusePolicy
+from kvtide.evict.policies.s3fifo import S3FifoPolicy
+from kvtide.evict.policies.sieve import SievePolicy
+from kvtide.evict.policies.slru import SlruPolicy
+from kvtide.index import LruPolicy, Policy
 
-__all__ = ["POLICIES", "Policy", "PolicyOf", "Use", "policy_named"]
+__all__ = ["POLICIES", "PolicyOf", "policy_named"]
 
 # Makes a policy for an account that may hold so many blocks.
 PolicyOf = Callable[[int], Policy]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtide.index.policies.base import Use
-from kvtide.index.run import Run
+from kvtide.index import Run, Use
 
 _SMALL_SHARE = 0.1
 _FREQUENCY_MAX = 3

@@ -1,0 +1,1 @@
+"""What leaves first, of whatever holds bytes: policies over prefixes, rankings of single objects."""
