@@ -112,7 +112,7 @@ import resource, sys
 import numpy
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
-from kvtide.codec import RawCodec
+from kvtide.codec.raw import RawCodec
 from tests.store.test_cache import Collector, fill, metas_of
 metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
-from kvtide.evict.ranking import FrequencyRanking, RecencyRanking
+from kvtide.evict.ranking import FrequencyRanking, RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Ranking, ScoreRanking, Tier
 from kvtide.tier.disk import DiskTier
@@ -28,7 +28,7 @@ class NamedMemory(MemoryTier):
     """Memory that stands for another place in a stack."""
 
     def __init__(self, name: str, bytes_max: int, ranking: Ranking | None = None) -> None:
-        super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, ranking)
+        super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, RankedOrder(ranking) if ranking else None)
         self.name = name
 
 
@@ -36,7 +36,7 @@ class TestStackOfMemoryAndDisk(TierSuite):
     @pytest.fixture
     def tier(self, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
         ranking = ScoreRanking(lambda each: 1.0)
-        memory = MemoryTier(200_000, clock, nothing_pinned, ranking)
+        memory = MemoryTier(200_000, clock, nothing_pinned, RankedOrder(ranking))
         stack = TierStack([memory, DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)], ranking)
         stack.open()
         yield stack

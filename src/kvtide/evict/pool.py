@@ -8,9 +8,11 @@ Invariant: a block is in the pool exactly if `_entries` has it; entries of heaps
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from kvtide.types import BlockKey
+from kvtide.clock import Clock
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Passed-over entries may make up this share of the heaps' before they are rebuilt.
 _STALE_SHARE_MAX = 0.5
@@ -92,3 +94,59 @@ class FreePool:
         assert sorted(self._times_s) == sorted(self._blocks)
         assert sum(map(len, self._blocks.values())) == self._queued
         assert all((entry.last_use_s, -entry.prefix_blocks, key) in queued for key, entry in self._entries.items())
+
+
+class PoolOrder:
+    """The report's pool of freed blocks: longest unused first, among those of one time the longest prefix first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pool = FreePool(1 << 62)
+        self._members: dict[BlockKey, tuple[ObjectId, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Nothing to note: reads tell."""
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Take a block out of the pool and free it again, now."""
+        found = self._members.get(object_id.key)
+        if found is not None and self._pool.take_back(object_id.key):
+            self._pool.add(object_id.key, self._clock.monotonic_s(), found[1])
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Free a block that nobody uses yet."""
+        before = self._members.get(parent)
+        depth = 1 if before is None else before[1] + 1
+        self._members[object_id.key] = (object_id, depth)
+        self._pool.add(object_id.key, self._clock.monotonic_s(), depth)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget a block."""
+        if self._members.pop(object_id.key, None) is not None:
+            self._pool.take_back(object_id.key)
+
+    def wants(self, object_id: ObjectId) -> bool:
+        """Want everything: the newest use is the last to leave."""
+        return True
+
+    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
+        """Admit everything."""
+        return True
+
+    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
+        """Yield the pool's first; blocks that may not go come back with the time of now."""
+        kept: list[ObjectId] = []
+        try:
+            while (key := self._pool.evict()) is not None:
+                object_id, _ = self._members[key]
+                if may_go(object_id):
+                    del self._members[key]
+                    yield object_id
+                else:
+                    kept.append(object_id)
+        finally:
+            for object_id in kept:
+                self._pool.add(object_id.key, self._clock.monotonic_s(), self._members[object_id.key][1])

@@ -10,10 +10,10 @@ import heapq
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvtide.types import ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Objects whose uses are remembered, whether they are in a fast tier or not.
 REMEMBERED_MAX = 1 << 18
@@ -158,3 +158,49 @@ class RankHeap:
         finally:
             for item in seen:
                 heapq.heappush(self._heap, item)
+
+
+class RankedOrder:
+    """By rank of single objects, lowest first. The ranking may be shared; whoever shares it tells it of uses."""
+
+    def __init__(self, ranking: Ranking | None = None) -> None:
+        """ranking: the default is by last use, and this order's own."""
+        self._is_mine = ranking is None
+        self._ranking = ranking or RecencyRanking()
+        self._heap = RankHeap(self._ranking)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Nothing to note: reads tell."""
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Note a read, unless the owner of a shared ranking does."""
+        if self._is_mine:
+            self._ranking.note_use(object_id)
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Rank an object; storing it is its first use."""
+        self.note_use(object_id)
+        self._heap.add(object_id)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget an object."""
+        self._heap.discard(object_id)
+
+    def wants(self, object_id: ObjectId) -> bool:
+        """Want everything: what is new has a use that counts."""
+        return True
+
+    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
+        """Tell whether the lowest that may go is worth less."""
+        lowest = next((each for each in self._heap.ascending() if may_go(each)), None)
+        return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
+
+    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
+        """Yield the lowest ranks first."""
+        for object_id in self._heap.ascending():
+            if may_go(object_id):
+                self._heap.discard(object_id)
+                yield object_id

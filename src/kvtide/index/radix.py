@@ -95,7 +95,7 @@ class RadixIndex:
             self._tree.keep_root(namespace, anchor.root)
             account = self._ledger.account_of(namespace, priority)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
-            if last is not None and _may_grow(last, anchor, account):
+            if last is not None and last.may_grow(anchor.depth, account):
                 last.note_cost(cost, len(keys))
                 self._tree.extend(last, keys, tier_bit)
                 account.policy.adopt(last, len(keys))
@@ -359,6 +359,12 @@ class RadixIndex:
                 if parked is not None:
                     self._offer(parked)
 
+    def is_held(self, key: BlockKey) -> bool:
+        """Tell whether a block is held."""
+        with self._lock:
+            run = self._tree.run_of(key)
+            return run is not None and run.keys.index(key) < run.held
+
     def is_pinned(self, key: BlockKey) -> bool:
         """Tell whether a block is protected from eviction."""
         with self._lock:
@@ -384,15 +390,3 @@ class RadixIndex:
                     assert self._parked.get(run.keys[run.held - 1]) is run
             if self._ttl_s is not None:
                 assert self._by_use.keys() >= {run for run in runs if run.held}
-
-
-def _may_grow(run: Run, anchor: Anchor, account: Account) -> bool:
-    """Tell whether blocks behind the anchor share the history of this run: stored one by one, used by nobody since."""
-    return (
-        run.uses == 1
-        and run.stop == anchor.depth
-        and run.held == len(run.keys)
-        and not run.children
-        and run.account is account
-        and not account.policy.splits_tail
-    )

@@ -71,6 +71,17 @@ class Run:
             return self.given_cost
         return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
 
+    def may_grow(self, depth: int, account: Any) -> bool:
+        """Tell whether blocks behind `depth` share this run's history: stored one by one, used by nobody since."""
+        return (
+            self.uses == 1
+            and self.stop == depth
+            and self.held == len(self.keys)
+            and not self.children
+            and self.account is account
+            and not account.policy.splits_tail
+        )
+
     def note_cost(self, cost: float | None, blocks: int) -> None:
         """Take the cost of blocks that are about to be added; the given one is the mean over all, if all gave one."""
         if cost is not None and self.given_cost is not None:

@@ -37,7 +37,10 @@ class Listing:
 
     def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Return True for each leading object that is here, and False for the first one that is not."""
-        count = len(self._tier.run_places(self._names.ids(tenant, namespace, keys)))
+        ids = self._names.ids(tenant, namespace, keys)
+        # What engines ask before they load is a prompt.
+        self._tier.note_request(ids)
+        count = len(self._tier.run_places(ids))
         return ([True] * count + [False])[: len(keys)]
 
     def objects(self, tenant: str, route: ListRoute) -> Iterator[ObjectList | None]:

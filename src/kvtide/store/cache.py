@@ -164,6 +164,7 @@ class Cache:
         return self.guarded("look up", partial(self._match, ids), 0) if self.is_open else 0
 
     def _match(self, ids: Sequence[ObjectId]) -> int:
+        self.tiers.note_request(ids)
         keys = [object_id.key for object_id in ids]
         known = len(self.index.match(keys).blocks)
         for tier in self.tiers.run_places(ids[known:]):

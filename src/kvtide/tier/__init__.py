@@ -1,6 +1,6 @@
 """Tiers: where bytes live. They know object ids and bytes, not codecs. Houses are imported when a URL names them."""
 
-from kvtide.evict.ranking import Ranking, ScoreRanking
+from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
 from kvtide.tier.breaker import Breaker

@@ -21,6 +21,7 @@ __all__ = [
     "ObjectInfo",
     "Observer",
     "OnRemoved",
+    "Ordered",
     "Recorded",
     "Replacing",
     "Reporting",
@@ -141,6 +142,14 @@ class Reporting(Protocol):
 
     def report_to(self, on_removed: OnRemoved) -> None:
         """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """A tier whose objects leave in an order that can be told of requests."""
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
 
 
 class Observer(Protocol):

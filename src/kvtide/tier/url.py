@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
-from kvtide.evict.ranking import Ranking, ScoreRanking
+from kvtide.evict import DEFAULT_POLICY, EvictionOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
 from kvtide.tier.ram import DeviceMemory, DeviceTier, MemoryTier
 from kvtide.tier.stack import TierStack
@@ -44,7 +44,10 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
         _check_folder(path)
         from kvtide.tier.disk import DiskTier
 
-        return DiskTier(path, limits.disk_bytes_max, clock, is_pinned)
+        policy = _policy_of(url)
+        # Without a policy segments go by age, and what was used in them since may stay.
+        order = None if policy is None else order_named(policy, clock, limits.disk_bytes_max)
+        return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order=order)
     if parts.scheme not in _OPENERS:
         expected = ", ".join(f"{known}://" for known in ("disk", *_OPENERS))
         raise ValueError(f"unknown store scheme {parts.scheme!r}, expected one of {expected}")
@@ -68,11 +71,19 @@ def disk_path(url: str) -> Path | None:
         return None
     if not parts.path or parts.netloc:
         raise ValueError(f"a disk store needs a path with three slashes, as in disk:///path, got {url!r}")
-    if parts.query or parts.fragment:
-        raise ValueError(f"a disk store takes no options; write ? as %3F and # as %23 in its path, got {url!r}")
+    if parts.fragment or (parts.query and _policy_of(url) is None):
+        raise ValueError(
+            f"a disk store takes ?policy=NAME and nothing else; write ? as %3F and # as %23 in its path, got {url!r}"
+        )
     if "\0" in (path := unquote(parts.path)):
         raise ValueError(f"a disk store's path has no zero byte, got {url!r}")
     return Path(path)
+
+
+def _policy_of(url: str) -> str | None:
+    """Return what `?policy=` says in the URL of memory, a device or a disk, None without. It may be unknown."""
+    name, _, policy = _parts(url).query.partition("=")
+    return policy if name == "policy" and "://" in url else None
 
 
 def _parts(url: str) -> SplitResult:
@@ -129,9 +140,16 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    if url != _MEMORY:
-        raise ValueError(f"memory:// takes nothing behind it, its size is a limit, got {url!r}")
-    return MemoryTier(limits.memory_bytes_max, clock, is_pinned)
+    return MemoryTier(limits.memory_bytes_max, clock, is_pinned, _order_of(url, clock, limits.memory_bytes_max, None))
+
+
+def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
+    """Return the order of memory, of this machine or a device. ValueError for a URL that says more than a policy."""
+    policy = _policy_of(url)
+    scheme = _MEMORY if url.startswith(_MEMORY) else _DEVICE
+    if url not in {scheme, f"{scheme}?policy={policy}"}:
+        raise ValueError(f"{scheme} takes ?policy=NAME and nothing else, its size is a limit, got {url!r}")
+    return order_named(policy or DEFAULT_POLICY, clock, bytes_max, ranking)
 
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -192,8 +210,11 @@ def stack_of(
     if url != url.strip() or "  " in url:
         raise ValueError(f"expected a store URL, or several with one blank between them, got {_shown(url)!r}")
     urls = url.split(" ") if "://" in url else [url]
-    front = [_DEVICE] if device is not None else []
-    memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY]
+    # What stands in front of a disk or memory of a policy follows it too.
+    policy = _policy_of(urls[0]) if urls[0].startswith((_MEMORY, "disk:")) else None
+    option = "" if policy is None else f"?policy={policy}"
+    front = [_DEVICE + option] if device is not None else []
+    memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY + option]
     return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)
 
 
@@ -208,20 +229,23 @@ def tiers_of(
 ) -> TierStack:
     """Return what the URLs name as one tier, fastest first. ValueError for `device://` without a device.
 
-    What stays on the device and in memory is decided by uses times important tokens, all tokens counting alike, or by
-    `ranking`. If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
+    What leaves the device and memory is decided by the `?policy=` of a URL (`evict.order_named`); by default by uses
+    times important tokens, all tokens counting alike, or by `ranking`.
+    If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
     """
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tiers: list[Tier] = []
     for url in urls:
-        if url == _DEVICE:
+        if url.startswith(_DEVICE):
             if device is None:
                 raise ValueError("device:// is for engines that hand a device's memory to the cache")
-            tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, ranking))
-            continue
-        tier = open_tier(url, limits, clock, is_pinned)
-        is_memory = isinstance(tier, MemoryTier)
-        tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, ranking) if is_memory else tier)
+            order = _order_of(url, clock, limits.device_bytes_max, ranking)
+            tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, order))
+        elif url.startswith(_MEMORY):
+            order = _order_of(url, clock, limits.memory_bytes_max, ranking)
+            tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))
+        else:
+            tiers.append(open_tier(url, limits, clock, is_pinned))
     demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
     return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)
@@ -229,8 +253,13 @@ def tiers_of(
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:
     servers = [url for url in urls if urlsplit(url).scheme in _SERVERS]
-    roots = [path for url in urls if url != _DEVICE and (path := disk_path(url)) is not None]
-    own = [tier for url, tier in zip(urls, tiers, strict=True) if url in {_DEVICE, _MEMORY} or disk_path(url)]
+    paths = [None if url.startswith((_DEVICE, _MEMORY)) else disk_path(url) for url in urls]
+    roots = [path for path in paths if path is not None]
+    own = [
+        tier
+        for url, path, tier in zip(urls, paths, tiers, strict=True)
+        if path is not None or url.startswith((_DEVICE, _MEMORY))
+    ]
     if not servers or not own:
         return None
     # What servers need is imported for a store that has one.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvtide.evict.policies.arc import ArcPolicy
 from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy
+from kvtide.evict.policies.order import PolicyOf, PolicyOrder
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.evict.policies.s3fifo import S3FifoPolicy
 from kvtide.evict.policies.sieve import SievePolicy
 from kvtide.evict.policies.slru import SlruPolicy
-from kvtide.index import LruPolicy, Policy
+from kvtide.index import LruPolicy
 
-__all__ = ["POLICIES", "PolicyOf", "policy_named"]
-
-# Makes a policy for an account that may hold so many blocks.
-PolicyOf = Callable[[int], Policy]
+__all__ = ["POLICIES", "PolicyOf", "PolicyOrder", "policy_named"]
 
 POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
     {

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvtide.evict import EvictionOrder
 from kvtide.tier.record import RecordHeader
-from kvtide.types import ObjectId
+from kvtide.types import BlockKey, ObjectId
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,9 @@ class Entry:
 class Catalog:
     """Entries by object and by segment. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: EvictionOrder | None = None) -> None:
+        """order: what ranks the objects, from when their first copy is known until the last one is not."""
+        self._order = order
         self._lock = threading.Lock()
         self._by_id: dict[ObjectId, list[Entry]] = {}
         self._by_segment: dict[int, dict[int, Entry]] = {}
@@ -57,6 +60,9 @@ class Catalog:
                 self._remove(places[header.offset])
             self._by_segment.setdefault(header.segment, {})[header.offset] = entry
             copies = self._by_id.setdefault(header.id, [])
+            if self._order is not None and not copies:
+                parent = header.label.parent if header.label.start else header.id.namespace
+                self._order.enter(header.id, BlockKey(parent), header.size)
             self._used_bytes += header.size - (copies[-1].header.size if copies else 0)
             copies.append(entry)
             self.is_changed = True
@@ -67,6 +73,11 @@ class Catalog:
             copies = self._by_id.get(object_id)
             return copies[-1] if copies else None
 
+    def place_of(self, object_id: ObjectId) -> tuple[int, int] | None:
+        """Return the segment of an object's newest copy, and its bytes there."""
+        entry = self.find(object_id)
+        return None if entry is None else (entry.header.segment, entry.header.size)
+
     def copies(self, object_id: ObjectId) -> list[Entry]:
         """Return every copy of the object."""
         with self._lock:
@@ -76,6 +87,8 @@ class Catalog:
         """Note that a copy was read."""
         with self._lock:
             entry.uses += 1
+            if self._order is not None:
+                self._order.note_use(entry.header.id)
             entry.last_use_ms = now_ms
             self.is_changed = True
 
@@ -99,6 +112,8 @@ class Catalog:
             self._used_bytes += copies[-1].header.size
         else:
             del self._by_id[header.id]
+            if self._order is not None:
+                self._order.leave(header.id)
 
     def in_segment(self, number: int) -> list[Entry]:
         """Return a segment's entries in the order of their offsets."""

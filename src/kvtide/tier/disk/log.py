@@ -18,11 +18,13 @@ from pathlib import Path
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
+from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import BufferPool, aligned_buffer
 from kvtide.tier.demote import Offer
 from kvtide.tier.disk.catalog import Catalog, Entry
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
+from kvtide.tier.disk.eviction import GivenUp, bytes_of, fitting
 from kvtide.tier.disk.lineage import Lineage
 from kvtide.tier.disk.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.tier.files import Files
@@ -65,8 +67,10 @@ class SegmentLog:
         is_pinned: IsPinned,
         on_evicted: Callable[[list[ObjectId]], None],
         files: Files,
+        order: EvictionOrder | None = None,
     ) -> None:
-        self.catalog = Catalog()
+        self.given_up = GivenUp(order) if order is not None else None
+        self.catalog = Catalog(self.given_up)
         self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
         self._segment_bytes = max(4 * PAGE_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
@@ -284,24 +288,41 @@ class SegmentLog:
         counts as cold from then on, unless `is_forced`. One with pinned records that can't move stays. False if none
         could go.
         """
-        for number in sorted(self._directory.segments):
+        for number in self._candidates(ancestors):
             segment = self._directory.segments.get(number)
             if segment is None or segment.is_mine:
                 continue
             entries = self.catalog.in_segment(number)
-            held = [each.header.id.key in ancestors or self._is_pinned(each.header.id.key) for each in entries]
+            held = [self._is_held(ancestors, each.header.id) for each in entries]
             pinned = [entry for entry, is_held in zip(entries, held, strict=True) if is_held]
-            hot = [entry for entry, is_held in zip(entries, held, strict=True) if entry.uses and not is_held]
-            if _record_bytes(pinned) > room:
+            rest = [entry for entry, is_held in zip(entries, held, strict=True) if not is_held]
+            hot = [entry for entry in rest if self._is_hot(entry)]
+            if bytes_of(pinned) > room:
                 continue
-            if not is_forced and 2 * _record_bytes(hot) > segment.size:
+            if self.given_up is None and not is_forced and 2 * bytes_of(hot) > segment.size:
                 for entry in hot:
                     entry.uses = 0
                 continue
-            keep = _fitting(pinned + sorted(hot, key=lambda entry: -entry.uses), room)
+            keep = fitting(pinned + sorted(hot, key=lambda entry: -entry.uses), room)
             if self._remove_segment(number, writer, keep):
                 return True
         return False
+
+    def _candidates(self, ancestors: frozenset[BlockKey]) -> list[int]:
+        """Return the segments in the order in which they go: oldest first, or those with most that was given up."""
+        numbers = sorted(self._directory.segments)
+        if self.given_up is None:
+            return numbers
+        sizes = {number: found.size for number, found in self._directory.segments.items() if not found.is_mine}
+        held = partial(self._is_held, ancestors)
+        ranked = self.given_up.segments(sizes, self.catalog.place_of, lambda object_id: not held(object_id))
+        return [*ranked, *(number for number in numbers if number not in ranked)]
+
+    def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
+        return object_id.key in ancestors or self._is_pinned(object_id.key)
+
+    def _is_hot(self, entry: Entry) -> bool:
+        return entry.uses > 0 if self.given_up is None else entry.header.id not in self.given_up
 
     def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[Entry]) -> bool:
         try:
@@ -374,18 +395,3 @@ class SegmentLog:
 
     def _now_ms(self) -> int:
         return stamp_ms(self._clock.wall_s())
-
-
-def _record_bytes(entries: list[Entry]) -> int:
-    return sum(record_bytes(entry.header.size) for entry in entries)
-
-
-def _fitting(entries: list[Entry], room: int) -> list[Entry]:
-    """Return the leading entries whose records fit into `room` bytes."""
-    kept = []
-    for entry in entries:
-        room -= record_bytes(entry.header.size)
-        if room < 0:
-            break
-        kept.append(entry)
-    return kept

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
+from kvtide.evict import EvictionOrder
 from kvtide.index import Record
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
@@ -41,18 +42,30 @@ class DiskTier:
     name = "disk"
 
     def __init__(
-        self, root: Path, bytes_max: int, clock: Clock, is_pinned: IsPinned, files: Files | None = None
+        self,
+        root: Path,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        files: Files | None = None,
+        order: EvictionOrder | None = None,
     ) -> None:
+        """order: what ranks objects; without one the oldest segment goes, and what was used in it since may stay."""
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
         self.root = root
         self._bytes_max = bytes_max
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
-        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files())
+        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order)
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Tell the order, if there is one, what a prompt asks for."""
+        if self._log.given_up is not None:
+            self._log.given_up.note_request(namespace, keys)
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import DeviceFault, TierUnavailable
-from kvtide.evict.ranking import Ranking
+from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.ram.arena import Frames
 from kvtide.tier.ram.framed import FramedTier, Resident
@@ -80,10 +80,10 @@ class DeviceTier(FramedTier[_DeviceFrames]):
         clock: Clock,
         is_pinned: IsPinned,
         device: DeviceMemory,
-        ranking: Ranking | None = None,
+        order: EvictionOrder | None = None,
         frame_bytes: int | None = None,
     ) -> None:
-        super().__init__(bytes_max, clock, is_pinned, ranking, frame_bytes)
+        super().__init__(bytes_max, clock, is_pinned, order, frame_bytes)
         self._device = device
 
     def _reserve(self) -> _DeviceFrames:

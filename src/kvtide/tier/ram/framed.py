@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
-from kvtide.evict.ranking import RankHeap, Ranking, RecencyRanking
+from kvtide.evict import EvictionOrder, RankedOrder
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.demote import Offer
 from kvtide.tier.ram.arena import Frames, Run, frame_bytes_for
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
-from kvtide.types import ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import ObjectLabel, object_label
 
 FramesT = TypeVar("FramesT", bound=Frames)
 
@@ -44,10 +46,9 @@ class Held(NamedTuple, Generic[FramesT]):
 
 
 class FramedTier(ABC, Generic[FramesT]):
-    """Keeps copies of objects in at most `bytes_max`. Without a ranking the least recently used goes first.
+    """Keeps copies of objects in at most `bytes_max`; they leave in an order of this tier's, by default by last use.
 
-    A ranking that is passed in is fed by its owner (the stack); this tier's own is fed by this tier's reads. Objects
-    take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
+    Objects take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
     """
 
     name: str
@@ -57,7 +58,7 @@ class FramedTier(ABC, Generic[FramesT]):
         bytes_max: int,
         clock: Clock,
         is_pinned: IsPinned,
-        ranking: Ranking | None = None,
+        order: EvictionOrder | None = None,
         frame_bytes: int | None = None,
     ) -> None:
         if bytes_max <= 0:
@@ -68,12 +69,10 @@ class FramedTier(ABC, Generic[FramesT]):
         self._bytes_max = bytes_max
         self._clock = clock
         self._is_pinned = is_pinned
-        self._ranking = ranking or RecencyRanking()
-        self._is_ranking_mine = ranking is None
+        self.order = RankedOrder() if order is None else order
         self._lock = threading.Lock()
         self._frames: FramesT | None = None
         self._residents: dict[ObjectId, Resident] = {}
-        self._heap = RankHeap(self._ranking)
         # Dropped, but somebody reads them; and being written, so not yet to be found.
         self._unlisted: list[Resident] = []
         self._removed = Removals()
@@ -98,6 +97,10 @@ class FramedTier(ABC, Generic[FramesT]):
     def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
         """Fill a buffer of the object's size. False if that fails."""
 
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Tell the order what a prompt asks for."""
+        self.order.note_request(namespace, keys)
+
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""
         self._offer = offer
@@ -118,9 +121,10 @@ class FramedTier(ABC, Generic[FramesT]):
             if self._frames is not None:
                 self._give_up(self._frames)
             self._frames = None
+            for object_id in self._residents:
+                self.order.leave(object_id)
             self._residents.clear()
             self._unlisted.clear()
-            self._heap = RankHeap(self._ranking)
             self._used_bytes = 0
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -138,8 +142,7 @@ class FramedTier(ABC, Generic[FramesT]):
             self._hits += 1
             resident.leases += 1
             resident.last_use_s = self._clock.wall_s()
-            if self._is_ranking_mine:
-                self._ranking.note_use(object_id)
+            self.order.note_use(object_id)
             return Held(resident, frames)
 
     def _let_go(self, held: Held[FramesT]) -> None:
@@ -151,7 +154,7 @@ class FramedTier(ABC, Generic[FramesT]):
                 frames.give_back(resident.runs)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Copy an object in, evicting those of lower rank first. False after `close`."""
+        """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
@@ -159,6 +162,8 @@ class FramedTier(ABC, Generic[FramesT]):
             frames = self._frames
             if object_id in self._residents or frames is None:
                 return frames is not None
+            if frames.frames_of(size) > frames.free_frames and not self.order.wants(object_id):
+                return False
             resident = Resident(self._make_room(frames, size), size, self._clock.wall_s())
             self._unlisted.append(resident)
         is_written = False
@@ -167,10 +172,12 @@ class FramedTier(ABC, Generic[FramesT]):
             is_written = True
         finally:
             with self._lock:
-                is_new = self._settle(frames, object_id, resident, is_written)
+                is_new = self._settle(frames, object_id, resident, is_written, object_label(buffer))
         return is_new
 
-    def _settle(self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool) -> bool:
+    def _settle(
+        self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool, label: ObjectLabel
+    ) -> bool:
         """List an object that was written, if it is still wanted; tell whether it is here."""
         if frames is not self._frames:
             return False
@@ -178,10 +185,9 @@ class FramedTier(ABC, Generic[FramesT]):
         if not is_written or object_id in self._residents:
             frames.give_back(resident.runs)
             return is_written
-        if self._is_ranking_mine:
-            self._ranking.note_use(object_id)
         self._residents[object_id] = resident
-        self._heap.add(object_id)
+        parent = BlockKey(label.parent if label.start else object_id.namespace)
+        self.order.enter(object_id, parent, resident.size)
         self._used_bytes += resident.size
         assert self._used_bytes <= self._bytes_max
         return True
@@ -190,23 +196,26 @@ class FramedTier(ABC, Generic[FramesT]):
         """Put another form of the object in its place; see `Replacing`."""
         return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
 
+    def _may_go(self, object_id: ObjectId) -> bool:
+        return not self._residents[object_id].leases and not self._is_pinned(object_id.key)
+
     def _make_room(self, frames: FramesT, size: int) -> list[Run]:
-        excess = frames.frames_of(size) - frames.free_frames
         victims: list[ObjectId] = []
-        for object_id in self._heap.ascending() if excess > 0 else ():
-            resident = self._residents[object_id]
-            if not resident.leases and not self._is_pinned(object_id.key):
-                victims.append(object_id)
-                excess -= frames.frames_of(resident.size)
-            if excess <= 0:
-                break
-        if excess > 0:
-            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
+        missing = frames.frames_of(size) - frames.free_frames
+        if missing > 0:
+            with closing(self.order.victims(self._may_go)) as leaving:
+                for object_id in leaving:
+                    victims.append(object_id)
+                    missing -= frames.frames_of(self._residents[object_id].size)
+                    if missing <= 0:
+                        break
         for object_id in victims:
             resident = self._residents[object_id]
             self._offer(object_id, resident.size, partial(self._copy_out, frames, resident))
             self._drop(frames, object_id, "evicted")
             self._evictions += 1
+        if missing > 0:
+            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
         runs = frames.take(size)
         assert runs is not None
         return runs
@@ -219,12 +228,11 @@ class FramedTier(ABC, Generic[FramesT]):
                 return False
             if frames.frames_of(size) <= frames.free_frames:
                 return True
-            lowest = next((each for each in self._heap.ascending() if not self._is_pinned(each.key)), None)
-            return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
+            return self.order.admits(object_id, self._may_go)
 
     def _drop(self, frames: FramesT, object_id: ObjectId, reason: str) -> None:
         resident = self._residents.pop(object_id)
-        self._heap.discard(object_id)
+        self.order.leave(object_id)
         self._used_bytes -= resident.size
         if resident.leases:
             resident.is_dropped = True
@@ -266,7 +274,7 @@ class FramedTier(ABC, Generic[FramesT]):
         """AssertionError if the accounting is off. Call it while nobody writes."""
         with self._lock:
             assert self._used_bytes == sum(each.size for each in self._residents.values())
-            assert len(self._heap) == len(self._residents)
+            assert len(self.order) == len(self._residents)
             if self._frames is not None:
                 held = [*self._residents.values(), *self._unlisted]
                 self._frames.check([run for each in held for run in each.runs])

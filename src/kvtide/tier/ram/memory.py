@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.evict.ranking import Ranking
+from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.lend import LentObject, joined
@@ -36,11 +36,11 @@ class MemoryTier(FramedTier[Arena]):
         bytes_max: int,
         clock: Clock,
         is_pinned: IsPinned,
-        ranking: Ranking | None = None,
+        order: EvictionOrder | None = None,
         frame_bytes: int | None = None,
         pin: Pin | None = None,
     ) -> None:
-        super().__init__(bytes_max, clock, is_pinned, ranking, frame_bytes)
+        super().__init__(bytes_max, clock, is_pinned, order, frame_bytes)
         self._pin = pin
         self._unpin: Callable[[], None] | None = None
 

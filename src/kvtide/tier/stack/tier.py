@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvtide.evict.ranking import Ranking, RecencyRanking
+from kvtide.evict import Ranking, RecencyRanking
 from kvtide.index import Record
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
@@ -26,6 +26,7 @@ from kvtide.tier.base import (
     Noting,
     ObjectInfo,
     Observer,
+    Ordered,
     Recorded,
     Replacing,
     Reporting,
@@ -162,6 +163,13 @@ class TierStack:
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
         return self._writer.wait(timeout_s)
+
+    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
+        """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order."""
+        named = [self.named(each) for each in object_ids]
+        for tier in self._open if named else ():
+            if isinstance(tier, Ordered):
+                tier.note_request(named[0].namespace, [each.key for each in named])
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""

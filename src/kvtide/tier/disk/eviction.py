@@ -1,0 +1,120 @@
+"""Which segment goes next where an order ranks the objects: the one that has most of what leaves first.
+
+Invariant: an object that was given up is still read until its segment goes; a use takes it back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
+
+from kvtide.evict import EvictionOrder
+from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.record import record_bytes
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+# A segment goes when this share of its bytes was given up; the rest moves where there is room.
+_GIVEN_UP_SHARE = 0.5
+
+# Where an object is: its segment and its bytes there.
+PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
+
+
+class GivenUp:
+    """An order, and the objects that it gave up already. An EvictionOrder itself. Safe to use from several threads."""
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self._order = order
+        self._lock = threading.RLock()
+        # With the parent and the size that they entered with.
+        self._given_up: dict[ObjectId, tuple[BlockKey, int]] = {}
+        self._entered: dict[ObjectId, tuple[BlockKey, int]] = {}
+
+    def __contains__(self, object_id: ObjectId) -> bool:
+        return object_id in self._given_up
+
+    def __len__(self) -> int:
+        return len(self._entered)
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Note a request, and take back what it asks for."""
+        with self._lock:
+            self._order.note_request(namespace, keys)
+            for key in keys if self._given_up else ():
+                self._take_back(ObjectId(namespace, key))
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Note a read, and take the object back."""
+        with self._lock:
+            self._take_back(object_id)
+            self._order.note_use(object_id)
+
+    def _take_back(self, object_id: ObjectId) -> None:
+        found = self._given_up.pop(object_id, None)
+        if found is not None:
+            self._order.enter(object_id, *found)
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Rank an object."""
+        with self._lock:
+            self._entered[object_id] = (parent, size)
+            self._order.enter(object_id, parent, size)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget an object."""
+        with self._lock:
+            self._entered.pop(object_id, None)
+            if self._given_up.pop(object_id, None) is None:
+                self._order.leave(object_id)
+
+    def wants(self, object_id: ObjectId) -> bool:
+        """Tell whether the order wants the object."""
+        return self._order.wants(object_id)
+
+    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
+        """Tell whether the order admits the object."""
+        return self._order.admits(object_id, may_go)
+
+    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
+        """Yield what the order gives up."""
+        return self._order.victims(may_go)
+
+    def segments(self, sizes: dict[int, int], place_of: PlaceOf, may_go: Callable[[ObjectId], bool]) -> list[int]:
+        """Give up objects until a segment is due; return the segments that have any, those with most first.
+
+        sizes: the bytes of each segment that may go.
+        """
+        with self._lock:
+            given_up = Counter[int]()
+            for object_id in self._given_up:
+                _count(given_up, place_of(object_id), sizes)
+            with closing(self._order.victims(may_go)) as leaving:
+                while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
+                    if (gone := next(leaving, None)) is None:
+                        break
+                    self._given_up[gone] = self._entered[gone]
+                    _count(given_up, place_of(gone), sizes)
+        return sorted(given_up, key=lambda number: -given_up[number] / sizes[number])
+
+
+def _count(given_up: Counter[int], place: tuple[int, int] | None, sizes: Collection[int]) -> None:
+    if place is not None and place[0] in sizes:
+        given_up[place[0]] += record_bytes(place[1])
+
+
+def bytes_of(entries: list[Entry]) -> int:
+    """Return the bytes that entries take with their headers."""
+    return sum(record_bytes(entry.header.size) for entry in entries)
+
+
+def fitting(entries: list[Entry], room: int) -> list[Entry]:
+    """Return the leading entries whose records fit into `room` bytes."""
+    kept = []
+    for entry in entries:
+        room -= record_bytes(entry.header.size)
+        if room < 0:
+            break
+        kept.append(entry)
+    return kept
