@@ -28,7 +28,7 @@ from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlo
 from kvtide.tier import Ranking, TierStats, stack_of
 from kvtide.tier.ram import DeviceMemory
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId
+from kvtide.types import ObjectId, wants_latest
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Cache:
 
     def _match(self, ids: Sequence[ObjectId]) -> int:
         keys = [object_id.key for object_id in ids]
-        known = len(self.index.match(keys).blocks)
+        known = 0 if any(map(wants_latest, ids)) else len(self.index.match(keys).blocks)
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
@@ -176,7 +176,7 @@ class Cache:
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
         # Read once: `close` takes it away at any moment.
         storer = self._storer
-        block = storer.find(object_id) if storer is not None else None
+        block = storer.find(object_id) if storer is not None and not wants_latest(object_id) else None
         # What waits may have been invalidated meanwhile.
         return block.source if block is not None and self.tiers.is_valid(block.meta.id) else None
 

@@ -49,7 +49,7 @@ class _Load:
         self._ids = ids
         self._pool = pool
         self._kept = kept
-        self._captured = kept.leading(ids)
+        self._captured = [] if order.is_latest else kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # Of each layer, the blocks that are still to come.
@@ -215,7 +215,7 @@ class WorkerHalf:
 
     def _load_rest(self, load: _Load, kept: int) -> LoadReport:
         """Load what comes behind the blocks that were kept; those count as loaded."""
-        metas = [self._meta(block) for block in load.order.blocks[kept:]]
+        metas = [self._meta(block, load.order.is_latest) for block in load.order.blocks[kept:]]
         left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
 
         def sink(position: int, bits: BlockBits) -> None:
@@ -250,8 +250,8 @@ class WorkerHalf:
         if report.blocks < wanted:
             self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
 
-    def _meta(self, block: BlockRef) -> BlockMeta:
-        object_id = self.cache.tiers.named(block.ids[self._shard])
+    def _meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
+        object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
         return BlockMeta(object_id, block.parents[self._shard], block.start, self._pool.layout, self._label)
 
     def wait_layer(self, layer: int) -> None:

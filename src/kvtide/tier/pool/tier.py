@@ -52,6 +52,7 @@ class PoolTier:
     """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
 
     name = "pool"
+    looks_in_regions = True
 
     def __init__(self, source: Membership, connect: Callable[[PoolServer], Tier], here: str, clock: Clock) -> None:
         self._connect = connect
