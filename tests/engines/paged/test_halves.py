@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
 from tests.server.worlds import invalidate, region_processes
+from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.orders import StepOrders, WorkerReport
@@ -24,6 +25,8 @@ from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import loading
 from kvtide.store.cache import Cache
+from kvtide.types import BlockKey, ObjectId
+from kvtide_lab.bench.services import wait_until
 
 BLOCK = LAYOUT.tokens
 ORDER = CellOrder.TRANSPOSED_KEYS
@@ -194,6 +197,25 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
         (namespace,) = _namespaces().of(b"")
         invalidate(regions[1], namespace)
         assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
+
+
+def test_blocks_kept_as_pages_end_with_their_generation(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 0.05)
+    (namespace,) = _namespaces().of(b"")
+    with running_server() as server:
+        engine = engines(server.url, kept_bytes_max=3 * LAYOUT.raw_bytes)
+        engine.compute("a", PROMPT)
+        assert _loads(engine, "b") == 0
+        invalidate(server.url, namespace)
+        named, block = engine.worker.cache.tiers.named, ObjectId(namespace, BlockKey(namespace))
+        wait_until(lambda: named(block).name.generation == 1, "the engine to hear of it", 10)
+        hit, _, failed = engine.load("c", PROMPT)
+        assert not hit or failed, "stale pages"
+        engine.finish("c")
+        engine.compute("d", PROMPT)
+        assert _loads(engine, "e") == 0, "what is computed anew is kept anew"
 
 
 def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[..., ToyEngine]) -> None:
