@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
@@ -353,7 +354,7 @@ class Cache:
 
 
 def cache_for(
-    store: str,
+    store: str | Path,
     codec: Codec,
     profiles: Sequence[Profile] = (),
     limits: Limits | None = None,
@@ -362,7 +363,7 @@ def cache_for(
     device: DeviceMemory | None = None,
     quality: float | None = None,
 ) -> Cache:
-    """Return a cache, not yet opened, of memory in front of the store that the URL names, and of `device` before both.
+    """Return a cache, not yet opened, of memory in front of a store by URL or folder, and of `device` before both.
 
     Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` is
     `stack_of`'s, `quality` the cache's. ValueError for a bad URL.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -349,7 +350,7 @@ def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
 
 def attach(
     model: Any,
-    store: str,
+    store: str | Path,
     *,
     codec: str | None = None,
     profiles: Sequence[Profile] = (),
@@ -361,10 +362,10 @@ def attach(
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. codec: `lossless`
-    (the default), `tide[:quality[:refinements]]`, `tide-light`,
-    `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
-    needs one (`engines.profiles.installed_profiles()` lists them), others keep tables in payloads without.
+    store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
+    default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
+    the first of the `profiles` that fits the model. Tide needs one (`engines.profiles.installed_profiles()` lists
+    them), others keep tables in payloads without.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
     profile as tide does. None, the default: all of it exactly.
