@@ -19,6 +19,7 @@ __all__ = [
     "SectionId",
     "SectionKind",
     "TierStats",
+    "wants_latest",
 ]
 
 DIGEST_BYTES = 32
@@ -47,16 +48,25 @@ class Name(NamedTuple):
 
 
 class NamedId(ObjectId):
-    """An object's id with the name of its namespace, by which other servers are asked. Equal to the plain id."""
+    """An object's id with the name of its namespace, by which other servers are asked. Equal to the plain id.
+
+    is_latest: only a server that has looked in all regions may answer.
+    """
 
     name: Name
+    is_latest: bool
 
     @classmethod
-    def of(cls, object_id: ObjectId, name: Name) -> NamedId:
+    def of(cls, object_id: ObjectId, name: Name, is_latest: bool = False) -> NamedId:
         """Return the id with this name."""
         named = cls(*object_id)
-        named.name = name
+        named.name, named.is_latest = name, is_latest
         return named
+
+
+def wants_latest(object_id: ObjectId) -> bool:
+    """Tell whether only a server that has looked in all regions may answer for this id."""
+    return isinstance(object_id, NamedId) and object_id.is_latest
 
 
 class SectionKind(IntEnum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import socketserver
 import threading
@@ -19,9 +21,11 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.breaker import Breaker
+from kvtide.tier.deadline import until
 from kvtide.tier.pool.etcd import EtcdMembership, _b64
 from kvtide.tier.pool.membership import Watcher
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
+from kvtide.tier.valkey.resp import RespSocket
 from kvtide.tier.valkey.url import parse_valkey_url
 from kvtide_lab.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
 
@@ -199,6 +203,106 @@ def miss_s(tier: s3.S3Tier) -> float:
     with pytest.raises(TierUnavailable):
         tier.get_into(object_id(1), memoryview(bytearray(1000)))
     return time.monotonic() - started_s
+
+
+# A caller that waits so long has its answer, or a miss, before a peer's own bounds would end the call.
+DEADLINE_S = 0.6
+
+
+def asked_until(action: Callable[[], object], deadline_s: float = DEADLINE_S) -> float:
+    """Run an action that fails, for a caller with a deadline; return how long it took."""
+    started_s = CLOCK.monotonic_s()
+    with until(started_s + deadline_s), pytest.raises(TierUnavailable):
+        action()
+    return CLOCK.monotonic_s() - started_s
+
+
+@needs_valkey
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_frozen_valkey_keeps_nobody_beyond_the_deadline(is_connected: bool) -> None:
+    with valkey_server() as server, opened(f"valkey://127.0.0.1:{server.port}?wait_s_max=30") as tier:
+        data, ids = object_bytes(1, 8 << 20), [object_id(number) for number in range(20)]
+        if is_connected:
+            assert tier.put_from(object_id(1), data)
+        os.kill(server.pid, signal.SIGSTOP)
+        buffers = [memoryview(bytearray(1000)) for _ in ids]
+        calls: list[Callable[[], object]] = [
+            lambda: tier.contains(object_id(1)),
+            lambda: tier.get_into(object_id(1), memoryview(bytearray(9 << 20))),
+            lambda: tier.put_from(object_id(2), data),
+            lambda: tier.count_leading(ids),
+            lambda: tier.get_many_into(ids, buffers),
+        ]
+        assert max(asked_until(call) for call in calls) < DEADLINE_S + SPARE_S
+        os.kill(server.pid, signal.SIGCONT)
+        assert tier.put_from(object_id(3), data), "a deadline says nothing of the server"
+        assert tier.contains(object_id(3)), "and the next call waits by the tier's own bounds"
+
+
+def test_a_valkey_that_trickles_keeps_nobody_beyond_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, opened_on(listener) as resp:
+        peer, _ = listener.accept()
+        stop = threading.Event()
+        thread = threading.Thread(target=trickle, args=(peer, b"$100000\r\n" + bytes(100_000), stop))
+        thread.start()
+        started_s = CLOCK.monotonic_s()
+        resp.give_up_at(started_s + DEADLINE_S)
+        with pytest.raises(OSError, match=r"deadline|temporarily|timed out"):
+            resp.receive(memoryview(bytearray(100_000)))
+        assert CLOCK.monotonic_s() - started_s < DEADLINE_S + SPARE_S
+        stop.set()
+        thread.join()
+        peer.close()
+
+
+@contextmanager
+def opened_on(listener: socket.socket) -> Iterator[RespSocket]:
+    with socket.create_connection(listener.getsockname()) as connected:
+        yield RespSocket(connected, 30.0, CLOCK)
+
+
+def trickle(peer: socket.socket, data: bytes, stop: threading.Event) -> None:
+    """Send the first bytes at once and then one after the other."""
+    peer.sendall(data[:20])
+    for position in range(20, len(data)):
+        if stop.wait(0.05):
+            return
+        peer.sendall(data[position : position + 1])
+
+
+def test_a_bucket_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+
+    def respond(request: BaseHTTPRequestHandler) -> None:
+        if request.command == "GET":
+            request.send_response(206)
+            request.send_header("Content-Range", "bytes 0-999/1000")
+            request.send_header("Content-Length", "1000")
+            request.end_headers()
+            for _ in range(1000):
+                # Never silent, never done.
+                if stop.wait(0.05):
+                    return
+                request.wfile.write(b"x")
+                request.wfile.flush()
+        stop.wait(60)
+
+    with bucket(respond) as url:
+        tier = s3.S3Tier(url, CLOCK)
+        tier.open()
+        buffer = memoryview(bytearray(1000))
+        calls: list[Callable[[], object]] = [
+            lambda: tier.get_into(object_id(1), buffer),
+            lambda: tier.contains(object_id(1)),
+            lambda: tier.put_from(object_id(1), object_bytes(1)),
+            lambda: tier.delete(object_id(1), "test"),
+        ]
+        took_s = max(asked_until(call) for call in calls)
+        is_left_alone = not tier._breaker.allows()
+        stop.set()
+        tier.close()
+    assert took_s < DEADLINE_S + 2.0, "silence alone would end it after 4 s"
+    assert not is_left_alone, "a deadline says nothing of the store"
 
 
 def test_a_bucket_that_only_refuses_to_be_written_is_still_read() -> None:

@@ -16,9 +16,9 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.transformers.cached import CachedModel, Streaming, attach
+from kvtide.engines.transformers.cached import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.streaming import StreamedPrefill
+from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming
 from kvtide.fetch import ContextLoader, Wish
 from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys

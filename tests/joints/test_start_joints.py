@@ -98,6 +98,17 @@ def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
     assert records is not None and records.parent == stack._tiers[1].root  # type: ignore[attr-defined]
 
 
+def test_folder_as_a_path_is_a_disk_store_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (tmp_path / "of 100%25?#ä", Path("word"), Path("~/home")):
+        with cache_for(folder, RawCodec()) as cache:
+            assert cache.tiers.tier_names == ["memory", "disk"]
+        assert (tmp_path / folder.name / "segments").is_dir()
+    with pytest.raises(ValueError, match="is not a directory"):
+        cache_for(Path("/dev/null"), RawCodec())
+
+
 def test_disk_that_fails_after_the_start_is_a_miss(tmp_path: Path, layout: BlockLayout) -> None:
     cache = cache_for(str(tmp_path / "store"), RawCodec())
     (tmp_path / "store").write_text("somebody was faster")

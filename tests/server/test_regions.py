@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
     assert (answer.status, content) == (200, object_bytes(1))
     assert ask(two, "GET", 1)[0].status == 200, "now it is here"
     assert ask(two, "GET", 2, Force_Latest="1")[0].status == 404
+
+
+def test_batched_look_up_of_the_latest_knows_what_was_invalidated(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        one, two = world.regions
+        put(two, 1)
+        question = b'{"keys": ["' + object_id(1).key.hex().encode() + b'"]}'
+        space = object_id(1).namespace.hex()
+        look = partial(ask, two, "POST", f"/v1/{space}/exists", question)
+        assert b"[true]" in look(Force_Latest="1")[1]
+        assert ask(one, "PUT", f"/v1/records/generation/{space}", b"1")[0].status == 200
+        assert b"[false]" in look(Force_Latest="1")[1]
+        world.centre.stop()
+        assert look(Force_Latest="1")[0].status == 503
 
 
 def test_region_that_is_cut_off_goes_on_and_says_since_when(world: World) -> None:

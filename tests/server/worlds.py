@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
-from tests.servers import RunningServer
+from tests.servers import RunningServer, ServerProcess
 
+from kvtide.clock import SystemClock
 from kvtide.server.settings import ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.records import records_clients
+from kvtide.types import Namespace
+from kvtide.wire.records import RecordKind, RecordName
 from kvtide_lab.bench.services import free_ports
 
 
@@ -46,6 +51,27 @@ class World:
         server.start()
         stack.callback(server.stop)
         return server
+
+
+@contextmanager
+def region_processes(folder: Path) -> Iterator[list[str]]:
+    """Run two regions and their centre, each a process; yield the regions' URLs."""
+    ports = free_ports(3)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    centre = ["--region", urls[1], "--region", urls[2]]
+    own = [["--central", urls[0], "--manifest", str(folder / f"manifest-{number}")] for number in (1, 2)]
+    with ExitStack() as stack:
+        for port, arguments in zip(ports, [centre, *own], strict=True):
+            stack.callback(ServerProcess(*arguments, port=port).kill)
+        yield urls[1:]
+
+
+def invalidate(region: str, namespace: Namespace) -> None:
+    """Raise a namespace's generation for the first time."""
+    (client,) = records_clients(region, SystemClock(), 10.0)
+    client.open()
+    client.write(RecordName(RecordKind.GENERATION, namespace.hex()), "1")
+    client.close()
 
 
 def ask(

@@ -68,12 +68,14 @@ def test_what_finds_no_room_is_dropped_and_counted() -> None:
     demoter.check()
 
 
-def test_engine_keeps_locally_and_demotes_to_a_server(tmp_path: Path, clock: ManualClock) -> None:
+@pytest.mark.parametrize("scheme", ["http", "pool"])
+def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path, clock: ManualClock) -> None:
     with running_server() as server:
         limits = Limits(memory_bytes_max=200_000, disk_bytes_max=400_000)
-        stack = stack_of(f"disk://{tmp_path} {server.url}?write=evicted", limits, clock, nothing_pinned)
+        url = f"disk://{tmp_path} {scheme}://{server.address}?write=evicted"
+        stack = stack_of(url, limits, clock, nothing_pinned)
         stack.open()
-        assert stack.tier_names == ["memory", "disk", "http"]
+        assert stack.tier_names == ["memory", "disk", scheme]
         stack.put_from(object_id(0), object_bytes(0, 50_000))
         assert server.store.stats().objects == 0
         for number in range(1, 20):
@@ -95,6 +97,7 @@ def test_engine_keeps_locally_and_demotes_to_a_server(tmp_path: Path, clock: Man
         "http://user@host:1",
         "http://host:1?x=1",
         "http://host:1?write=some",
+        "pool://host:1?write=some",
         "http://host:1?token_file=/absent",
         "https://host:1?ca_file=/absent",
         "http+unix://host/path",

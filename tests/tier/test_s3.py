@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from urllib.parse import quote
@@ -15,6 +17,7 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
+from kvtide.tier.deadline import until
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import Service, s3_command, s3_server
 
@@ -127,3 +130,22 @@ def test_bad_url_is_refused_without_the_secret(rest: str) -> None:
     with pytest.raises(ValueError, match="s3://") as caught:
         s3.S3Tier(f"s3://{rest}", SystemClock())
     assert "hush" not in str(caught.value)
+
+
+def test_frozen_store_keeps_nobody_beyond_the_deadline(server: Service) -> None:
+    clock, data = SystemClock(), object_bytes(1, 3 * s3.PART_BYTES)
+    tier = s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)
+    tier.open()
+    with until(clock.monotonic_s() + 60):
+        assert tier.put_from(object_id(1), data)
+    with until(clock.monotonic_s() + 20):
+        assert read_all(tier, 1, len(data) + 1) == data, "a deadline changes nothing else"
+    os.kill(server.pid, signal.SIGSTOP)
+    began_s = clock.monotonic_s()
+    for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
+        with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
+            call(tier, 1)
+    assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
+    os.kill(server.pid, signal.SIGCONT)
+    assert read_all(tier, 1, len(data) + 1) == data, "a deadline says nothing of the store"
+    tier.close()

@@ -138,3 +138,18 @@ def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
     pool = vllm_model.page_pool(served, {"a": pages, "b": pages}, None, settings)
     found = "torch" if isinstance(pool, DevicePages) else pool
     assert found == ("torch" if expected == "torch" else ("kernels", 32))
+
+
+@pytest.mark.parametrize(
+    ("params", "is_latest"), [(None, False), ({}, False), ({"kvtide_force_latest": True, "other": 1}, True)]
+)
+def test_request_says_in_its_transfer_params_that_it_wants_the_latest(params: Any, is_latest: bool) -> None:
+    from kvtide.engines.vllm.connector import KVTideConnector
+
+    asked: list[tuple[Any, ...]] = []
+    connector = object.__new__(KVTideConnector)
+    connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0)
+    kind = dict.fromkeys(("lora_request", "pooling_params", "prompt_embeds", "mm_features", "cache_salt"))
+    request = SimpleNamespace(**kind, resumable=False, request_id="r", all_token_ids=[1, 2], kv_transfer_params=params)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert asked == [("r", b"", [1, 2], 0, is_latest)]

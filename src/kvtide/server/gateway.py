@@ -224,6 +224,7 @@ class Gateway:
             keys, leading_only = parse_look_ups(body)
         finally:
             give_back()
+        await self._objects.catch_up(exchange)
         look = self._listing.leading if leading_only else self._listing.present
         present: list[bool] = []
         for start in range(0, len(keys), _LOOK_UPS_A_TURN):

@@ -92,13 +92,17 @@ class ObjectRequests:
         else:
             await self._delete(exchange, object_id)
 
+    async def catch_up(self, exchange: Exchange) -> None:
+        """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
+        central = self._region.central if self._region is not None else None
+        if central is not None and central.is_too_old_for(exchange.head.headers):
+            # Objects can't be out of date, but their namespace's generation can.
+            await self._workers.read(exchange.owner, central.require_latest)
+
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
         region, method = self._region, exchange.head.method
-        central = region.central if region is not None else None
-        if central is not None and central.is_too_old_for(exchange.head.headers):
-            # The object can't be out of date, but its namespace's generation can.
-            await self._workers.read(exchange.owner, central.require_latest)
+        await self.catch_up(exchange)
         stored = await self._stored(exchange, object_id, 404)
         if self._quotas.is_expired(stored):
             await self._workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))

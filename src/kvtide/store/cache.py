@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
@@ -28,7 +29,7 @@ from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlo
 from kvtide.tier import Ranking, TierStats, stack_of
 from kvtide.tier.ram import DeviceMemory
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId
+from kvtide.types import ObjectId, wants_latest
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 _log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Cache:
     def _match(self, ids: Sequence[ObjectId]) -> int:
         self.tiers.note_request(ids)
         keys = [object_id.key for object_id in ids]
-        known = len(self.index.match(keys).blocks)
+        known = 0 if any(map(wants_latest, ids)) else len(self.index.match(keys).blocks)
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
@@ -177,7 +178,7 @@ class Cache:
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
         # Read once: `close` takes it away at any moment.
         storer = self._storer
-        block = storer.find(object_id) if storer is not None else None
+        block = storer.find(object_id) if storer is not None and not wants_latest(object_id) else None
         # What waits may have been invalidated meanwhile.
         return block.source if block is not None and self.tiers.is_valid(block.meta.id) else None
 
@@ -354,7 +355,7 @@ class Cache:
 
 
 def cache_for(
-    store: str,
+    store: str | Path,
     codec: Codec,
     profiles: Sequence[Profile] = (),
     limits: Limits | None = None,
@@ -363,7 +364,7 @@ def cache_for(
     device: DeviceMemory | None = None,
     quality: float | None = None,
 ) -> Cache:
-    """Return a cache, not yet opened, of memory in front of the store that the URL names, and of `device` before both.
+    """Return a cache, not yet opened, of memory in front of a store by URL or folder, and of `device` before both.
 
     Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` is
     `stack_of`'s, `quality` the cache's. ValueError for a bad URL.

@@ -17,6 +17,7 @@ __all__ = [
     "Batched",
     "Buffer",
     "Checked",
+    "Forcible",
     "IsPinned",
     "ObjectInfo",
     "Observer",
@@ -107,6 +108,13 @@ class Recorded(Protocol):
 
     def records(self) -> Iterator[Record]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
+
+
+@runtime_checkable
+class Forcible(Protocol):
+    """A tier that looks in all regions for an id that wants the latest; tiers of one machine have only copies."""
+
+    looks_in_regions: bool
 
 
 @runtime_checkable

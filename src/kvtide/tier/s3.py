@@ -5,12 +5,15 @@ Names begin with two digits of the key, so that requests spread over the store's
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -30,6 +33,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.deadline import caller_deadline_s, until
 from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -49,9 +53,8 @@ FAULTS_MAX = 2
 OPEN_S = 5.0
 # What a listing found counts for so long: it costs a request for every thousand objects.
 STATS_AGE_S_MAX = 60.0
-# obstore's: every wait and retry has a bound.
-_CLIENT: Any = {"connect_timeout": timedelta(seconds=CONNECT_S_MAX), "timeout": timedelta(seconds=REQUEST_S_MAX)}
-_RETRY: Any = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=SILENCE_S_MAX)}
+# A client's bounds are fixed when it is made: callers with a deadline share those of the longest of these that fits.
+_DEADLINES_S = tuple(0.1 * 1.5**step for step in range(15))
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/([0-9a-f]{64})")
 
 
@@ -85,12 +88,10 @@ class S3Tier:
         try:
             options: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
             plain = {"allow_http": True} if options.pop("allow_http", "false") == "true" else {}
-            # Nothing comes back while a body goes out, so that silence counts for reading alone.
-            quiet = {"read_timeout": timedelta(seconds=SILENCE_S_MAX)}
-            self._store, self._sink = (
-                from_url(self._shown, config=options, client_options={**_CLIENT, **plain, **more}, retry_config=_RETRY)
-                for more in (quiet, {})
-            )
+            self._make = partial(from_url, self._shown, config=options)
+            self._plain: dict[str, Any] = plain
+            # By what a request may take, infinity where nobody waits, and whether it writes.
+            self._stores = {(math.inf, is_write): self._store(math.inf, is_write) for is_write in (False, True)}
         except (BaseError, ValueError) as error:
             # The error may quote the options, and those may hold a secret.
             raise ValueError(f"bad options of {self._shown}: {type(error).__name__}") from None
@@ -101,6 +102,37 @@ class S3Tier:
         self._workers: ThreadPoolExecutor | None = None
         self._counted: _Counted | None = None
         self._hits = self._misses = self._faults = 0
+
+    def _store(self, request_s_max: float, is_write: bool) -> Any:
+        """Make a client whose requests end, retries included, within so long, or within its own bounds."""
+        # Of a deadline, tries begin in the first fifth, and each may take the rest.
+        is_bounded = request_s_max < math.inf
+        try_s = 0.8 * request_s_max if is_bounded else REQUEST_S_MAX
+        retry_s = 0.1 * request_s_max if is_bounded else SILENCE_S_MAX
+        client = {**self._plain, "timeout": try_s, "connect_timeout": min(CONNECT_S_MAX, try_s)}
+        if not is_write:
+            # Nothing comes back while a body goes out, so that silence counts for reading alone.
+            client["read_timeout"] = min(SILENCE_S_MAX, try_s)
+        retry: Any = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=retry_s)}
+        if is_bounded:
+            waits = {"init_backoff": timedelta(seconds=retry_s / 4), "max_backoff": timedelta(seconds=retry_s)}
+            retry["backoff"] = {**waits, "base": 2}
+        options = {
+            name: timedelta(seconds=value) if name.endswith("timeout") else value for name, value in client.items()
+        }
+        return self._make(client_options=options, retry_config=retry)
+
+    def _client(self, is_write: bool = False) -> Any:
+        """Return a client for a request of this thread's caller. TierUnavailable if it is too late for one."""
+        left_s = caller_deadline_s() - self._clock.monotonic_s()
+        if left_s < _DEADLINES_S[0]:
+            raise TierUnavailable(f"the caller's deadline passed before {self._shown} could be asked")
+        is_free = left_s > REQUEST_S_MAX + SILENCE_S_MAX
+        request_s_max = math.inf if is_free else _DEADLINES_S[bisect_right(_DEADLINES_S, left_s) - 1]
+        with self._lock:
+            if (request_s_max, is_write) not in self._stores:
+                self._stores[request_s_max, is_write] = self._store(request_s_max, is_write)
+            return self._stores[request_s_max, is_write]
 
     def open(self) -> None:
         """Start the threads that read parts. The store is asked only when something is needed of it."""
@@ -147,7 +179,13 @@ class S3Tier:
         workers = self._workers
         if workers is None:
             raise TierUnavailable(f"{self._shown} is not open")
-        parts = [workers.submit(self._read, path, view[offset:][:PART_BYTES], start + offset) for offset in offsets]
+        deadline_s = caller_deadline_s()
+
+        def read(offset: int) -> _Part:
+            with until(deadline_s):
+                return self._read(path, view[offset:][:PART_BYTES], start + offset)
+
+        parts = [workers.submit(read, offset) for offset in offsets]
         # All have ended before the caller gets its buffer back.
         wait(parts)
         found = self._asked(lambda: [part.result() for part in parts], None)
@@ -156,7 +194,7 @@ class S3Tier:
 
     def _read(self, path: str, view: memoryview, start: int) -> _Part:
         """Read the part of an object that fits into the view; return whose part it is."""
-        found = obstore.get(self._store, path, options={"range": (start, start + len(view))})
+        found = obstore.get(self._client(), path, options={"range": (start, start + len(view))})
         size = int(found.meta["size"])
         data = memoryview(found.bytes())
         if len(data) != min(size - start, len(view)):
@@ -181,11 +219,12 @@ class S3Tier:
         def put() -> bool:
             try:
                 obstore.put(
-                    self._sink,
+                    self._client(is_write=True),
                     _path(object_id),
                     memoryview(buffer),
                     mode=mode,
-                    use_multipart=len(buffer) > PART_BYTES,
+                    # Each of several requests may take as long as the client's bounds say.
+                    use_multipart=len(buffer) > PART_BYTES and caller_deadline_s() == math.inf,
                     chunk_size=PART_BYTES,
                     max_concurrency=PARTS_AT_ONCE,
                 )
@@ -203,7 +242,7 @@ class S3Tier:
         """Remove an object."""
         if self._size(object_id) is None:
             return False
-        self._asked(lambda: obstore.delete(self._store, _path(object_id)), None)
+        self._asked(lambda: obstore.delete(self._client(), _path(object_id)), None)
         self._removals.note(object_id, reason)
         with self._lock:
             self._counted = None
@@ -214,13 +253,13 @@ class S3Tier:
         return self._removals.reason(object_id)
 
     def _size(self, object_id: ObjectId) -> int | None:
-        return self._asked(lambda: int(obstore.head(self._store, _path(object_id))["size"]), None)
+        return self._asked(lambda: int(obstore.head(self._client(), _path(object_id))["size"]), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what the bucket lists; when an object was used last is not known, when it was stored is."""
         self._require_store()
         try:
-            for chunk in obstore.list(self._store):
+            for chunk in obstore.list(self._stores[math.inf, False]):
                 for meta in chunk:
                     name = _NAME.fullmatch(meta["path"])
                     if name:
@@ -270,7 +309,11 @@ class S3Tier:
     def _fault(self, error: BaseError) -> TierUnavailable:
         with self._lock:
             self._faults += 1
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        left_s = caller_deadline_s() - self._clock.monotonic_s()
+        if left_s < SILENCE_S_MAX and not self._breaker.is_open:
+            # Who could not wait for longer says nothing of the store, but ends a trial.
+            pass
+        elif isinstance(error, PermissionDeniedError | UnauthenticatedError):
             # It answers, and others of our requests it may grant.
             self._breaker.note_success()
         else:

@@ -195,7 +195,7 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
 
 
 def stack_of(
-    url: str,
+    store: str | Path,
     limits: Limits,
     clock: Clock,
     is_pinned: IsPinned,
@@ -204,9 +204,10 @@ def stack_of(
 ) -> TierStack:
     """Return memory in front of what the URL names, as an engine wants it, and the device's, if it gives any, first.
 
-    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`. `ranking` as in
-    `tiers_of`.
+    Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`. A Path is a disk
+    store in that folder. `ranking` as in `tiers_of`.
     """
+    url = _folder_url(store) if isinstance(store, Path) else store
     if url != url.strip() or "  " in url:
         raise ValueError(f"expected a store URL, or several with one blank between them, got {_shown(url)!r}")
     urls = url.split(" ") if "://" in url else [url]
@@ -216,6 +217,13 @@ def stack_of(
     front = [_DEVICE + option] if device is not None else []
     memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY + option]
     return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)
+
+
+def _folder_url(folder: Path) -> str:
+    try:
+        return f"disk{folder.expanduser().absolute().as_uri().removeprefix('file')}"
+    except RuntimeError as error:
+        raise ValueError(f"no home directory for '{folder}': {error}") from error
 
 
 def tiers_of(

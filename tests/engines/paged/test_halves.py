@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
+from tests.server.worlds import invalidate, region_processes
+from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.orders import StepOrders, WorkerReport
@@ -23,6 +25,8 @@ from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import loading
 from kvtide.store.cache import Cache
+from kvtide.types import BlockKey, ObjectId
+from kvtide_lab.bench.services import wait_until
 
 BLOCK = LAYOUT.tokens
 ORDER = CellOrder.TRANSPOSED_KEYS
@@ -58,11 +62,13 @@ class ToyEngine:
         self.worker.store(orders)
         return orders
 
-    def ask(self, request: str, tokens: list[int], computed: int = 0, salt: bytes = b"") -> int:
+    def ask(
+        self, request: str, tokens: list[int], computed: int = 0, salt: bytes = b"", is_latest: bool = False
+    ) -> int:
         """Match as an engine does: again and again until there is an answer."""
         hit = None
         while hit is None:
-            hit = self.scheduler.match(request, salt, tokens, computed)
+            hit = self.scheduler.match(request, salt, tokens, computed, is_latest)
         return hit
 
     def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
@@ -89,8 +95,10 @@ class ToyEngine:
                 return outcome.failed_pages
         raise AssertionError("the load never ended")
 
-    def load(self, request: str, tokens: list[int], computed: int = 0) -> tuple[int, list[int], set[int]]:
-        hit = self.ask(request, tokens, computed)
+    def load(
+        self, request: str, tokens: list[int], computed: int = 0, is_latest: bool = False
+    ) -> tuple[int, list[int], set[int]]:
+        hit = self.ask(request, tokens, computed, is_latest=is_latest)
         pages = self.pages(len(tokens))
         if not hit:
             return 0, pages, set()
@@ -168,6 +176,46 @@ def test_blocks_loaded_twice_are_kept(engines: Callable[..., ToyEngine]) -> None
     engines().compute("a", PROMPT)
     second = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)
     assert [_loads(second, request) for request in "bcd"] == [3, 3, 0]
+
+
+@pytest.mark.parametrize("kept_bytes_max", [0, 3 * LAYOUT.raw_bytes])
+def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
+    engines: Callable[..., ToyEngine], kept_bytes_max: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Engines hear of what is invalidated when they start, and not again.
+    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 3600.0)
+
+    def loaded(engine: ToyEngine, request: str, is_latest: bool) -> int:
+        hit, _, failed = engine.load(request, PROMPT, is_latest=is_latest)
+        engine.finish(request)
+        return 0 if failed else hit // BLOCK
+
+    with region_processes(tmp_path) as regions:
+        one, two = (engines(url, kept_bytes_max=kept_bytes_max) for url in regions)
+        one.compute("a", PROMPT)
+        assert [loaded(engine, "b", is_latest=True) for engine in (one, two)] == [3, 3]
+        (namespace,) = _namespaces().of(b"")
+        invalidate(regions[1], namespace)
+        assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
+
+
+def test_blocks_kept_as_pages_end_with_their_generation(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 0.05)
+    (namespace,) = _namespaces().of(b"")
+    with running_server() as server:
+        engine = engines(server.url, kept_bytes_max=3 * LAYOUT.raw_bytes)
+        engine.compute("a", PROMPT)
+        assert _loads(engine, "b") == 0
+        invalidate(server.url, namespace)
+        named, block = engine.worker.cache.tiers.named, ObjectId(namespace, BlockKey(namespace))
+        wait_until(lambda: named(block).name.generation == 1, "the engine to hear of it", 10)
+        hit, _, failed = engine.load("c", PROMPT)
+        assert not hit or failed, "stale pages"
+        engine.finish("c")
+        engine.compute("d", PROMPT)
+        assert _loads(engine, "e") == 0, "what is computed anew is kept anew"
 
 
 def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[..., ToyEngine]) -> None:

@@ -16,7 +16,7 @@ def _captured() -> Any:
 
 
 def test_what_was_used_last_goes_last() -> None:
-    kept, block = KeptBlocks(250, 100), _captured()
+    kept, block = KeptBlocks(250, 100, lambda object_id: True), _captured()
     kept.put(A, block)
     kept.put(B, _captured())
     assert kept.leading([A, C]) == [block]
@@ -26,13 +26,13 @@ def test_what_was_used_last_goes_last() -> None:
 
 
 def test_second_load_earns_a_place() -> None:
-    kept = KeptBlocks(100, 100)
+    kept = KeptBlocks(100, 100, lambda object_id: True)
     assert [kept.is_loaded_again(A) for _ in range(3)] == [False, True, False]
     assert not kept.is_loaded_again(B)
 
 
 def test_without_room_for_a_block_nothing_is_kept() -> None:
-    kept = KeptBlocks(99, 100)
+    kept = KeptBlocks(99, 100, lambda object_id: True)
     kept.put(A, _captured())
     kept.check()
     assert kept.leading([A]) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtide.engines.paged.pages import Captured
 from kvtide.types import ObjectId
@@ -17,12 +17,14 @@ LOADED_MAX = 1 << 14
 
 
 class KeptBlocks:
-    """Captured blocks of one size, by name. Thread-safe."""
+    """Captured blocks of one size, by name. Thread-safe. Those of an id that `is_valid` no more are not here."""
 
-    def __init__(self, bytes_max: int, block_bytes: int) -> None:
+    def __init__(self, bytes_max: int, block_bytes: int, is_valid: Callable[[ObjectId], bool]) -> None:
         self._count_max = bytes_max // block_bytes
+        self._is_valid = is_valid
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[ObjectId, Captured] = OrderedDict()
+        # With the id that was current then: equal ids may be of different generations.
+        self._blocks: OrderedDict[ObjectId, tuple[ObjectId, Captured]] = OrderedDict()
         self._loaded: OrderedDict[ObjectId, None] = OrderedDict()
 
     def leading(self, object_ids: Sequence[ObjectId]) -> list[Captured]:
@@ -30,16 +32,17 @@ class KeptBlocks:
         found = []
         with self._lock:
             for object_id in object_ids:
-                if object_id not in self._blocks:
+                named, block = self._blocks.get(object_id, (object_id, None))
+                if block is None or not self._is_valid(named):
                     break
                 self._blocks.move_to_end(object_id)
-                found.append(self._blocks[object_id])
+                found.append(block)
         return found
 
     def put(self, object_id: ObjectId, block: Captured) -> None:
         """Keep a block in place of those that were not used for longest."""
         with self._lock:
-            self._blocks[object_id] = block
+            self._blocks[object_id] = (object_id, block)
             self._blocks.move_to_end(object_id)
             while len(self._blocks) > self._count_max:
                 self._blocks.popitem(last=False)

@@ -18,7 +18,8 @@ class BlockRef(NamedTuple):
 class LoadOrder(NamedTuple):
     """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on.
 
-    is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits.
+    is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits. is_latest: copies of
+    this machine won't do.
     """
 
     request: str
@@ -27,6 +28,7 @@ class LoadOrder(NamedTuple):
     skip_pages: int
     deadline_s: float
     is_in_step: bool = False
+    is_latest: bool = False
 
 
 class StoreOrder(NamedTuple):

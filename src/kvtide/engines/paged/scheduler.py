@@ -84,20 +84,23 @@ class SchedulerHalf:
         self._asker.shutdown(wait=False, cancel_futures=True)
         self.cache.close()
 
-    def match(self, request: str, salt: bytes, tokens: Sequence[int], computed_tokens: int) -> int | None:
+    def match(
+        self, request: str, salt: bytes, tokens: Sequence[int], computed_tokens: int, is_latest: bool = False
+    ) -> int | None:
         """Return how many tokens behind `computed_tokens` are worth loading; None to be asked again soon.
 
-        The last token always runs: its logits are the answer's next token. Nothing is changed by asking.
+        The last token always runs: its logits are the answer's next token. Nothing is changed by asking. For the latest
+        servers are asked, and copies of this machine don't count.
         """
         sequence = self._sequences.get(request)
         if sequence is None:
             namespaces = self._namespaces.of(salt + self._epoch)
             sequence = self._sequences[request] = TrackedSequence(namespaces, self._block_tokens)
-        sequence.computed_tokens = computed_tokens
+        sequence.computed_tokens, sequence.is_latest = computed_tokens, is_latest
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
             return 0
-        hits = self._stored(request, blocks)
+        hits = self._stored(request, blocks, is_latest)
         if hits is None:
             return None
         fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
@@ -117,13 +120,13 @@ class SchedulerHalf:
             for object_id in block.ids:
                 self.cache.decisions.add(*decided, tokens, object_id.namespace)
 
-    def _stored(self, request: str, blocks: Sequence[BlockRef]) -> int | None:
+    def _stored(self, request: str, blocks: Sequence[BlockRef], is_latest: bool) -> int | None:
         now_s = self._clock.monotonic_s()
         lookup = self._lookups.get(request)
         if lookup is None:
-            if self._known(blocks) == len(blocks):
+            if not is_latest and self._known(blocks) == len(blocks):
                 return len(blocks)
-            lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks))
+            lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks, is_latest))
             self._lookups[request] = lookup
         try:
             hits = lookup.future.result(ANSWER_S)
@@ -146,10 +149,10 @@ class SchedulerHalf:
         missing = (i for i, block in enumerate(blocks) if any(each.key in self._lost for each in block.ids))
         return next(missing, len(blocks)) if self._lost else len(blocks)
 
-    def _match_shards(self, blocks: Sequence[BlockRef]) -> int:
-        hits = len(blocks)
+    def _match_shards(self, blocks: Sequence[BlockRef], is_latest: bool) -> int:
+        hits, named = len(blocks), self.cache.tiers.named
         for shard in range(len(blocks[0].ids)):
-            hits = min(hits, self.cache.match([block.ids[shard] for block in blocks[:hits]]))
+            hits = min(hits, self.cache.match([named(block.ids[shard], is_latest) for block in blocks[:hits]]))
         return hits
 
     def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int, is_in_step: bool = False) -> None:
@@ -164,7 +167,8 @@ class SchedulerHalf:
         filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens
         deadline_s = self._pace.deadline_s(loaded_tokens, self._clock.monotonic_s())
-        self._loads.append(LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step))
+        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest)
+        self._loads.append(order)
 
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepOrders:
         """Return the orders of this step and forget them."""

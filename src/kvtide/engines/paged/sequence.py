@@ -45,6 +45,8 @@ class TrackedSequence:
         self.settled = 0
         # A request whose load has failed is not made to wait for a second one.
         self.may_load = True
+        # Whether copies of this machine won't do.
+        self.is_latest = False
         # What was decided, and counted, about what is not loaded.
         self.counted: set[Decided] = set()
         # What the engine had computed itself when it last asked for a match.

@@ -49,7 +49,7 @@ class _Load:
         self._ids = ids
         self._pool = pool
         self._kept = kept
-        self._captured = kept.leading(ids)
+        self._captured = [] if order.is_latest else kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # Of each layer, the blocks that are still to come.
@@ -147,7 +147,7 @@ class WorkerHalf:
         self, cache: Cache, pool: PagePool, shard: int, label: str, clock: Clock, kept_bytes_max: int = 0
     ) -> None:
         self.cache = cache
-        self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes)
+        self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
         self._pool = pool
         self._shard = shard
         self._label = label
@@ -179,7 +179,7 @@ class WorkerHalf:
         self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
         has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
-            ids = [block.ids[self._shard] for block in order.blocks]
+            ids = [self.cache.tiers.named(block.ids[self._shard]) for block in order.blocks]
             load = _Load(order, ids, self._pool, self._kept, self._clock.monotonic_s())
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
@@ -215,7 +215,7 @@ class WorkerHalf:
 
     def _load_rest(self, load: _Load, kept: int) -> LoadReport:
         """Load what comes behind the blocks that were kept; those count as loaded."""
-        metas = [self._meta(block) for block in load.order.blocks[kept:]]
+        metas = [self._meta(block, load.order.is_latest) for block in load.order.blocks[kept:]]
         left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
 
         def sink(position: int, bits: BlockBits) -> None:
@@ -250,8 +250,8 @@ class WorkerHalf:
         if report.blocks < wanted:
             self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
 
-    def _meta(self, block: BlockRef) -> BlockMeta:
-        object_id = self.cache.tiers.named(block.ids[self._shard])
+    def _meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
+        object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
         return BlockMeta(object_id, block.parents[self._shard], block.start, self._pool.layout, self._label)
 
     def wait_layer(self, layer: int) -> None:
@@ -275,14 +275,15 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything, and nothing behind a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
-            pending = PendingBlock(self._meta(order.block), partial(self._capture, order))
+            meta = self._meta(order.block)
+            pending = PendingBlock(meta, partial(self._capture, order, meta.id))
             if not is_wanted or not self.cache.store([pending]):
                 gaps.add(order.request)
                 self._note_lost(order)
 
-    def _capture(self, order: StoreOrder) -> BlockSource:
+    def _capture(self, order: StoreOrder, object_id: ObjectId) -> BlockSource:
         captured = self._pool.capture(order.pages)
-        self._kept.put(order.block.ids[self._shard], captured)
+        self._kept.put(object_id, captured)
         return captured.block
 
     def _note_lost(self, order: StoreOrder) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,16 +27,17 @@ from kvtide.engines.transformers.generation import FirstToken, bypass_reason
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.pages import Pages, block_bits
 from kvtide.engines.transformers.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
-from kvtide.engines.transformers.streaming import StreamedPrefill, count_streamed
+from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
 from kvtide.engines.transformers.ways import Way, Ways
 from kvtide.fetch import ContextLoader, ContextReport, Keeper, SelectiveLoad, Wish
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
-from kvtide.tier import ScoreRanking, Source
+from kvtide.tier import ScoreRanking
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
+_Tokens = np.ndarray[Any, Any]
 
 BLOCK_TOKENS = 256
 # Tokens of an answer behind a selected prefix before it is copied for each.
@@ -61,21 +63,6 @@ class GenerateReport(NamedTuple):
     bypass: str | None
     streamed: ContextReport | None = None
     selected: SelectedLayers | None = None
-
-
-class Streaming(NamedTuple):
-    """Where blocks are streamed from, and until when.
-
-    kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
-    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
-    and stored in the cache's own tiers afterwards, in the background.
-    """
-
-    sources: Sequence[Source]
-    kl: Sequence[float]
-    deadline_s: float = 0.0
-    kl_goal: float = 0.0
-    is_kept: bool = True
 
 
 class CachedModel:
@@ -147,12 +134,20 @@ class CachedModel:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
         return 0 if self._identity.follow() else self._match(self._prompt(input_ids)) * self.layout.tokens
 
-    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        kvtide_force_latest: bool = False,
+        **arguments: Any,
+    ) -> Any:
         """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
 
         inputs, or the keyword input_ids: (1, tokens). New full blocks of prompt and answer are stored afterwards, in
-        the background. ValueError for an empty prompt. What the cache can't help with (several sequences, other model
-        inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
+        the background. kvtide_force_latest: restore only what the store's servers say is the latest of all regions, no
+        copy of this machine. ValueError for an empty prompt. What the cache can't help with (several sequences, other
+        model inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
         """
         if generation_config is not None:
             arguments["generation_config"] = generation_config
@@ -168,8 +163,10 @@ class CachedModel:
             return self.model.generate(input_ids, **arguments)
         prompt = self._prompt(input_ids)
         began_s = self._clock.monotonic_s()
-        selected = self._select(prompt)
-        past, report = self._restore(prompt) if selected is None else self._opened(prompt, *selected)
+        selected = self._select(prompt, kvtide_force_latest)
+        past, report = (
+            self._restore(prompt, kvtide_force_latest) if selected is None else self._opened(prompt, *selected)
+        )
         first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
         arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
@@ -189,18 +186,18 @@ class CachedModel:
         self.last = report._replace(blocks_queued=queued)
         return output
 
-    def _is_near(self, prompt: np.ndarray[Any, Any]) -> bool:
+    def _is_near(self, prompt: _Tokens) -> bool:
         """Tell whether the prompt begins in the fastest tier."""
         first = self._metas(prompt[: self.layout.tokens])
         return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
 
-    def _select(self, prompt: np.ndarray[Any, Any]) -> tuple[SelectiveLoad, Pages, float] | None:
+    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[SelectiveLoad, Pages, float] | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
         if self._importance is None or self._importance[0].ratio == 1.0:
             return None
         started_s = self._clock.monotonic_s()
-        hits, load = self._match(prompt), SelectiveLoad(self.cache.tiers)
-        metas = self._metas(prompt[:-1])[:hits]
+        hits, load = self._match(prompt, is_latest), SelectiveLoad(self.cache.tiers)
+        metas = self._metas(prompt[:-1], is_latest)[:hits]
         # What waits to be stored lies in memory whole.
         if not metas or self.cache.is_queued([meta.id for meta in metas]):
             return None
@@ -215,7 +212,7 @@ class CachedModel:
         return (load, pages, started_s) if found else None
 
     def _opened(
-        self, prompt: np.ndarray[Any, Any], load: SelectiveLoad, pages: Pages, started_s: float
+        self, prompt: _Tokens, load: SelectiveLoad, pages: Pages, started_s: float
     ) -> tuple[DynamicCache, GenerateReport]:
         """Return a cache with the rough blocks of an open load."""
         past = DynamicCache(config=self.model.config)
@@ -226,7 +223,7 @@ class CachedModel:
     def _generate_selected(
         self,
         input_ids: torch.Tensor,
-        prompt: np.ndarray[Any, Any],
+        prompt: _Tokens,
         load: SelectiveLoad,
         report: GenerateReport,
         arguments: dict[str, Any],
@@ -252,8 +249,8 @@ class CachedModel:
         if selection.is_refused:
             selection.fall_back(past)
 
-    def _prompt(self, input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
-        prompt: np.ndarray[Any, Any] = input_ids[0].cpu().numpy()
+    def _prompt(self, input_ids: torch.Tensor) -> _Tokens:
+        prompt: _Tokens = input_ids[0].cpu().numpy()
         return prompt
 
     def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
@@ -262,10 +259,10 @@ class CachedModel:
             self._bypass_logged.add(reason)
             _log.warning("running without the cache: %s", reason)
 
-    def _metas(self, tokens: np.ndarray[Any, Any]) -> list[BlockMeta]:
+    def _metas(self, tokens: _Tokens, is_latest: bool = False) -> list[BlockMeta]:
         keys = block_keys(self.namespace, tokens, self.layout.tokens)
         parents = [BlockKey(self.namespace), *keys]
-        ids = [self.cache.tiers.named(ObjectId(self.namespace, key)) for key in keys]
+        ids = [self.cache.tiers.named(ObjectId(self.namespace, key), is_latest) for key in keys]
         return [
             BlockMeta(each, parents[i], i * self.layout.tokens, self.layout, self._label) for i, each in enumerate(ids)
         ]
@@ -274,20 +271,20 @@ class CachedModel:
     def _label(self) -> str:
         return f"{str(self.model.config._name_or_path).rstrip('/').rpartition('/')[2]} {self.layout.dtype.value}"
 
-    def _match(self, prompt: np.ndarray[Any, Any]) -> int:
+    def _match(self, prompt: _Tokens, is_latest: bool = False) -> int:
         # The last token always runs: its logits are the answer's first token.
-        return self.cache.match([meta.id for meta in self._metas(prompt[:-1])])
+        return self.cache.match([meta.id for meta in self._metas(prompt[:-1], is_latest)])
 
     def restored(self, input_ids: torch.Tensor) -> DynamicCache:
         """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
         refusal = self._identity.follow()
         return self._restore(self._prompt(input_ids))[0] if refusal is None else DynamicCache(config=self.model.config)
 
-    def _restore(self, prompt: np.ndarray[Any, Any]) -> tuple[DynamicCache, GenerateReport]:
+    def _restore(self, prompt: _Tokens, is_latest: bool = False) -> tuple[DynamicCache, GenerateReport]:
         started_s = self._clock.monotonic_s()
-        hits = self._match(prompt)
+        hits = self._match(prompt, is_latest)
         if self._streaming is not None and hits * self.layout.tokens < len(prompt) - self.layout.tokens:
-            found = self.cache.guarded("stream", partial(self._stream, prompt, *self._streaming), None)
+            found = self.cache.guarded("stream", partial(self._stream, prompt, is_latest, *self._streaming), None)
             if found is not None:
                 return found
         self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * self.layout.tokens, self.namespace)
@@ -298,26 +295,26 @@ class CachedModel:
             speed = self._meter.speed()
             # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
             recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
-            report = self.cache.load(self._metas(prompt[:-1])[:hits], pages.write, recompute_s)
+            report = self.cache.load(self._metas(prompt[:-1], is_latest)[:hits], pages.write, recompute_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
         return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
 
     def _stream(
-        self, prompt: np.ndarray[Any, Any], streaming: Streaming, loader: ContextLoader
+        self, prompt: _Tokens, is_latest: bool, streaming: Streaming, loader: ContextLoader
     ) -> tuple[DynamicCache, GenerateReport]:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
         wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
         with self.keeper.paused() if self.keeper is not None else nullcontext():
-            streamed = loader.load(self._metas(prompt[:-1]), streaming.kl, wish, engine, engine.append)
+            streamed = loader.load(self._metas(prompt[:-1], is_latest), streaming.kl, wish, engine, engine.append)
         count_streamed(self.cache.decisions, streamed, self._full_tokens(prompt), self.namespace)
         read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
         report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
         return engine.past, report
 
-    def _full_tokens(self, prompt: np.ndarray[Any, Any]) -> int:
+    def _full_tokens(self, prompt: _Tokens) -> int:
         return (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
 
     def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
@@ -353,7 +350,7 @@ def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
 
 def attach(
     model: Any,
-    store: str,
+    store: str | Path,
     *,
     codec: str | None = None,
     profiles: Sequence[Profile] = (),
@@ -365,10 +362,10 @@ def attach(
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
-    store: `disk:///path`, a path, or `memory://`. codec: `lossless`
-    (the default), `tide[:quality[:refinements]]`, `tide-light`,
-    `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take the first of the `profiles` that fits the model. Tide
-    needs one (`engines.profiles.installed_profiles()` lists them), others keep tables in payloads without.
+    store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
+    default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
+    the first of the `profiles` that fits the model. Tide needs one (`engines.profiles.installed_profiles()` lists
+    them), others keep tables in payloads without.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
     profile as tide does. None, the default: all of it exactly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -14,6 +14,7 @@ from kvtide.engines.transformers.pages import Pages
 from kvtide.fetch import ContextReport
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.stream.plan import Way
+from kvtide.tier import Source
 from kvtide.types import Namespace
 
 WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
@@ -24,6 +25,21 @@ WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
         Way.RECOMPUTE: Why.LINK_SLOWER,
     }
 )
+
+
+class Streaming(NamedTuple):
+    """Where blocks are streamed from, and until when.
+
+    kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
+    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
+    and stored in the cache's own tiers afterwards, in the background.
+    """
+
+    sources: Sequence[Source]
+    kl: Sequence[float]
+    deadline_s: float = 0.0
+    kl_goal: float = 0.0
+    is_kept: bool = True
 
 
 def count_streamed(counter: DecisionCounter, report: ContextReport, full_tokens: int, namespace: Namespace) -> None:

@@ -43,6 +43,8 @@ from kvtide.tier.ram import DeviceMemory
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
 EPOCH_BYTES = 16
+# A request's own option, in its `kv_transfer_params`: copies of this machine won't do.
+LATEST_OPTION = "kvtide_force_latest"
 
 
 @dataclass
@@ -125,7 +127,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not _is_plain(request):
             return 0, False
         salt = (request.cache_salt or "").encode()
-        tokens = self.scheduler.match(request.request_id, salt, request.all_token_ids, num_computed_tokens)
+        is_latest = bool((request.kv_transfer_params or {}).get(LATEST_OPTION))
+        tokens = self.scheduler.match(request.request_id, salt, request.all_token_ids, num_computed_tokens, is_latest)
         return tokens, bool(tokens) and not self._is_in_step()
 
     def _is_in_step(self) -> bool:

@@ -12,7 +12,7 @@ import threading
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.http.connection import Endpoint, Link, Patience
-from kvtide.tier.http.servers import Servers, servers_of
+from kvtide.tier.http.servers import Servers, object_target, servers_of
 from kvtide.tier.source import Take
 from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
@@ -76,12 +76,13 @@ class RangeSource:
         if is_fresh:
             link.open(watch)
         left_ms = max(1, int(1000 * (watch.deadline_s - self._clock.monotonic_s())))
+        target, named = object_target(object_id)
         headers = [
             *self._headers,
+            *named,
             ("Range", f"bytes={start}-{start + len(watch.into) - 1}"),
             (DEADLINE_HEADER, str(left_ms)),
         ]
-        target = f"/v1/{object_id.namespace.hex()}/{object_id.key.hex()}"
         answer = link.exchange(pack_request_head("GET", target, headers), b"", watch.into, watch)
         if answer.status == 206:
             found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtide.tier.http.connection import Endpoint
-from kvtide.wire.protocol import FORCE_HEADER
+from kvtide.types import NamedId, Namespace, ObjectId
+from kvtide.wire.protocol import FORCE_HEADER, GENERATION_HEADER, TENANT_HEADER
 
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 
@@ -49,6 +50,22 @@ def servers_of(url: str) -> Servers:
         raise ValueError(f"force_latest is 0 or 1, got {options['force_latest']!r}")
     latest = [(FORCE_HEADER, "1")] if options.get("force_latest") == "1" else []
     return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted)
+
+
+def asked_name(object_id: ObjectId) -> tuple[Namespace, list[tuple[str, str]]]:
+    """Return by what namespace, and with which headers, a server is asked for an object."""
+    if not isinstance(object_id, NamedId):
+        return object_id.namespace, []
+    tenant, namespace, generation = object_id.name
+    whose = [(TENANT_HEADER, tenant)] if tenant else []
+    latest = [(FORCE_HEADER, "1")] if object_id.is_latest else []
+    return namespace, [*whose, *latest, (GENERATION_HEADER, str(generation))]
+
+
+def object_target(object_id: ObjectId) -> tuple[str, list[tuple[str, str]]]:
+    """Return the path at which a server is asked for an object, and the headers."""
+    namespace, headers = asked_name(object_id)
+    return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers
 
 
 def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:

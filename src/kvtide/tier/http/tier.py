@@ -25,16 +25,14 @@ from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.http.connection import Answer, Patience
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings
-from kvtide.tier.http.servers import servers_of
-from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
+from kvtide.tier.http.servers import asked_name, object_target, servers_of
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
-    GENERATION_HEADER,
     LIST_MAX,
     REASON_HEADER,
     REMOVED_HEADER,
-    TENANT_HEADER,
     ExistsAnswer,
     ExistsQuestion,
     ObjectList,
@@ -58,6 +56,7 @@ class HttpTier:
     """
 
     name = "http"
+    looks_in_regions = True
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class HttpTier:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the server."""
-        answer = self._any("HEAD", *self._named(object_id))
+        answer = self._any("HEAD", *object_target(object_id))
         if answer.status not in {200, 404}:
             raise self._refused("HEAD", answer)
         return answer.status == 200
@@ -113,7 +112,7 @@ class HttpTier:
     def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
         """Ask for objects of one namespace."""
         question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=leading_only)
-        namespace, headers = _named(asked[0])
+        namespace, headers = asked_name(asked[0])
         answer = self._any("POST", f"/v1/{namespace.hex()}/exists", headers, msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
@@ -128,7 +127,7 @@ class HttpTier:
             raise ValueError(f"offset must not be negative, got {offset}")
         if not buffer:
             return 0 if self.contains(object_id) else None
-        target, headers = self._named(object_id)
+        target, headers = object_target(object_id)
         part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
         call = Call("GET", target, [*headers, part], b"", buffer, offset)
         came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
@@ -167,7 +166,7 @@ class HttpTier:
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Send the object to every server. True if one of them has it now."""
         stored, error = False, None
-        target, headers = self._named(object_id)
+        target, headers = object_target(object_id)
         for peer in self._peers:
             try:
                 answer = self._ask(peer, Call("PUT", target, headers, buffer, None))
@@ -195,7 +194,7 @@ class HttpTier:
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object from every server. False if none had it."""
-        target, headers = self._named(object_id)
+        target, headers = object_target(object_id)
         why = [(REASON_HEADER, reason)] if reason.isalpha() else []
         answers = [
             self._guarded(partial(self._ask, peer, Call("DELETE", target, [*headers, *why], b"", None)))
@@ -215,7 +214,7 @@ class HttpTier:
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
         try:
-            return self._any("HEAD", *self._named(object_id)).headers.get(REMOVED_HEADER)
+            return self._any("HEAD", *object_target(object_id)).headers.get(REMOVED_HEADER)
         except TierUnavailable:
             return None
 
@@ -263,10 +262,6 @@ class HttpTier:
         own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
         return min(own_s, caller_deadline_s())
 
-    def _named(self, object_id: ObjectId) -> tuple[str, Sequence[tuple[str, str]]]:
-        namespace, headers = _named(object_id)
-        return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers
-
     def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
         """Return the answer of the first peer that gives one."""
         for peer in self._in_order()[:-1]:
@@ -295,15 +290,6 @@ class HttpTier:
         for peer in self._peers:
             peer.check()
         self.hedges.check()
-
-
-def _named(object_id: ObjectId) -> tuple[Namespace, Sequence[tuple[str, str]]]:
-    """Return by what namespace, and with which headers, a server is asked for an object."""
-    if not isinstance(object_id, NamedId):
-        return object_id.namespace, ()
-    tenant, namespace, generation = object_id.name
-    whose = [(TENANT_HEADER, tenant)] if tenant else []
-    return namespace, [*whose, (GENERATION_HEADER, str(generation))]
 
 
 def _refusal(method: str, answer: Answer) -> TierUnavailable:

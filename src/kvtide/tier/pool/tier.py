@@ -52,8 +52,18 @@ class PoolTier:
     """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
 
     name = "pool"
+    looks_in_regions = True
 
-    def __init__(self, source: Membership, connect: Callable[[PoolServer], Tier], here: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        source: Membership,
+        connect: Callable[[PoolServer], Tier],
+        here: str,
+        clock: Clock,
+        takes_evicted: bool = False,
+    ) -> None:
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = takes_evicted
         self._connect = connect
         self._here = here
         self._clock = clock

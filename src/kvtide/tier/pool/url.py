@@ -15,8 +15,7 @@ from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvtide.clock import Clock
-from kvtide.tier.base import Tier
-from kvtide.tier.http import PeerSettings, http_tier
+from kvtide.tier.http import HttpTier, PeerSettings, http_tier
 from kvtide.tier.pool.etcd import EtcdAccess, EtcdMembership
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Membership, StaticMembership, server_at
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
@@ -37,11 +36,13 @@ def pool_tier(url: str, clock: Clock) -> PoolTier:
     """
     options = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
     passed = {name: value for name, value in options.items() if name not in _OPTIONS}
-    here = platform.node()
+    connect = partial(_connect, options=passed, clock=clock)
     # Bad options are the user's mistake now, not a fault of each server later.
-    for scheme in ("http", "https") if passed.keys() & {"ca_file", "cert_file"} else ("http",):
-        _connect(PoolServer("probe", "127.0.0.1:1", scheme=_scheme(scheme)), passed, "", clock)
-    return PoolTier(membership_of(url), partial(_connect, options=passed, here=here, clock=clock), here, clock)
+    if passed.keys() & {"ca_file", "cert_file"}:
+        connect(PoolServer("probe", "127.0.0.1:1", scheme="https"), here="")
+    takes_evicted = connect(PoolServer("probe", "127.0.0.1:1"), here="").takes_evicted
+    here = platform.node()
+    return PoolTier(membership_of(url), partial(connect, here=here), here, clock, takes_evicted)
 
 
 def server_urls(url: str) -> list[str]:
@@ -86,7 +87,7 @@ def membership_of(url: str) -> Membership:
     )
 
 
-def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> Tier:
+def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> HttpTier:
     """Return a tier on one server: through its socket if it runs on this machine, else over the network."""
     is_here = bool(here) and server.host == here and bool(server.socket_path)
     url = _url(f"http+unix://{quote(server.socket_path)}" if is_here else server.origin, options)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtide.tier.buffers import copy_bytes
-from kvtide.types import NamedId, ObjectId
+from kvtide.types import NamedId, ObjectId, wants_latest
 
 # A follower reads for itself if the leader takes longer.
 FOLLOW_S_MAX = 30.0
@@ -29,20 +29,20 @@ class _Follower:
 
 
 class SingleFlight:
-    """Reads that are under way, by object, generation and offset."""
+    """Reads that are under way, by object, generation, whether it is to be the latest, and offset."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._followers: dict[tuple[ObjectId, int, int], list[_Follower]] = {}
+        self._followers: dict[tuple[ObjectId, int, bool, int], list[_Follower]] = {}
 
     def read(self, object_id: ObjectId, buffer: memoryview, offset: int, read: Read) -> int | None:
         """Run `read`, which fills `buffer`, or wait for another caller's that brings these bytes too.
 
         A read that fails fails for its caller alone; followers then read for themselves.
         """
-        # A read of an earlier generation is no answer for a later one.
+        # A read of an earlier generation is no answer for a later one, nor one of any copy for the latest.
         generation = object_id.name.generation if isinstance(object_id, NamedId) else 0
-        name = (object_id, generation, offset)
+        name = (object_id, generation, wants_latest(object_id), offset)
         with self._lock:
             followers = self._followers.get(name)
             if followers is None:

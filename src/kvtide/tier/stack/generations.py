@@ -32,12 +32,15 @@ class Generations:
         self._closed: frozenset[Namespace] = frozenset()
         self._landing: Counter[Namespace] = Counter()
 
-    def named(self, object_id: ObjectId) -> ObjectId:
-        """Return the id with its namespace's present generation; one that has a name keeps it."""
+    def named(self, object_id: ObjectId, is_latest: bool = False) -> ObjectId:
+        """Return the id with its namespace's present generation; one that has a name keeps it.
+
+        Without servers that know more than the own tiers, what those have is the latest.
+        """
         if not self._own or isinstance(object_id, NamedId):
             return object_id
         namespace = object_id.namespace
-        return NamedId.of(object_id, Name("", namespace, self._present.get(namespace, 0)))
+        return NamedId.of(object_id, Name("", namespace, self._present.get(namespace, 0)), is_latest)
 
     def is_valid(self, object_id: ObjectId) -> bool:
         """Tell whether an id is of the present generation, and its namespace is not being emptied."""

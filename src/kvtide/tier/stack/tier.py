@@ -23,6 +23,7 @@ from kvtide.tier.background import Background
 from kvtide.tier.base import (
     Buffer,
     Checked,
+    Forcible,
     Noting,
     ObjectInfo,
     Observer,
@@ -41,7 +42,7 @@ from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations
 from kvtide.tier.stack.runs import contained, run_places
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import Namespace, ObjectId, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
@@ -177,6 +178,8 @@ class TierStack:
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Tell of each object whether any tier has it now; each tier is asked for what none before it has."""
+        if any(wants_latest(each) for each in object_ids):
+            return [self.contains(each) for each in object_ids]
         named = [self.named(each) for each in object_ids]
         valid = [each for each in named if self.is_valid(each)]
         here = dict(zip(valid, contained(valid, self._open, self._faults), strict=True))
@@ -185,9 +188,13 @@ class TierStack:
     def places(self, object_id: ObjectId, stop: int | None = None) -> Iterator[int]:
         """Yield the numbers, below `stop`, of the tiers that have the object now, the fastest first, asked in turn."""
         object_id, stop = self.named(object_id), None if stop is None else self._open.index(self._tiers[stop])
-        for tier in self._open[:stop] if self.is_valid(object_id) else ():
+        for tier in self._allowed(object_id, self._open[:stop]) if self.is_valid(object_id) else ():
             if self._ask(tier, "contains", partial(tier.contains, object_id), False):
                 yield self._tiers.index(tier)
+
+    def _allowed(self, object_id: ObjectId, tiers: Sequence[Tier]) -> Sequence[Tier]:
+        """Return those of the tiers that may answer for the id: a copy of this machine is never the latest."""
+        return [tier for tier in tiers if isinstance(tier, Forcible)] if wants_latest(object_id) else tiers
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
@@ -195,7 +202,7 @@ class TierStack:
 
     def is_near(self, object_id: ObjectId) -> bool:
         """Tell whether the fastest of several tiers has the object now: reading it waits for none of the others."""
-        tiers = self._open[:1] if len(self._open) > 1 else []
+        tiers = self._allowed(object_id, self._open[:1]) if len(self._open) > 1 else []
         return any(self._ask(tier, "contains", partial(tier.contains, object_id), False) for tier in tiers)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
@@ -207,21 +214,23 @@ class TierStack:
         if self._prefetching:
             with self._lock:
                 self._prefetching.discard(object_id)
-        tiers = self._open
+        tiers = self._allowed(object_id, self._open)
         for tier in tiers[:1]:
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
             if size is not None or len(tiers) == 1:
                 return size
-        read = partial(self._read_slow, object_id, buffer, offset, uses >= USES_BEFORE_PROMOTION)
+        read = partial(self._read_slow, tiers, object_id, buffer, offset, uses >= USES_BEFORE_PROMOTION)
         return self._flight.read(object_id, buffer, offset, read) if tiers else None
 
-    def _read_slow(self, object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool) -> int | None:
+    def _read_slow(
+        self, tiers: Sequence[Tier], object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool
+    ) -> int | None:
         """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
-        for position, tier in enumerate(self._open[1:], 1):
+        for position, tier in enumerate(tiers[1:], 1):
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
             if size is not None:
                 if is_promoted and offset == 0 and size < len(buffer):
-                    self._put_all(self._admitting(self._open[:position], object_id, size), object_id, buffer[:size])
+                    self._put_all(self._admitting(tiers[:position], object_id, size), object_id, buffer[:size])
                 return size
         return None
 
@@ -326,7 +335,7 @@ class TierStack:
         scratch = self._take_scratch(size_max + 1)
         try:
             view = scratch[: size_max + 1]
-            self._flight.read(object_id, view, 0, partial(self._read_slow, object_id, view, 0, True))
+            self._flight.read(object_id, view, 0, partial(self._read_slow, self._open, object_id, view, 0, True))
         finally:
             self._scratch.append(scratch)
         return self._ask(first, "contains", partial(first.contains, object_id), False)

@@ -21,12 +21,15 @@ from redis.retry import Retry
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.valkey.resp import RespSocket
+from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.valkey.resp import WAIT_S_MIN, RespSocket
 from kvtide.tier.valkey.url import Address, ValkeyTarget
 
 _log = logging.getLogger(__name__)
 
 CONNECT_S_MAX = 0.5
+# What a new connection may wait for before it is ready: to be made, and for the answers to who we are and what we want.
+HANDSHAKE_WAITS = 5
 CONNECTIONS_MAX = 64
 # How long a server that did not answer is left alone; then one caller tries it, and the others don't wait.
 SHUN_S = 0.5
@@ -130,21 +133,29 @@ class ValkeyNodes:
 
     @contextmanager
     def connection(self, address: Address) -> Iterator[RespSocket]:
-        """Lend a connection that is authenticated and idle. TierUnavailable if it can't be had, or fails meanwhile."""
-        link = self._take(address)
+        """Lend a connection that is authenticated and idle, for no longer than the caller waits.
+
+        TierUnavailable if it can't be had, or fails meanwhile.
+        """
+        deadline_s = caller_deadline_s()
+        link = self._take(address, deadline_s)
         is_whole = False
         try:
+            link.resp.give_up_at(deadline_s)
             yield link.resp
             is_whole = True
             self._breaker(address).note_success()
         except OSError as error:
-            raise self._fault(address, error) from error
+            raise self._fault(address, error, self._clock.monotonic_s() >= deadline_s - WAIT_S_MIN) from error
         finally:
             self._give_back(address, link if is_whole else None)
             if not is_whole:
                 link.connection.disconnect()
 
-    def _take(self, address: Address) -> _Link:
+    def _take(self, address: Address, deadline_s: float) -> _Link:
+        left_s = deadline_s - self._clock.monotonic_s()
+        if left_s < WAIT_S_MIN:
+            raise TierUnavailable(f"the caller's deadline passed before {address} could be asked")
         if not self._breaker(address).allows():
             raise TierUnavailable(f"{address} did not answer just now")
         with self._lock:
@@ -158,10 +169,12 @@ class ValkeyNodes:
         try:
             if link is not None:
                 link.connection.disconnect()
-            return self._new_link(address)
+            return self._new_link(address, left_s / HANDSHAKE_WAITS)
         except (RedisError, OSError) as error:
             self._give_back(address, None)
-            raise self._fault(address, error) from error
+            is_late = isinstance(error, TimeoutError | redis.TimeoutError)
+            is_cut = is_late and left_s / HANDSHAKE_WAITS < self._target.options.wait_s_max
+            raise self._fault(address, error, is_cut) from error
 
     def _breaker(self, address: Address) -> Breaker:
         with self._lock:
@@ -169,9 +182,11 @@ class ValkeyNodes:
                 self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
             return self._breakers[address]
 
-    def _new_link(self, address: Address) -> _Link:
+    def _new_link(self, address: Address, wait_s_max: float) -> _Link:
         kind = redis.SSLConnection if self._target.is_tls else redis.Connection
-        connection: Any = kind(host=address.host, port=address.port, db=self._target.database, **self._settings)
+        waits = {name: min(wait_s_max, self._settings[name]) for name in ("socket_timeout", "socket_connect_timeout")}
+        settings = {**self._settings, **waits}
+        connection: Any = kind(host=address.host, port=address.port, db=self._target.database, **settings)
         connection.connect()
         # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
         return _Link(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
@@ -185,8 +200,12 @@ class ValkeyNodes:
         if link is not None:
             link.connection.disconnect()
 
-    def _fault(self, address: Address, error: Exception) -> TierUnavailable:
-        self._breaker(address).note_fault()
+    def _fault(self, address: Address, error: Exception, is_cut: bool) -> TierUnavailable:
+        breaker = self._breaker(address)
+        if is_cut and not breaker.is_open:
+            # It says nothing of the server.
+            return TierUnavailable(f"{address}: no answer before the caller's deadline")
+        breaker.note_fault()
         self.refresh_soon()
         is_late = isinstance(error, BlockingIOError | TimeoutError)
         what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)

@@ -5,6 +5,7 @@ Invariant: a length that the peer claims never decides how much memory is taken;
 
 from __future__ import annotations
 
+import math
 import ssl
 import struct
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ STRING_BYTES_MAX = 512 << 20
 _DROP_BYTES = 64 << 10
 # A body that comes more slowly is given up.
 BYTES_S_MIN = 1_000_000
+# No wait is shorter: of less than a microsecond the kernel makes one without an end.
+WAIT_S_MIN = 1e-3
 # A reply's line: a number, OK, or an error's text.
 LINE_BYTES_MAX = 1024
 _END = b"\r\n"
@@ -48,7 +51,8 @@ def pack_command(*words: Buffer) -> list[Buffer]:
 class RespSocket:
     """Commands and replies on one connection. After any exception the connection must not be used again.
 
-    A call fails with an OSError when nothing moves for `wait_s_max`, or N bytes take N / BYTES_S_MIN more.
+    A call fails with an OSError when nothing moves for `wait_s_max`, or N bytes take N / BYTES_S_MIN more, or at the
+    moment that `give_up_at` was told.
     """
 
     def __init__(self, connected: socket, wait_s_max: float, clock: Clock) -> None:
@@ -59,14 +63,34 @@ class RespSocket:
         # Received and not yet used: line[start:stop].
         self._start = self._stop = 0
         self.is_tls = isinstance(connected, ssl.SSLSocket)
+        self._give_up_s = math.inf
+        self._bound_waits(wait_s_max)
+
+    def give_up_at(self, give_up_s: float) -> None:
+        """Let calls from now on end by that moment of the clock too; infinity: by their own bounds alone."""
+        self._give_up_s = give_up_s
+        if give_up_s == math.inf and self._bound_s != self._wait_s_max:
+            self._bound_waits(self._wait_s_max)
+
+    def _bound_waits(self, wait_s: float) -> None:
+        """Let no call of the socket wait longer in all, however often bytes come meanwhile."""
+        self._bound_s = wait_s
         if self.is_tls:
-            connected.settimeout(wait_s_max)
-        else:
-            # The kernel's own time-outs leave the socket blocking, so that one call moves a whole body.
-            wait = struct.pack("ll", int(wait_s_max), int(wait_s_max % 1 * 1e6))
-            connected.settimeout(None)
-            connected.setsockopt(SOL_SOCKET, SO_RCVTIMEO, wait)
-            connected.setsockopt(SOL_SOCKET, SO_SNDTIMEO, wait)
+            self._socket.settimeout(wait_s)
+            return
+        # The kernel's own time-outs leave the socket blocking, so that one call moves a whole body.
+        wait = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(SOL_SOCKET, SO_RCVTIMEO, wait)
+        self._socket.setsockopt(SOL_SOCKET, SO_SNDTIMEO, wait)
+
+    def _before_call(self) -> None:
+        """Bound the next call of the socket. TimeoutError if it is too late for one."""
+        if self._give_up_s < math.inf:
+            left_s = self._give_up_s - self._clock.monotonic_s()
+            if left_s < WAIT_S_MIN:
+                raise TimeoutError("the caller's deadline passed")
+            self._bound_waits(min(left_s, self._wait_s_max))
 
     def is_idle(self) -> bool:
         """Tell whether the peer has neither sent anything nor closed. Not under TLS, where that can't be seen."""
@@ -80,10 +104,14 @@ class RespSocket:
         """Send all of the parts."""
         if self.is_tls:
             for part in parts:
-                self._socket.sendall(part)
+                left = memoryview(part)
+                while left:
+                    self._before_call()
+                    left = left[self._socket.send(left) :]
             return
         rest = [memoryview(part) for part in parts]
         while rest:
+            self._before_call()
             sent = self._socket.sendmsg(rest)
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
@@ -142,6 +170,7 @@ class RespSocket:
         while done < len(view):
             if self._clock.monotonic_s() > give_up_s:
                 raise TimeoutError(f"{done} of {len(view)} bytes came in time")
+            self._before_call()
             done += self._received(self._socket.recv_into(view[done:], 0, flags))
 
     def _read_line(self) -> bytes:
@@ -155,6 +184,7 @@ class RespSocket:
             self._start, self._stop = 0, len(held)
             if self._stop == LINE_BYTES_MAX:
                 raise TierUnavailable(f"expected a reply's line of at most {LINE_BYTES_MAX} bytes, got {held[:40]!r}…")
+            self._before_call()
             self._stop += self._received(self._socket.recv_into(self._line[self._stop :]))
 
     def _received(self, count: int) -> int:

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.deadline import caller_deadline_s, until
 from kvtide.tier.removals import Removals
 from kvtide.tier.valkey.nodes import ValkeyNodes
 from kvtide.tier.valkey.resp import Refusal, pack_command
@@ -204,10 +205,13 @@ class ValkeyTier:
         for position, object_id in enumerate(object_ids):
             owned.setdefault(self._nodes.owner(self._key(object_id)), []).append(position)
 
+        deadline_s = caller_deadline_s()
+
         def ask(address: Address) -> list[int | None] | TierUnavailable:
             mine = owned[address]
             ids, into = [object_ids[position] for position in mine], [buffers[position] for position in mine]
-            return self._ask_owner(address, ids, command, into)
+            with until(deadline_s):
+                return self._ask_owner(address, ids, command, into)
 
         several = self._workers if len(owned) > 1 else None
         answers = dict(zip(owned, several.map(ask, owned) if several else map(ask, owned), strict=True))
