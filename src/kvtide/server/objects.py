@@ -96,7 +96,7 @@ class ObjectRequests:
         exchange.caller.require(Scope.READ)
         region, method = self._region, exchange.head.method
         central = region.central if region is not None else None
-        if central is not None and central.is_too_old_for(exchange.head.headers):
+        if central is not None and (central.is_too_old_for(exchange.head.headers) or central.is_needed):
             # The object can't be out of date, but its namespace's generation can.
             await self._workers.read(exchange.owner, central.require_latest)
         stored = await self._stored(exchange, object_id, 404)

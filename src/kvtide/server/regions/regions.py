@@ -21,6 +21,7 @@ from kvtide.server.names import Names
 from kvtide.server.regions.central import CentralRecords
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
+from kvtide.server.regions.recovery import Recovery
 from kvtide.tier import Repeater, WrappedTier
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
@@ -285,12 +286,14 @@ class Region:
         central: CentralRecords | None = None,
         synchroniser: Synchroniser | None = None,
         manifest: Manifest | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.store = store
         self.local = local
         self.latest = latest
         self.central = central
         self.synchroniser = synchroniser
+        self.recovery = recovery
         self._manifest = manifest
 
     def open(self) -> None:
@@ -300,6 +303,8 @@ class Region:
             self.synchroniser.open()
         if self.central is not None:
             self.central.open()
+        if self.recovery is not None:
+            self.recovery.open()
 
     def stop(self) -> None:
         """Begin nothing more with other regions but what is asked for. Does not wait."""
@@ -307,6 +312,8 @@ class Region:
             self.central.stop()
         if self.synchroniser is not None:
             self.synchroniser.stop()
+        if self.recovery is not None:
+            self.recovery.stop()
 
     def close(self) -> None:
         """Stop synchronising. Idempotent; the store is closed by its owner, after."""
@@ -314,7 +321,14 @@ class Region:
             self.central.close()
         if self.synchroniser is not None:
             self.synchroniser.close()
+        if self.recovery is not None:
+            self.recovery.close()
         self.latest.close()
+
+    def require_recovered(self) -> None:
+        """RequestRefused (503) at a centre that may have lost what its regions know."""
+        if self.recovery is not None:
+            self.recovery.require_over()
 
     def note_use(self, object_id: ObjectId) -> None:
         """Count a read, so that what is hot is synchronised first."""
@@ -351,7 +365,10 @@ def region_of(
     return Region(store, local, latest, CentralRecords(asking[0], records, clock), synchroniser, waiting)
 
 
-def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, clock: Clock) -> Region:
+def centre_of(
+    store: TierStack, regions: Sequence[str], settings: RegionSettings, records: Records, clock: Clock
+) -> Region:
     """Return a centre that asks these regions, by URL, for what it lacks when the latest is asked for."""
     sources = [http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in regions]
-    return Region(store, store, Latest(sources, store, settings))
+    asked = [client for url in regions for client in records_clients(url, clock, ASKED_S_MAX)]
+    return Region(store, store, Latest(sources, store, settings), recovery=Recovery(asked, records))
