@@ -14,8 +14,6 @@ from kvtide.server.regions.records import Records
 from kvtide.tier import LastingFault, Repeater
 from kvtide.tier.records import RecordsClient, backed_up
 
-__all__ = ["Recovery"]
-
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.5

@@ -29,7 +29,7 @@ from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.records import records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import HEADER_BYTES, object_bytes
+from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
 
 _log = logging.getLogger(__name__)
@@ -169,14 +169,14 @@ class Synchroniser:
     def step(self) -> int | None:
         """Send the next object; return how many bytes that took, None if nothing waits.
 
-        One that is gone here, or there already, or of an earlier generation, costs none. TierUnavailable if the centre
-        does not answer or take it.
+        One that is gone here, or there already and as good, or of an earlier generation, costs none. TierUnavailable
+        if the centre does not answer or take it.
         """
         object_id = self._manifest.next()
         if object_id is None:
             return None
-        is_lacking = self._names.is_current(object_id.name) and not self._central.contains(object_id)
-        found = self._whole(object_id) if is_lacking else None
+        is_wanted = self._names.is_current(object_id.name) and self._is_lacking(object_id)
+        found = self._whole(object_id) if is_wanted else None
         if found is not None:
             self._tries[object_id] += 1
             try:
@@ -194,9 +194,21 @@ class Synchroniser:
         self._manifest.done(object_id)
         return 0 if found is None else len(found)
 
+    def _is_lacking(self, object_id: ObjectId) -> bool:
+        """Tell whether the centre has nothing, or something coarser than what is here."""
+        if not self._central.contains(object_id):
+            return True
+        return stored_quality(self._local, object_id) < stored_quality(self._central, object_id)
+
     def _whole(self, object_id: ObjectId) -> memoryview | None:
         found, self._buffer = read_whole(self._local, object_id, self._buffer, self._settings.object_bytes_max)
         return found
+
+
+def stored_quality(tier: Tier, object_id: ObjectId) -> float:
+    """Return the quality that an object states; inf if it is not there."""
+    head = bytearray(HEADER_BYTES)
+    return object_quality(head[: tier.get_into(object_id, memoryview(head)) or 0])
 
 
 def read_whole(
