@@ -27,6 +27,8 @@ _Result = TypeVar("_Result")
 POLL_S = 1.0
 # Whoever wants the latest while another compares all with a centre that has begun anew waits for that so long.
 COMPARING_S_MAX = 2.0
+# Starts of the centre while it is asked once.
+EPOCHS_MAX = 3
 # Answers of the centre that are about what the client said.
 _PASSED_ON = frozenset({400, 403, 404, 409, 412, 413, 429, 503, 507})
 
@@ -78,14 +80,12 @@ class CentralRecords:
     def refresh(self) -> None:
         """Take over what the centre has written until now. TierUnavailable or RequestRefused if it can't be asked."""
         asked_s, as_of_s = self._clock.monotonic_s(), self._clock.wall_s()
-        if not self._follow():
-            if not self._comparing.acquire(timeout=COMPARING_S_MAX):
-                raise TierUnavailable("all records are being compared with the centre's")
-            try:
-                if not self._follow():
-                    self._compare()
-            finally:
-                self._comparing.release()
+        for _ in range(EPOCHS_MAX):
+            epoch = self._heard.epoch
+            if self._follow() or self._meet(epoch):
+                break
+        else:
+            raise TierUnavailable("the centre begins anew again and again")
         self._records.settle()
         if asked_s > self._asked_s:
             self._asked_s, self.as_of_s = asked_s, as_of_s
@@ -104,6 +104,21 @@ class CentralRecords:
             if self._heard.epoch == epoch:
                 self._heard = _Heard(epoch, max(self._heard.after, after))
         return True
+
+    def _meet(self, epoch: str) -> bool:
+        """Compare all with a centre that is no more of this epoch. False if another has: perhaps before we asked."""
+        is_first = self._comparing.acquire(blocking=False)
+        if not is_first and not self._comparing.acquire(timeout=COMPARING_S_MAX):
+            raise TierUnavailable("all records are being compared with the centre's")
+        try:
+            if is_first and self._heard.epoch == epoch:
+                self._compare()
+                return True
+        finally:
+            self._comparing.release()
+        if self._heard.epoch == epoch:
+            raise TierUnavailable("all records could not be compared with the centre's")
+        return False
 
     def _compare(self) -> None:
         """Take over all that the centre has, and tell it the generations that it lacks: no invalidation is undone.

@@ -161,8 +161,10 @@ class Records:
         return found if found is not None and found.value else None
 
     def _next(self, tenant: str, name: RecordName, value: str) -> Record:
-        version = max(self._version + 1, int(self._clock.wall_s() * 1e6))
-        return Record(tenant, name.kind, name.name, value, version)
+        return Record(tenant, name.kind, name.name, value, self._next_version())
+
+    def _next_version(self) -> int:
+        return max(self._version + 1, int(self._clock.wall_s() * 1e6))
 
     def _require_room(self, tenant: str, kind: RecordKind) -> None:
         is_generation = kind is RecordKind.GENERATION
@@ -184,7 +186,7 @@ class Records:
         """Write the generations of these, which a region has, that are higher than what is here."""
         with self._lock:
             found = self._newer([each for each in records if each.kind is RecordKind.GENERATION])
-            first = self._next("", RecordName(RecordKind.GENERATION, ""), "").version
+            first = self._next_version()
             raised = [msgspec.structs.replace(each, version=first + n) for n, each in enumerate(found)]
             self._append(raised)
         self._tell(raised)
