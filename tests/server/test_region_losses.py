@@ -70,7 +70,7 @@ def is_served(region: RunningServer) -> bool:
     return 200 in found
 
 
-def is_settled(world: World, centre: RunningServer) -> None:
+def expect_nothing_back(world: World, centre: RunningServer) -> None:
     """Wait until everybody is asked again, and find the invalidated object nowhere."""
     for region in world.regions:
         wait_until(lambda r=region: ask(r, "GET", 9, Force_Latest="1")[0].status == 404, "the centre", 20)  # type: ignore[misc]
@@ -95,7 +95,7 @@ def test_a_region_that_missed_an_invalidation_does_not_undo_it(
     assert not is_served(two)
     look(one)
     assert not is_served(two)
-    is_settled(world, centre)
+    expect_nothing_back(world, centre)
 
 
 def test_a_wiped_centre_says_nothing_before_each_region_was_asked(
@@ -117,7 +117,7 @@ def test_a_wiped_centre_says_nothing_before_each_region_was_asked(
         centre.stop()
         centre = again(world.centre, stack)
     world.regions[0] = again(one, stack)
-    is_settled(world, centre)
+    expect_nothing_back(world, centre)
 
 
 def test_an_intact_centre_waits_for_no_region(world: World, stack: ExitStack) -> None:
