@@ -309,6 +309,7 @@ def local_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
         yield pool
 
 
+@pytest.mark.timeout(3600)
 def test_random_faults_of_a_pool_and_its_map(local_pool: LocalPool, tally: Tally, fault_factor: int) -> None:
     tier = pool_tier(f"pool+file://{local_pool.path}", SystemClock())
     stack = TierStack([tier])

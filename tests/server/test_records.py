@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,8 +189,10 @@ def test_record_is_written_read_and_listed(server: RunningServer) -> None:
         ("generation", "1"),
     ]
     last = listed["records"][-1]["version"]
-    assert json.loads(ask(server, "GET", f"/v1/records?after={last}")[1])["records"] == []
-    assert ask(server, "GET", f"/v1/records?after={last}", Own_If_None_Match=f'"{last}"')[0].status == 304
+    answer, content = ask(server, "GET", f"/v1/records?after={last}")
+    tag = str(answer.getheader("ETag"))
+    assert json.loads(content)["records"] == []
+    assert ask(server, "GET", f"/v1/records?after={last}", Own_If_None_Match=tag)[0].status == 304
 
 
 @pytest.mark.parametrize(
@@ -302,3 +305,18 @@ def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, 
         client.changes(0)
     with pytest.raises(TierUnavailable, match="can't be read"):
         client.read(NAME)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["records", "records.new"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    odd = tmp_path / name
+    if kind == "fifo":
+        os.mkfifo(odd)
+    elif kind == "device":
+        odd.symlink_to("/dev/zero")
+    else:
+        odd.mkdir()
+    with pytest.raises(OSError, match=r"regular file|symbolic links|s a directory|No such device"):
+        Records(tmp_path / "records", ManualClock()).open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,6 +53,55 @@ def test_what_a_region_stores_reaches_the_centre_and_the_other_region(world: Wor
     assert sent.sent_bytes / (20 * 30_000) <= 1.1
     assert two.region is not None and two.region.synchroniser is not None
     assert two.region.synchroniser.sent_objects == 0, "what came from the centre is not sent back"
+
+
+def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world: World) -> None:
+    one = world.regions[0]
+    coarse, fine = object_bytes(1, quality=0.5), object_bytes(1)
+    assert one.region is not None and one.region.synchroniser is not None
+    sent = one.region.synchroniser
+    for content in (coarse, fine):
+        assert ask(one, "PUT", 1, content)[0].status == 201
+        wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it", 10)  # type: ignore[misc]
+    assert ask(one, "PUT", 1, coarse)[0].status == 200
+    wait_until(lambda: sent.waiting == 0, "all to be sent", 10)
+    assert ask(world.centre, "GET", 1)[1] == fine
+    assert sent.sent_objects == 2
+
+
+def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "manifest")
+    manifest.open()
+    manifest.add(named(1))
+    taken = manifest.next()
+    assert taken is not None
+    manifest.add(named(1))
+    manifest.done(taken)
+    assert manifest.next() == taken, "what was sent may be what was there before"
+    manifest.done(taken)
+    assert manifest.next() is None
+    manifest.close()
+
+
+def test_a_dropped_object_that_was_read_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.server.regions.manifest.PENDING_MAX", 2)
+    manifest = Manifest(tmp_path / "manifest")
+    manifest.open()
+    manifest.add(named(0))
+    manifest.note_use(object_id(0))
+    for number in (1, 2):
+        manifest.add(named(number))
+    assert manifest.next() == object_id(1)
+    manifest.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_manifest_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest")
+    with pytest.raises(OSError, match="regular file"):
+        Manifest(tmp_path / "manifest").open()
 
 
 def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:

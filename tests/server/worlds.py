@@ -15,7 +15,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.records import records_clients
 from kvtide.types import Namespace
 from kvtide.wire.records import RecordKind, RecordName
-from kvtide_lab.bench.services import free_ports
+from kvtide_lab.bench.services import free_ports, wait_until
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
         ports = free_ports(3)
         down, up = options
         self.folder = folder
-        regions = tuple(f"{scheme}:{port}{down}" for port in ports[1:])
+        regions = tuple(f"http://127.0.0.1:{port}{down}" for port in ports[1:])
         self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
         self.regions = [
             self._start(
@@ -45,6 +45,9 @@ class World:
             )
             for number, port in enumerate(ports[1:])
         ]
+        region = self.centre.region
+        assert region is not None and region.recovery is not None
+        wait_until(lambda: region.recovery.is_over, "the centre to have asked its regions", 20)
 
     def _start(self, stack: ExitStack, **settings: object) -> RunningServer:
         server = RunningServer(ServerSettings(**settings))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.observe import PAGES, AccessLog, Pages
-from kvtide.server.regions import RecordRequests
+from kvtide.server.regions import RecordRequests, Region
 from kvtide.server.settings import ServerLimits
 from kvtide.types import Namespace
 from kvtide.wire.http import RequestHead, parse_request_head
@@ -77,6 +77,7 @@ class Gateway:
         metrics: Metrics,
         workers: Workers,
         access_log: AccessLog,
+        region: Region | None = None,
     ) -> None:
         self._reception = reception
         self._objects = objects
@@ -88,6 +89,7 @@ class Gateway:
         self._live = live
         self._workers = workers
         self._access_log = access_log
+        self._region = region
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[Guest] = set()
 
@@ -199,14 +201,16 @@ class Gateway:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller
+        if isinstance(route, PageRoute):
+            await self._page(exchange, route.path)
+            return
+        if self._region is not None:
+            self._region.require_recovered()
         if isinstance(route, ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return
         if isinstance(route, RecordName | RecordsRoute):
             await self._records.answer(exchange, route)
-            return
-        if isinstance(route, PageRoute):
-            await self._page(exchange, route.path)
             return
         caller.require(Scope.READ)
         if isinstance(route, ListRoute):

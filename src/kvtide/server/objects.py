@@ -19,13 +19,13 @@ from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
 from kvtide.server.quotas import Quotas
-from kvtide.server.regions import Records, Region
+from kvtide.server.regions import Records, Region, stored_quality
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import Replacing
 from kvtide.tier.lend import LentObject
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import HEADER_BYTES, object_quality, parse_object, version_tag
+from kvtide.wire import object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -95,7 +95,7 @@ class ObjectRequests:
     async def catch_up(self, exchange: Exchange) -> None:
         """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
         central = self._region.central if self._region is not None else None
-        if central is not None and central.is_too_old_for(exchange.head.headers):
+        if central is not None and (central.is_too_old_for(exchange.head.headers) or central.is_needed):
             # Objects can't be out of date, but their namespace's generation can.
             await self._workers.read(exchange.owner, central.require_latest)
 
@@ -260,11 +260,6 @@ class ObjectRequests:
             await self._reply_absent(exchange, stored)
 
 
-def _stored_quality(tier: Tier, stored: ObjectId) -> float:
-    head = bytearray(HEADER_BYTES)
-    return object_quality(head[: tier.get_into(stored, memoryview(head)) or 0])
-
-
 def _store(
     tier: Tier,
     local: Tier,
@@ -282,7 +277,7 @@ def _store(
     """
     try:
         is_here = local.contains(stored)
-        if is_here and object_quality(body) >= _stored_quality(local, stored):
+        if is_here and object_quality(body) >= stored_quality(local, stored):
             return False
         parsed = parse_object(body, claimed)
         parsed.sections()

@@ -106,7 +106,7 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
             raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
         region = region_of(local, settings.central, settings.manifest, bounds, records, names, clock)
         return Backing(region.store, records, names, region)
-    centre = centre_of(local, settings.regions, bounds, clock) if settings.regions else None
+    centre = centre_of(local, settings.regions, bounds, records, clock) if settings.regions else None
     return Backing(local, records, names, centre)
 
 
@@ -240,7 +240,7 @@ class Service:
         reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
         listing = Listing(self._tier, names)
         return Gateway(
-            reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log
+            reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log, region
         )
 
     async def _open_health(self, stack: ExitStack) -> None:

@@ -32,7 +32,7 @@ def object_id(number: int) -> ObjectId:
     return ObjectId(namespace(), BlockKey(hashlib.sha256(number.to_bytes(8, "little")).digest()))
 
 
-def object_bytes(number: int, size: int = 1000) -> bytes:
+def object_bytes(number: int, size: int = 1000, quality: float = 0.0) -> bytes:
     """Return content that tells which object it belongs to: a valid object, if one of one section can be so small."""
     room = size - _OBJECT_BYTES_MIN
     filling = hashlib.sha256(b"content" + number.to_bytes(8, "little")).digest() * (size // 32 + 1)
@@ -40,7 +40,8 @@ def object_bytes(number: int, size: int = 1000) -> bytes:
         return filling[:size]
     name = object_id(number)
     meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
-    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), filling[:room])]))
+    sections = [Section(SectionId(SectionKind.DATA, 0, 0, 1), filling[:room])]
+    return bytes(pack_object(meta, "raw-1", sections, quality=quality))
 
 
 def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:

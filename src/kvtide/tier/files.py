@@ -203,7 +203,7 @@ class Files:
 
     def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of the parts."""
-        rest, done = list(parts), 0
+        rest, done = [part for part in parts if len(part)], 0
         while rest:
             try:
                 count = self.pwritev(descriptor, rest, offset + done)

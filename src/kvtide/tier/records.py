@@ -22,6 +22,8 @@ __all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "record
 _VERSION_DIGITS_MAX = 18
 # Requests for one generation.
 STEPS_MAX = 10_000
+# A server has no more records to tell of.
+_LISTED_MAX = 1 << 17
 Headers = Sequence[tuple[str, str]]
 
 
@@ -63,12 +65,23 @@ class RecordsClient:
         answer = self._ask("DELETE", record_target(name), headers)
         return None if answer.status == 404 else _record(name, answer, b"")
 
-    def changes(self, after: int) -> RecordList:
-        """Return what was written after a version."""
-        tag = f'"{after}"'
-        answer = self._ask("GET", f"/v1/records?after={after}", [("If-None-Match", tag)])
+    def changes(self, after: int = 0, epoch: str = "") -> RecordList:
+        """Return all that was written after a version, of which the server told in an epoch."""
+        found = self._part(after, epoch)
+        records, part = found.records, found
+        while not part.is_whole and part.records:
+            part = self._part(records[-1].version, found.epoch)
+            if part.epoch != found.epoch:
+                raise TierUnavailable(f"{self} began anew while it was asked")
+            records += part.records
+            if len(records) > _LISTED_MAX:
+                raise TierUnavailable(f"{self} lists more than {_LISTED_MAX} records")
+        return msgspec.structs.replace(found, is_whole=True)
+
+    def _part(self, after: int, epoch: str) -> RecordList:
+        answer = self._ask("GET", f"/v1/records?after={after}", [("If-None-Match", f'"{epoch}.{after}"')])
         if answer.status == 304:
-            return RecordList([], True, after)
+            return RecordList([], True, after, epoch)
         try:
             found = msgspec.json.decode(answer.body, type=RecordList)
             for each in found.records:
@@ -145,15 +158,10 @@ def backed_up(clients: Sequence[RecordsClient]) -> list[Record]:
     """Return all records that these servers let us see; of each the largest generation, else the latest version."""
     found: dict[tuple[str, RecordName], Record] = {}
     for client in clients:
-        after, is_whole = 0, False
-        while not is_whole:
-            part = client.changes(after)
-            for each in part.records:
-                place = (each.tenant, RecordName(each.kind, each.name))
-                if place not in found or _rank(each) > _rank(found[place]):
-                    found[place] = each
-            is_whole = part.is_whole or not part.records
-            after = part.records[-1].version if part.records else after
+        for each in client.changes().records:
+            place = (each.tenant, RecordName(each.kind, each.name))
+            if place not in found or _rank(each) > _rank(found[place]):
+                found[place] = each
     return [record for record in found.values() if record.value]
 
 

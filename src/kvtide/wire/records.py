@@ -77,12 +77,14 @@ class Record(msgspec.Struct, frozen=True):
 class RecordList(msgspec.Struct, frozen=True):
     """Records in the order of their versions; `is_whole` is false if there are more.
 
-    `version` is the largest that the server has given: less than a reader knows if it has lost its records.
+    `version` is the largest that the server has given. `epoch` is another after each start: only then may a server know
+    less than it did.
     """
 
     records: list[Record]
     is_whole: bool
     version: int
+    epoch: str
 
 
 def record_name(kind: str, name: str) -> RecordName:

@@ -77,6 +77,8 @@ class Health:
         parts = {f"tier {name}": is_up for name, is_up in (await self._tiers_up()).items()}
         if self._region is not None and self._region.central is not None:
             parts["centre"] = self._region.central.as_of_s is not None
+        if self._region is not None and self._region.recovery is not None:
+            parts["regions"] = self._region.recovery.is_over
         if self._member is not None:
             parts["pool"] = self._member.has_map
         return Readiness(all(parts.values()) and not self.is_draining, self.is_draining, parts)

@@ -1,13 +1,15 @@
 """The centre's records as a region has them: asked for at intervals, at once where the latest is wanted, written there.
 
-Invariant: everything that the centre wrote before `as_of_s` is in the region's records.
+Invariant: everything that the centre wrote before `as_of_s` is in the region's records, and the centre knows of every
+invalidation that the region knew of when it met the centre of this epoch.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,8 +25,19 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 POLL_S = 1.0
+# Whoever wants the latest while another compares all with a centre that has begun anew waits for that so long.
+COMPARING_S_MAX = 2.0
+# Starts of the centre while it is asked once.
+EPOCHS_MAX = 3
 # Answers of the centre that are about what the client said.
 _PASSED_ON = frozenset({400, 403, 404, 409, 412, 413, 429, 503, 507})
+
+
+class _Heard(NamedTuple):
+    """The version of the last change that is here, of those of an epoch of the centre."""
+
+    epoch: str
+    after: int
 
 
 class CentralRecords:
@@ -35,14 +48,14 @@ class CentralRecords:
         self._records = records
         self._clock = clock
         self._asking = Repeater(self._ask, "kvtide-records")
-        # The version of the last change that is here. Asked for anew after a restart: that mends what a file lost.
-        self._after = 0
+        # Nothing after a restart of ours or of the centre: comparing all mends what a file lost, here or there.
+        self._heard = _Heard("", 0)
+        self._lock = threading.Lock()
+        self._comparing = threading.Lock()
         # When the centre was asked what is here, by the clock that never goes back; and for people, who read clocks.
         self._asked_s = float("-inf")
         # Wall time; None until the centre has answered once.
         self.as_of_s: float | None = None
-        # Generations that the centre has lost.
-        self._lost: list[Record] = []
         self._fault = LastingFault(_log, "the centre's records stay as they are")
 
     def open(self) -> None:
@@ -62,36 +75,75 @@ class CentralRecords:
     def _ask(self) -> float:
         with self._fault.caught(TierUnavailable, RequestRefused, OSError):
             self.refresh()
-            self._give_back()
         return POLL_S
-
-    def _give_back(self) -> None:
-        """Tell a centre that lost its records the generations that are known here: no invalidation is undone."""
-        while self._lost:
-            record = self._lost[-1]
-            name = RecordName(record.kind, record.name)
-            try:
-                raise_to(self._client, name, int(record.value), _whose(record.tenant))
-            except RequestRefused as error:
-                _log.warning("the centre does not take back the generation of %s: %s", record.name, error)
-            self._lost.pop()
 
     def refresh(self) -> None:
         """Take over what the centre has written until now. TierUnavailable or RequestRefused if it can't be asked."""
-        asked_s, as_of_s, after, is_whole = self._clock.monotonic_s(), self._clock.wall_s(), self._after, False
-        while not is_whole:
-            found = self._client.changes(after)
-            if found.version < max(after, self._records.version):
-                # It has lost its records, and its clock was set back besides.
-                self._lost = self._records.begin_anew()
-                self._after = after = 0
-                found = self._client.changes(after)
-            self._records.adopt(found.records)
-            is_whole = found.is_whole or not found.records
-            after = found.records[-1].version if found.records else after
-        self._after = max(self._after, after)
+        asked_s, as_of_s = self._clock.monotonic_s(), self._clock.wall_s()
+        for _ in range(EPOCHS_MAX):
+            epoch = self._heard.epoch
+            if self._follow() or self._meet(epoch):
+                break
+        else:
+            raise TierUnavailable("the centre begins anew again and again")
+        self._records.settle()
         if asked_s > self._asked_s:
             self._asked_s, self.as_of_s = asked_s, as_of_s
+
+    def _follow(self) -> bool:
+        """Take over what is new. False if the centre has begun anew: it may know less than it did, or than we do."""
+        epoch, after = self._heard
+        if not epoch:
+            return False
+        found = self._client.changes(after, epoch)
+        if found.epoch != epoch:
+            return False
+        self._records.adopt(found.records)
+        after = found.records[-1].version if found.records else after
+        with self._lock:
+            if self._heard.epoch == epoch:
+                self._heard = _Heard(epoch, max(self._heard.after, after))
+        return True
+
+    def _meet(self, epoch: str) -> bool:
+        """Compare all with a centre that is no more of this epoch. False if another has: perhaps before we asked."""
+        is_first = self._comparing.acquire(blocking=False)
+        if not is_first and not self._comparing.acquire(timeout=COMPARING_S_MAX):
+            raise TierUnavailable("all records are being compared with the centre's")
+        try:
+            if is_first and self._heard.epoch == epoch:
+                self._compare()
+                return True
+        finally:
+            self._comparing.release()
+        if self._heard.epoch == epoch:
+            raise TierUnavailable("all records could not be compared with the centre's")
+        return False
+
+    def _compare(self) -> None:
+        """Take over all that the centre has, and tell it the generations that it lacks: no invalidation is undone.
+
+        It may have lost its file, or have an older one. What it has written since does not tell which.
+        """
+        found = self._client.changes()
+        known = {(each.tenant, each.kind, each.name): each.value for each in found.records}
+        lost = [
+            each
+            for each in self._records.generations()
+            if int(each.value) > int(known.get((each.tenant, each.kind, each.name), 0))
+        ]
+        if found.version < self._records.version:
+            # Its clock may have been set back besides.
+            self._records.begin_anew()
+        for record in lost:
+            try:
+                name = RecordName(record.kind, record.name)
+                raise_to(self._client, name, int(record.value), _whose(record.tenant))
+            except RequestRefused as error:
+                _log.warning("the centre does not take back the generation of %s: %s", record.name, error)
+        self._records.adopt(found.records)
+        with self._lock:
+            self._heard = _Heard(found.epoch, found.records[-1].version if found.records else 0)
 
     def require_latest(self) -> None:
         """Have everything that the centre has written before this call. RequestRefused (503) if that can't be."""
@@ -136,6 +188,11 @@ class CentralRecords:
                 raise
             # Between the centre and us: the client can do nothing about it.
             raise RequestRefused(502, f"the centre does not do what it was asked for: {error}") from error
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether records are missing here, so that nothing is to be served before the centre was asked."""
+        return not self._records.is_complete
 
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:
         """Tell whether a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtide.tier import Files
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
 PENDING_MAX = 1 << 18
@@ -21,6 +22,7 @@ RECORDS_MAX = 4 * PENDING_MAX
 _RECORD = struct.Struct("<Q32s32sB")
 _ADDED, _DONE, _NAME, _TENANT = range(4)
 _TENANT_BYTES = 64
+_FILE_BYTES_MAX = 2 * RECORDS_MAX * _RECORD.size
 
 
 class Manifest:
@@ -34,12 +36,14 @@ class Manifest:
         self._uses: Counter[ObjectId] = Counter()
         self._names: dict[Namespace, Name] = {}
         self._sequence = self._records = 0
+        # What `next` has returned last.
+        self._taken: tuple[ObjectId, int] | None = None
         self.dropped = 0
 
     def open(self) -> None:
         """Read what waits, and write it anew without what is done. OSError if that can't be done."""
         with self._lock:
-            data = self._path.read_bytes() if self._path.exists() else b""
+            data = Files().content(self._path, _FILE_BYTES_MAX) if self._path.exists() else b""
             # A record that a crash cut off is of an object that is stored once more or misses.
             named: tuple[int, Namespace, Namespace] | None = None
             for number, first, second, kind in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
@@ -73,9 +77,14 @@ class Manifest:
         return len(self._pending)
 
     def add(self, object_id: NamedId) -> None:
-        """Note a new object, and what its namespace is called. The oldest is dropped if too many wait."""
+        """Note a new object, and what its namespace is called. The oldest is dropped if too many wait.
+
+        One that waits already, or is being sent, is sent once more as it is then.
+        """
         with self._lock:
             if object_id in self._pending:
+                self._sequence += 1
+                self._pending[object_id] = self._sequence
                 return
             if self._names.get(object_id.namespace) != object_id.name:
                 self._names[object_id.namespace] = object_id.name
@@ -85,6 +94,7 @@ class Manifest:
             self._write(self._sequence, object_id, _ADDED)
             if len(self._pending) > PENDING_MAX:
                 oldest, sequence = self._pending.popitem(last=False)
+                self._uses.pop(oldest, None)
                 self._write(sequence, oldest, _DONE)
                 self.dropped += 1
 
@@ -100,11 +110,17 @@ class Manifest:
             found = next(iter(self._pending), None)
             if self._uses:
                 found = max(self._uses, key=lambda each: (self._uses[each], -self._pending[each]))
-            return NamedId.of(found, self._names[found.namespace]) if found is not None else None
+            if found is None:
+                return None
+            self._taken = (found, self._pending[found])
+            return NamedId.of(found, self._names[found.namespace])
 
     def done(self, object_id: ObjectId) -> None:
-        """Forget an object: the centre has it, or nobody has."""
+        """Forget an object: the centre has it, or nobody has. Not if it was added again after `next` returned it."""
         with self._lock:
+            taken = self._taken
+            if taken is not None and taken[0] == object_id and taken[1] != self._pending.get(object_id):
+                return
             self._uses.pop(object_id, None)
             sequence = self._pending.pop(object_id, None)
             if sequence is not None:
@@ -122,13 +138,11 @@ class Manifest:
 
     def _rewrite(self) -> None:
         """Write what waits anew, without what is done, and go on behind it."""
-        aside = self._path.with_suffix(".new")
         used = {object_id.namespace for object_id in self._pending}
         self._names = {stored: name for stored, name in self._names.items() if stored in used}
         names = [_packed_name(*each) for each in self._names.items()]
         waiting = [_RECORD.pack(n, *object_id, _ADDED) for object_id, n in self._pending.items()]
-        aside.write_bytes(b"".join([*names, *waiting]))
-        aside.replace(self._path)
+        Files().save(self._path, b"".join([*names, *waiting]))
         if self._file is not None:
             self._file.close()
         self._file = self._path.open("ab", buffering=0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,6 +21,7 @@ import xxhash
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
+from kvtide.tier import Files
 from kvtide.types import Namespace
 from kvtide.wire.records import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
 
@@ -35,6 +38,9 @@ REMOVED_MAX = 1024
 LINES_MAX = 8 * RECORDS_MAX
 _ALL_MAX = 4 * RECORDS_MAX + REMOVED_MAX
 _SUM_CHARACTERS = 16
+_FILE_BYTES_MAX = 1 << 30
+# A line that stands in a file from which nothing is missing.
+_COMPLETE = b'{"is_complete":true}'
 
 
 class WriteCondition(NamedTuple):
@@ -71,6 +77,10 @@ class Records:
         # How many a tenant has, of generations and of others.
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._version = 0
+        # Another one after each start, so that regions compare what they know.
+        self.epoch = secrets.token_hex(8)
+        # Whether all is here that was ever written: not with a new or damaged file, or none, until somebody says so.
+        self.is_complete = False
         # Told of a namespace whose generation has risen; from any thread.
         self.on_raised: Callable[[Namespace], None] = lambda namespace: None
 
@@ -79,17 +89,20 @@ class Records:
         if self._path is None:
             return
         with self._lock:
-            data = self._path.read_bytes() if self._path.exists() else b""
+            data = Files().content(self._path, _FILE_BYTES_MAX) if self._path.exists() else b""
             damaged = 0
             for line in filter(None, data.splitlines()):
                 record = _parsed(line)
-                if record is None:
+                if line == _summed(_COMPLETE):
+                    self.is_complete = True
+                elif record is None:
                     damaged += 1
                 elif not self._is_old(record):
                     self._keep(record)
             if damaged:
                 # The last line may be torn by a crash; of others the centre, or whoever writes next, knows better.
                 _log.warning("%d records of %s can't be read and are dropped", damaged, self._path)
+                self.is_complete = False
             self._rewrite()
 
     def close(self) -> None:
@@ -148,8 +161,10 @@ class Records:
         return found if found is not None and found.value else None
 
     def _next(self, tenant: str, name: RecordName, value: str) -> Record:
-        version = max(self._version + 1, int(self._clock.wall_s() * 1e6))
-        return Record(tenant, name.kind, name.name, value, version)
+        return Record(tenant, name.kind, name.name, value, self._next_version())
+
+    def _next_version(self) -> int:
+        return max(self._version + 1, int(self._clock.wall_s() * 1e6))
 
     def _require_room(self, tenant: str, kind: RecordKind) -> None:
         is_generation = kind is RecordKind.GENERATION
@@ -163,32 +178,51 @@ class Records:
     def adopt(self, records: Sequence[Record]) -> None:
         """Take over what the centre has written, as far as it is newer than what is here."""
         with self._lock:
-            newer = [record for record in records if not self._is_old(record)]
-            known = {(record.tenant, RecordName(record.kind, record.name)) for record in newer} | self._records.keys()
-            if len(known) > _ALL_MAX:
-                raise RequestRefused(507, f"the centre has more than {_ALL_MAX} records")
+            newer = self._newer(records)
             self._append(newer)
         self._tell(newer)
+
+    def recover(self, records: Sequence[Record]) -> None:
+        """Write the generations of these, which a region has, that are higher than what is here."""
+        with self._lock:
+            found = self._newer([each for each in records if each.kind is RecordKind.GENERATION])
+            first = self._next_version()
+            raised = [msgspec.structs.replace(each, version=first + n) for n, each in enumerate(found)]
+            self._append(raised)
+        self._tell(raised)
+
+    def _newer(self, records: Sequence[Record]) -> list[Record]:
+        newer = [record for record in records if not self._is_old(record)]
+        known = {(record.tenant, RecordName(record.kind, record.name)) for record in newer} | self._records.keys()
+        if len(known) > _ALL_MAX:
+            raise RequestRefused(507, f"another server has more than {_ALL_MAX} records")
+        return newer
+
+    def settle(self) -> None:
+        """Note, in the file too, that nothing is missing. RequestRefused (503) if the disk won't."""
+        with self._lock:
+            if not self.is_complete:
+                self._write(_summed(_COMPLETE) + b"\n")
+                self.is_complete = True
 
     @property
     def version(self) -> int:
         """Return the largest version that a record here ever had."""
         return self._version
 
-    def begin_anew(self) -> list[Record]:
-        """Count all that is here as older than what the centre, which has lost its records, writes from now on.
-
-        Return the generations.
-        """
+    def begin_anew(self) -> None:
+        """Count all that is here as older than what the centre, which has lost its records, writes from now on."""
         with self._lock:
             for place, record in self._records.items():
                 self._records[place] = msgspec.structs.replace(record, version=0)
             self._version = 0
-            try:
-                if self._path is not None:
+            if self._path is not None:
+                with _answering():
                     self._rewrite()
-            except OSError as error:
-                raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+
+    def generations(self) -> list[Record]:
+        """Return the generations of all tenants."""
+        with self._lock:
             return [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
 
     def changes(self, is_shown: Callable[[str], bool], after: int) -> RecordList:
@@ -197,7 +231,7 @@ class Records:
             found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
             version = self._version
         found.sort(key=lambda record: record.version)
-        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version)
+        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, self.epoch)
 
     def _is_old(self, record: Record) -> bool:
         found = self._records.get((record.tenant, RecordName(record.kind, record.name)))
@@ -226,20 +260,24 @@ class Records:
 
     def _append(self, records: Sequence[Record]) -> None:
         """Write records behind the others, then make them visible. RequestRefused (503) if the disk won't."""
-        try:
-            if self._file is not None and records:
-                # The line's end first: whatever a fault left half written ends there.
-                data = b"\n" + b"".join(map(_packed, records))
-                if self._file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(self._file.fileno())
-                self._lines += len(records)
-            for record in records:
-                self._keep(record)
-            if self._lines > LINES_MAX:
+        if self._file is not None and records:
+            self._write(b"".join(map(_packed, records)))
+            self._lines += len(records)
+        for record in records:
+            self._keep(record)
+        if self._lines > LINES_MAX:
+            with _answering():
                 self._rewrite()
-        except OSError as error:
-            raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+
+    def _write(self, lines: bytes) -> None:
+        if self._file is None:
+            return
+        # The line's end first: whatever a fault left half written ends there.
+        data = b"\n" + lines
+        with _answering():
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
 
     def _tell(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -251,8 +289,9 @@ class Records:
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_name(self._path.name + ".new")
-        with aside.open("wb") as file:
-            file.write(b"".join(map(_packed, self._records.values())))
+        complete = _summed(_COMPLETE) + b"\n" if self.is_complete else b""
+        with os.fdopen(Files().open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(complete + b"".join(map(_packed, self._records.values())))
             file.flush()
             os.fsync(file.fileno())
         aside.replace(self._path)
@@ -280,9 +319,21 @@ class Records:
             assert sum(self._counts.values()) == len(present) - len(removed)
 
 
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Answer with 503 where the disk fails."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+
+
 def _packed(record: Record) -> bytes:
-    text = msgspec.json.encode(record)
-    return xxhash.xxh3_64_hexdigest(text).encode() + text + b"\n"
+    return _summed(msgspec.json.encode(record)) + b"\n"
+
+
+def _summed(text: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(text).encode() + text
 
 
 def _parsed(line: bytes) -> Record | None:

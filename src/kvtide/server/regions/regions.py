@@ -21,6 +21,7 @@ from kvtide.server.names import Names
 from kvtide.server.regions.central import CentralRecords
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
+from kvtide.server.regions.recovery import Recovery
 from kvtide.tier import Repeater, WrappedTier
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
@@ -28,7 +29,7 @@ from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.records import records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import HEADER_BYTES, object_bytes
+from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
 
 _log = logging.getLogger(__name__)
@@ -168,14 +169,14 @@ class Synchroniser:
     def step(self) -> int | None:
         """Send the next object; return how many bytes that took, None if nothing waits.
 
-        One that is gone here, or there already, or of an earlier generation, costs none. TierUnavailable if the centre
-        does not answer or take it.
+        One that is gone here, or there already and as good, or of an earlier generation, costs none. TierUnavailable
+        if the centre does not answer or take it.
         """
         object_id = self._manifest.next()
         if object_id is None:
             return None
-        is_lacking = self._names.is_current(object_id.name) and not self._central.contains(object_id)
-        found = self._whole(object_id) if is_lacking else None
+        is_wanted = self._names.is_current(object_id.name) and self._is_lacking(object_id)
+        found = self._whole(object_id) if is_wanted else None
         if found is not None:
             self._tries[object_id] += 1
             try:
@@ -193,9 +194,21 @@ class Synchroniser:
         self._manifest.done(object_id)
         return 0 if found is None else len(found)
 
+    def _is_lacking(self, object_id: ObjectId) -> bool:
+        """Tell whether the centre has nothing, or something coarser than what is here."""
+        if not self._central.contains(object_id):
+            return True
+        return stored_quality(self._local, object_id) < stored_quality(self._central, object_id)
+
     def _whole(self, object_id: ObjectId) -> memoryview | None:
         found, self._buffer = read_whole(self._local, object_id, self._buffer, self._settings.object_bytes_max)
         return found
+
+
+def stored_quality(tier: Tier, object_id: ObjectId) -> float:
+    """Return the quality that an object states; inf if it is not there."""
+    head = bytearray(HEADER_BYTES)
+    return object_quality(head[: tier.get_into(object_id, memoryview(head)) or 0])
 
 
 def read_whole(
@@ -285,12 +298,14 @@ class Region:
         central: CentralRecords | None = None,
         synchroniser: Synchroniser | None = None,
         manifest: Manifest | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.store = store
         self.local = local
         self.latest = latest
         self.central = central
         self.synchroniser = synchroniser
+        self.recovery = recovery
         self._manifest = manifest
 
     def open(self) -> None:
@@ -300,6 +315,8 @@ class Region:
             self.synchroniser.open()
         if self.central is not None:
             self.central.open()
+        if self.recovery is not None:
+            self.recovery.open()
 
     def stop(self) -> None:
         """Begin nothing more with other regions but what is asked for. Does not wait."""
@@ -307,6 +324,8 @@ class Region:
             self.central.stop()
         if self.synchroniser is not None:
             self.synchroniser.stop()
+        if self.recovery is not None:
+            self.recovery.stop()
 
     def close(self) -> None:
         """Stop synchronising. Idempotent; the store is closed by its owner, after."""
@@ -314,7 +333,14 @@ class Region:
             self.central.close()
         if self.synchroniser is not None:
             self.synchroniser.close()
+        if self.recovery is not None:
+            self.recovery.close()
         self.latest.close()
+
+    def require_recovered(self) -> None:
+        """RequestRefused (503) at a centre that may have lost what its regions know."""
+        if self.recovery is not None:
+            self.recovery.require_over()
 
     def note_use(self, object_id: ObjectId) -> None:
         """Count a read, so that what is hot is synchronised first."""
@@ -351,7 +377,10 @@ def region_of(
     return Region(store, local, latest, CentralRecords(asking[0], records, clock), synchroniser, waiting)
 
 
-def centre_of(store: TierStack, regions: Sequence[str], settings: RegionSettings, clock: Clock) -> Region:
+def centre_of(
+    store: TierStack, regions: Sequence[str], settings: RegionSettings, records: Records, clock: Clock
+) -> Region:
     """Return a centre that asks these regions, by URL, for what it lacks when the latest is asked for."""
     sources = [http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in regions]
-    return Region(store, store, Latest(sources, store, settings))
+    asked = [client for url in regions for client in records_clients(url, clock, ASKED_S_MAX)]
+    return Region(store, store, Latest(sources, store, settings), recovery=Recovery(asked, records))

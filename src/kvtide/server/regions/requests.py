@@ -68,13 +68,10 @@ class RecordRequests:
         look = partial(self._records.changes, caller.may_act_for, route.after)
         found = await self._workers.read(exchange.owner, look)
         version = found.records[-1].version if found.records else route.after
-        headers = [("ETag", f'"{version}"'), *self._as_of()]
+        tag = f'"{found.epoch}.{version}"'
+        headers = [("ETag", tag), *self._as_of()]
         is_behind = found.version < route.after
-        if (
-            not found.records
-            and not is_behind
-            and is_tag_matched(exchange.head.headers.get("if-none-match", ""), f'"{version}"')
-        ):
+        if not found.records and not is_behind and is_tag_matched(exchange.head.headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=headers)
             return
         shown = [_as_seen_by(caller, record) for record in found.records]

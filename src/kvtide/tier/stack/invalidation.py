@@ -102,19 +102,14 @@ class Invalidations:
             raise fault
 
     def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
-        is_whole = False
-        while not is_whole:
-            found = client.changes(after)
-            if found.version < after:
-                # It has lost its records: what it writes now is told anew.
-                after = 0
-                continue
-            for each in found.records:
-                if each.kind is RecordKind.GENERATION:
-                    raised[each.name] = max(raised.get(each.name, 0), int(each.value))
-            is_whole = found.is_whole or not found.records
-            after = found.records[-1].version if found.records else after
-        return after
+        found = client.changes(after)
+        if found.version < after:
+            # It has lost its records: what it writes now is told anew.
+            after, found = 0, client.changes()
+        for each in found.records:
+            if each.kind is RecordKind.GENERATION:
+                raised[each.name] = max(raised.get(each.name, 0), int(each.value))
+        return found.records[-1].version if found.records else after
 
     def _forget(self, raised: Mapping[str, int]) -> None:
         if not raised:

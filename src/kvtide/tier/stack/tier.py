@@ -354,10 +354,17 @@ class TierStack:
         return any(deleted)
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did.
+
+        Those that can't and are written in the background are told of it as of a new one.
+        """
         object_id = self.named(object_id)
         able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
-        return True in [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
+        done = [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
+        for tier in self._open:
+            if tier in self._write_back and tier not in able:
+                self._put_later(tier, object_id, buffer)
+        return True in done
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
