@@ -57,7 +57,7 @@ import random, sys
 from pathlib import Path
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import DiskTier, TierStack
+from kvtide.tier.disk import DiskTier; from kvtide.tier.stack import TierStack
 store, bytes_max, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 rng = random.Random(seed)
 tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)

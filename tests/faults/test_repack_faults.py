@@ -29,7 +29,7 @@ from pathlib import Path
 from tests.fetch.test_selective import CODEC, LAYOUT, METAS
 from kvtide.clock import SystemClock
 from kvtide.importance import packing_orders
-from kvtide.tier import DiskTier
+from kvtide.tier.disk import DiskTier
 from kvtide.wire import pack_object, parse_object
 tier = DiskTier(Path(sys.argv[1]), int(sys.argv[2]), SystemClock(), lambda key: False)
 tier.open()

@@ -156,8 +156,8 @@ class Reporting(Protocol):
 class Ordered(Protocol):
     """A tier whose objects leave in an order that can be told of requests."""
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
+    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
+        """Note that a prompt asks for these objects, all of its full blocks from the first on."""
 
 
 class Observer(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.index import Policy, RadixIndex
@@ -16,19 +15,16 @@ PolicyOf = Callable[[int], Policy]
 
 # Blocks of requests that are remembered until their objects come.
 ANNOUNCED_MAX = 1 << 16
-
-
-class _Member(NamedTuple):
-    object_id: ObjectId
-    parent: BlockKey
+# The same request again within this time is an engine that asks twice.
+ASKED_TWICE_S = 0.5
 
 
 class PolicyOrder:
     """By a policy over prefixes (`evict.policies`): blocks leave from the ends of prefixes, as the policy ranks these.
 
     A request is one use of its whole prefix, also of blocks whose objects are only about to come: those have a place
-    from the request on, so that a policy that finds them worth less than all others refuses them. Objects whose
-    prefix is not here leave before all others, the one that entered first.
+    from the request on, and what must go for them loses its own: objects then, which leave when room is needed, or
+    blocks of that request, which are refused when they come. Objects whose prefix is not here leave first too.
     """
 
     def __init__(self, policy_of: PolicyOf, clock: Clock, bytes_max: int, blocks_max: int | None = None) -> None:
@@ -39,77 +35,90 @@ class PolicyOrder:
         self._blocks_max = blocks_max
         self._lock = threading.RLock()
         self._tree: RadixIndex | None = None
-        self._members: dict[BlockKey, _Member] = {}
-        # Members that the tree does not hold, those that entered first first.
-        self._orphans: OrderedDict[BlockKey, None] = OrderedDict()
+        self._parents: dict[ObjectId, BlockKey] = {}
+        # The object that the tree's block is. Of two namespaces with one key it is that of the newest.
+        self._blocks: dict[BlockKey, ObjectId] = {}
+        # Objects that the tree does not hold: the first ones leave first.
+        self._orphans: OrderedDict[ObjectId, None] = OrderedDict()
         self._announced: OrderedDict[BlockKey, None] = OrderedDict()
-        # The end of the latest request; the same again is somebody who asks twice.
-        self._latest: BlockKey | None = None
+        # The end of the latest request, and when it came.
+        self._latest: tuple[BlockKey, float] | None = None
         if blocks_max is not None:
             self._tree = self._planted(blocks_max)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._parents)
 
     def _planted(self, blocks_max: int) -> RadixIndex:
-        # Blocks that were announced and never came must not fill the memory: the tree has a bound of its own.
-        return RadixIndex(self._clock, lambda _: self._policy_of(blocks_max), 2 * blocks_max + ANNOUNCED_MAX)
+        return RadixIndex(self._clock, self._policy_of, blocks_max)
 
     def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         """Note a use of a prefix."""
         with self._lock:
             # Before the first object nothing can leave.
-            if self._tree is None or not keys or keys[-1] == self._latest:
+            if self._tree is None or not keys:
                 return
-            self._latest = keys[-1]
+            now_s, before = self._clock.monotonic_s(), self._latest
+            self._latest = (keys[-1], now_s)
+            if before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S:
+                return
             self._use(self._tree, namespace, keys, None)
             self._announced.update(dict.fromkeys(keys))
             while len(self._announced) > ANNOUNCED_MAX:
                 self._announced.popitem(last=False)
 
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        for gone in tree.insert(namespace, keys, parent):
-            if gone in self._members:
-                self._orphans[gone] = None
+        try:
+            self._orphan(tree.insert(namespace, keys, parent))
+        except ValueError:
+            # A client whose keys are no chain has no prefixes; its objects leave first.
+            return
         for key in keys if self._orphans else ():
-            if key in self._orphans and tree.is_held(key):
-                del self._orphans[key]
+            object_id = self._blocks.get(key)
+            if object_id is not None and object_id in self._orphans and tree.is_held(key):
+                del self._orphans[object_id]
+
+    def _orphan(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            if key in self._blocks:
+                self._orphans[self._blocks[key]] = None
 
     def note_use(self, object_id: ObjectId) -> None:
         """Note a read, where nobody tells of requests."""
         with self._lock:
-            member = self._members.get(object_id.key)
-            if member is None or self._tree is None or self._latest is not None:
+            parent = self._parents.get(object_id)
+            if parent is None or self._tree is None or self._latest is not None:
                 return
-            if object_id.key in self._orphans:
-                self._orphans.move_to_end(object_id.key)
+            if object_id in self._orphans:
+                self._orphans.move_to_end(object_id)
             else:
-                self._use(self._tree, object_id.namespace, [object_id.key], member.parent)
+                self._use(self._tree, object_id.namespace, [object_id.key], parent)
 
     def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
         """Rank an object; one that no request announced is one of its own."""
         with self._lock:
-            tree = self._tree
+            key, tree = object_id.key, self._tree
             if tree is None:
                 tree = self._tree = self._planted(max(1, self._bytes_max // max(1, size)))
-            self._members[object_id.key] = _Member(object_id, parent)
-            self._announced.pop(object_id.key, None)
-            if not tree.is_held(object_id.key):
-                self._use(tree, object_id.namespace, [object_id.key], parent)
-            if not tree.is_held(object_id.key):
-                self._orphans[object_id.key] = None
+            self._orphan([key])
+            self._parents[object_id] = parent
+            self._blocks[key] = object_id
+            self._announced.pop(key, None)
+            if not tree.is_held(key):
+                self._use(tree, object_id.namespace, [key], parent)
+            if not tree.is_held(key):
+                self._orphans[object_id] = None
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object; those behind it in its prefix stay, as objects without one."""
         with self._lock:
-            key = object_id.key
-            if self._members.pop(key, None) is None or self._tree is None:
+            if self._parents.pop(object_id, None) is None or self._tree is None:
                 return
-            self._orphans.pop(key, None)
-            # Deepest first: the first to leave is the end of its prefix.
-            for gone in self._tree.remove(key):
-                if gone in self._members:
-                    self._orphans[gone] = None
+            self._orphans.pop(object_id, None)
+            if self._blocks.get(object_id.key) == object_id:
+                del self._blocks[object_id.key]
+                # Deepest first: the first to leave is the end of its prefix.
+                self._orphan(self._tree.remove(object_id.key))
 
     def wants(self, object_id: ObjectId) -> bool:
         """Refuse what was announced and has lost its place since: it is worth less than what is here."""
@@ -121,31 +130,32 @@ class PolicyOrder:
         return self.wants(object_id)
 
     def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
-        """Yield what the policy gives up, from the ends of prefixes; first what has no prefix here."""
+        """Yield what has no place in the tree, then what the policy gives up, from the ends of prefixes."""
         pinned: list[BlockKey] = []
         try:
-            while (member := self._next(may_go, pinned)) is not None:
-                yield member.object_id
+            while (object_id := self._next(may_go, pinned)) is not None:
+                yield object_id
         finally:
             with self._lock:
                 if self._tree is not None:
                     self._tree.unpin(pinned)
 
-    def _next(self, may_go: Callable[[ObjectId], bool], pinned: list[BlockKey]) -> _Member | None:
+    def _next(self, may_go: Callable[[ObjectId], bool], pinned: list[BlockKey]) -> ObjectId | None:
         with self._lock:
-            for key in self._orphans:
-                if may_go(self._members[key].object_id):
-                    del self._orphans[key]
-                    return self._members.pop(key)
-            while self._tree is not None and (keys := self._tree.victims(1)):
-                member = self._members.get(keys[0])
-                if member is None:
-                    # Announced, and did not come yet: it is not to come any more.
-                    continue
-                if may_go(member.object_id):
-                    return self._members.pop(keys[0])
-                # In use: as good as used now, and passed over for this time.
-                self._use(self._tree, member.object_id.namespace, keys, member.parent)
-                self._tree.pin(keys)
-                pinned += keys
-            return None
+            victim = next((each for each in self._orphans if may_go(each)), None)
+            while victim is None and self._tree is not None and (keys := self._tree.victims(1)):
+                # Without an object it was announced and did not come yet: it is not to come any more.
+                found = self._blocks.get(keys[0])
+                if found is not None and may_go(found):
+                    victim = found
+                elif found is not None:
+                    # In use: as good as used now, and passed over for this time.
+                    self._use(self._tree, found.namespace, keys, self._parents[found])
+                    self._tree.pin(keys)
+                    pinned += keys
+            if victim is not None:
+                self._orphans.pop(victim, None)
+                del self._parents[victim]
+                if self._blocks.get(victim.key) == victim:
+                    del self._blocks[victim.key]
+            return victim

@@ -62,10 +62,10 @@ class DiskTier:
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell the order, if there is one, what a prompt asks for."""
         if self._log.given_up is not None:
-            self._log.given_up.note_request(namespace, keys)
+            self._log.given_up.note_request(object_ids[0].namespace, [each.key for each in object_ids])
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""

@@ -21,7 +21,7 @@ from kvtide.tier.demote import Offer
 from kvtide.tier.ram.arena import Frames, Run, frame_bytes_for
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import ObjectLabel, object_label
 
 FramesT = TypeVar("FramesT", bound=Frames)
@@ -97,9 +97,9 @@ class FramedTier(ABC, Generic[FramesT]):
     def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
         """Fill a buffer of the object's size. False if that fails."""
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell the order what a prompt asks for."""
-        self.order.note_request(namespace, keys)
+        self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids])
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""

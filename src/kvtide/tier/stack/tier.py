@@ -41,6 +41,7 @@ from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations
+from kvtide.tier.stack.prefetch import Prefetcher
 from kvtide.tier.stack.runs import contained, run_places
 from kvtide.types import Namespace, ObjectId, wants_latest
 
@@ -52,8 +53,6 @@ _Result = TypeVar("_Result")
 
 # The first reading of an object is on somebody's critical path, and most objects are never read again.
 USES_BEFORE_PROMOTION = 2
-PREFETCH_THREADS = 2
-PREFETCH_MAX = 64
 # What waits to be written to tiers that are written in the background, counted once for each of them.
 WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
@@ -99,10 +98,8 @@ class TierStack:
         self.tier_names = [self._faults.label(tier) for tier in tiers]
         self._ask = self._faults.ask
         self._flight = SingleFlight()
-        self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self._prefetcher = Prefetcher(self._bring_ahead)
         self._writer = Background(1, "kvtide-write-back")
-        # Queued to be fetched ahead; whoever reads one takes it out.
-        self._prefetching: set[ObjectId] = set()
         self._scratch: list[memoryview] = []
         self._unwritten_bytes = 0
 
@@ -170,7 +167,7 @@ class TierStack:
         named = [self.named(each) for each in object_ids]
         for tier in self._open if named else ():
             if isinstance(tier, Ordered):
-                tier.note_request(named[0].namespace, [each.key for each in named])
+                tier.note_request(named)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
@@ -211,9 +208,7 @@ class TierStack:
         if not self.is_valid(object_id):
             return None
         uses = self._ranking.note_use(object_id) if offset == 0 else 0
-        if self._prefetching:
-            with self._lock:
-                self._prefetching.discard(object_id)
+        self._prefetcher.discard(object_id)
         tiers = self._allowed(object_id, self._open)
         for tier in tiers[:1]:
             size = self._ask(tier, "read", partial(tier.get_into, object_id, buffer, offset), None)
@@ -305,25 +300,9 @@ class TierStack:
         Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
         are those that no faster tier would admit, or that somebody has begun to read meanwhile.
         """
-        queued = 0
-        for object_id in object_ids if len(self._open) > 1 else ():
-            with self._lock:
-                if len(self._prefetching) >= PREFETCH_MAX:
-                    return queued
-                if object_id in self._prefetching:
-                    continue
-                self._prefetching.add(object_id)
-                if not self._prefetcher.submit(partial(self._prefetch, object_id, size_max)):
-                    self._prefetching.discard(object_id)
-                    return queued
-            queued += 1
-        return queued
+        return self._prefetcher.queue(object_ids, size_max) if len(self._open) > 1 else 0
 
-    def _prefetch(self, object_id: ObjectId, size_max: int) -> None:
-        with self._lock:
-            if object_id not in self._prefetching:
-                return
-            self._prefetching.discard(object_id)
+    def _bring_ahead(self, object_id: ObjectId, size_max: int) -> None:
         if self._admitting(self._open[:-1], object_id, size_max):
             self.promote(object_id, size_max)
 

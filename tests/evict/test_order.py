@@ -1,0 +1,187 @@
+"""Orders of eviction: the policies of the simulator decide what a real tier keeps, and what is in use never leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.tier.test_stack import nothing_pinned
+
+from kvtide.clock import ManualClock
+from kvtide.config import Limits
+from kvtide.evict import EvictionOrder, order_named
+from kvtide.evict.policies import POLICIES, PolicyOrder, policy_named
+from kvtide.index import RadixIndex
+from kvtide.testing.tier_suite import object_bytes
+from kvtide.tier.base import Tier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
+from kvtide.tier.url import stack_of, tiers_of
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+NS = Namespace(b"n" * 32)
+PAGE = 4096
+BLOCKS = 40
+
+
+def key(*path: int) -> BlockKey:
+    return BlockKey(bytes(path).ljust(32, b"\xff"))
+
+
+def prompt(*branch: int) -> list[BlockKey]:
+    """Return a key for each block of a prompt; prompts share the blocks that their numbers begin with."""
+    return [key(*branch[: i + 1]) for i in range(len(branch))]
+
+
+def made_up_requests(seed: int, count: int) -> list[list[BlockKey]]:
+    rng = random.Random(seed)
+    return [prompt(*(min(3, int(rng.expovariate(0.9))) for _ in range(rng.randint(1, 9)))) for _ in range(count)]
+
+
+def ids(keys: Sequence[BlockKey]) -> list[ObjectId]:
+    return [ObjectId(NS, each) for each in keys]
+
+
+def serve(stack: TierStack, keys: Sequence[BlockKey]) -> int:
+    """Ask for a prompt and store what is not here, as an engine does; return how many leading blocks were here."""
+    stack.note_request(ids(keys))
+    hits = next((i for i, each in enumerate(ids(keys)) if not stack.contains(each)), len(keys))
+    for each in ids(keys)[hits:]:
+        stack.put_from(each, b"x" * PAGE)
+    return hits
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_real_tier_keeps_block_by_block_what_the_simulator_says(policy: str) -> None:
+    clock = ManualClock(0.0)
+    order = PolicyOrder(policy_named(policy), clock, BLOCKS * PAGE, BLOCKS)
+    stack = TierStack([MemoryTier(BLOCKS * PAGE, clock, nothing_pinned, order, frame_bytes=PAGE)])
+    simulated = RadixIndex(clock, policy_named(policy), BLOCKS)
+    stack.open()
+    for keys in made_up_requests(seed=5, count=400):
+        clock.advance(1.0)
+        expected = len(simulated.match(keys).blocks)
+        simulated.insert(NS, keys)
+        assert serve(stack, keys) == expected
+        assert {info.id.key for info in stack.objects()} == set(keys_of(simulated))
+    stack.check()
+    stack.close()
+
+
+def keys_of(index: RadixIndex) -> list[BlockKey]:
+    return [each for run in index._tree.runs() for each in run.keys[: run.held]]
+
+
+ORDERS = ["frequency", "pool", *sorted(POLICIES)]
+
+
+def filled(policy: str, count: int) -> tuple[EvictionOrder, list[ObjectId]]:
+    """Return an order with a prompt's blocks in it, and their ids."""
+    order = order_named(policy, ManualClock(0.0), count * PAGE)
+    found = ids(prompt(*range(1, count + 1)))
+    for before, each in zip([None, *found], found, strict=False):
+        order.enter(each, before.key if before is not None else BlockKey(NS), PAGE)
+    return order, found
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_everything_leaves_once_and_what_is_in_use_stays(policy: str) -> None:
+    order, found = filled(policy, 10)
+    # A block in use keeps those before it, for policies over prefixes.
+    used = {found[0], found[1]}
+    with closing(order.victims(lambda each: each not in used)) as leaving:
+        gone = list(leaving)
+    assert sorted(gone) == sorted(set(found) - used)
+    assert len(order) == 2
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert set(leaving) == used
+    assert len(order) == 0
+
+
+@pytest.mark.parametrize("policy", ["pool", *sorted(POLICIES)])
+def test_prompt_leaves_from_its_end(policy: str) -> None:
+    order, found = filled(policy, 6)
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert list(leaving) == found[::-1]
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_what_left_is_no_victim_and_may_come_back(policy: str) -> None:
+    order, found = filled(policy, 5)
+    order.leave(found[2])
+    order.leave(found[2])
+    assert len(order) == 4
+    order.enter(found[2], found[1].key, PAGE)
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert sorted(leaving) == sorted(found)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_keys_that_are_no_chain_cost_their_owner_alone(policy: str) -> None:
+    order, found = filled(policy, 8)
+    order.note_request(NS, [found[3].key, found[1].key, found[3].key])
+    other = ObjectId(Namespace(b"o" * 32), found[3].key)
+    order.enter(other, BlockKey(bytes(32)), PAGE)
+    assert len(order) == 9
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert sorted(leaving) == sorted([*found, other])
+
+
+def test_unknown_policy_is_an_error_at_the_start(tmp_path: Path) -> None:
+    for url in ("memory://?policy=best", f"disk://{tmp_path}?policy=best"):
+        with pytest.raises(ValueError, match=r"expected one of .*s3fifo"):
+            stack_of(url, Limits(), ManualClock(), nothing_pinned)
+    for url in ("memory://?polcy=lru", f"disk://{tmp_path}?polcy=lru"):
+        with pytest.raises(ValueError, match="policy=NAME and nothing else"):
+            stack_of(url, Limits(), ManualClock(), nothing_pinned)
+
+
+def hits_after_a_scan(tier: Tier, clock: ManualClock) -> int:
+    """Use one prompt often, then many prompts once; return how many blocks of the first are still here."""
+    stack = TierStack([tier])
+    stack.open()
+    liked = prompt(200, 201, 202, 203)
+    # These objects are no blocks that name their parents: requests tell of prefixes, from the first object on.
+    serve(stack, prompt(255))
+    for _ in range(4):
+        clock.advance(1.0)
+        serve(stack, liked)
+    for number in range(100):
+        clock.advance(1.0)
+        serve(stack, prompt(number, number))
+    hits = serve(stack, liked)
+    stack.check()
+    stack.close()
+    return hits
+
+
+def test_policy_of_a_disk_decides_which_segments_go(tmp_path: Path) -> None:
+    hits = {}
+    for policy in ("lru", "lfu"):
+        clock, limits = ManualClock(1e9), Limits(disk_bytes_max=400_000)
+        tier = tiers_of([f"disk://{tmp_path / policy}?policy={policy}"], limits, clock, nothing_pinned)
+        hits[policy] = hits_after_a_scan(tier, clock)
+    assert hits == {"lru": 0, "lfu": 4}
+
+
+def test_policy_of_memory_decides_which_objects_go() -> None:
+    hits = {}
+    for policy in ("lru", "lfu"):
+        clock, limits = ManualClock(1e9), Limits(memory_bytes_max=400_000)
+        hits[policy] = hits_after_a_scan(tiers_of([f"memory://?policy={policy}"], limits, clock, nothing_pinned), clock)
+    assert hits == {"lru": 0, "lfu": 4}
+
+
+def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_path: Path) -> None:
+    clock, limits = ManualClock(1e9), Limits(disk_bytes_max=400_000)
+    url = f"disk://{tmp_path}?policy=slru"
+    for _ in range(2):
+        stack = tiers_of([url], limits, clock, nothing_pinned)
+        stack.open()
+        for number in range(60):
+            stack.put_from(ids(prompt(number))[0], object_bytes(number, 8000))
+        stack.check()
+        stack.close()
