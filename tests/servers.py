@@ -16,7 +16,7 @@ from typing import Any
 from kvtide.clock import SystemClock
 from kvtide.server.member import Member
 from kvtide.server.service import Service, backing_for
-from kvtide.server.settings import Address, ServerSettings
+from kvtide.server.settings import ListenAddress, ServerSettings
 
 START_S_MAX = 30.0
 
@@ -30,7 +30,7 @@ class RunningServer:
         self.backing = backing_for(settings, clock)
         self.store, self.records, _, self.region = self.backing
         self.service = Service(settings, self.backing, clock, member)
-        self.address = Address("", 0)
+        self.address = ListenAddress("", 0)
         self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -39,7 +39,7 @@ class RunningServer:
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
 
-        def listening(address: Address) -> None:
+        def listening(address: ListenAddress) -> None:
             self.address = address
             self._listening.set()
 

@@ -10,7 +10,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.fit import ProfileFitter
 from kvtide.errors import CorruptPayload
-from kvtide.explain import Verdict, explain, read_header, read_object, weigh
+from kvtide.explain import MatchVerdict, explain, read_header, read_object, weigh
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
 from kvtide.stream.plan import PrefillSpeed, Way
@@ -34,7 +34,7 @@ def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
 
 def test_whole_prompt_is_found(stored: Cache) -> None:
     found = explain(stored.tiers, namespace(), PROMPT, 16)
-    assert (found.hit_tokens, found.verdict, found.first_missing) == (64, Verdict.ALL_FULL_BLOCKS, None)
+    assert (found.hit_tokens, found.verdict, found.first_missing) == (64, MatchVerdict.ALL_FULL_BLOCKS, None)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "way"), [(1e12, Way.LOAD), (0.0, Way.RECOMPUTE), (1.0, Way.RECOMPUTE)])
@@ -63,18 +63,18 @@ def test_nothing_found_is_nothing_to_decide(stored: Cache) -> None:
 
 
 def test_short_prompt_is_named(stored: Cache) -> None:
-    assert explain(stored.tiers, namespace(), range(5), 16).verdict is Verdict.SHORTER_THAN_BLOCK
+    assert explain(stored.tiers, namespace(), range(5), 16).verdict is MatchVerdict.SHORTER_THAN_BLOCK
 
 
 def test_unknown_prompt_was_never_stored(stored: Cache, layout: BlockLayout) -> None:
     found = explain(stored.tiers, namespace(), [*range(32), *range(100, 132)], 16)
-    assert (found.hit_blocks, found.verdict) == (2, Verdict.NEVER_STORED)
+    assert (found.hit_blocks, found.verdict) == (2, MatchVerdict.NEVER_STORED)
     assert found.first_missing is not None
 
 
-@pytest.mark.parametrize(("reason", "verdict"), [("evicted", Verdict.EVICTED), ("corrupt", Verdict.CORRUPT)])
+@pytest.mark.parametrize(("reason", "verdict"), [("evicted", MatchVerdict.EVICTED), ("corrupt", MatchVerdict.CORRUPT)])
 def test_removed_block_is_explained_by_the_journal(
-    reason: str, verdict: Verdict, stored: Cache, layout: BlockLayout
+    reason: str, verdict: MatchVerdict, stored: Cache, layout: BlockLayout
 ) -> None:
     stored.tiers.delete(metas_of(layout, 2)[1].id, reason)
     found = explain(stored.tiers, namespace(), PROMPT, 16)
@@ -84,13 +84,13 @@ def test_removed_block_is_explained_by_the_journal(
 def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
     for record in stored_records(tmp_path):
         record.write_body(b"garbage" * 100)
-    assert explain(stored.tiers, namespace(), PROMPT, 16).verdict is Verdict.CORRUPT_NOW
+    assert explain(stored.tiers, namespace(), PROMPT, 16).verdict is MatchVerdict.CORRUPT_NOW
     assert len(stored_records(tmp_path)) == 4
 
 
 def test_other_namespace_is_named(stored: Cache) -> None:
     found = explain(stored.tiers, namespace("another model"), PROMPT, 16)
-    assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, Verdict.OTHER_NAMESPACE, (namespace(),))
+    assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, MatchVerdict.OTHER_NAMESPACE, (namespace(),))
 
 
 def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -103,7 +103,7 @@ def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, 
     meta, codec = metas_of(layout, 1)[0], CachegenCodec(profile=profile)
     tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, blocks[0]), profile.digest))
     found = explain(tier, namespace(), PROMPT, 16, CodecRegistry())
-    assert (found.hit_blocks, found.verdict) == (0, Verdict.CODEC_ABSENT)
+    assert (found.hit_blocks, found.verdict) == (0, MatchVerdict.CODEC_ABSENT)
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
     assert explain(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
 

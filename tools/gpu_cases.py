@@ -22,7 +22,7 @@ from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.profiles import installed_profiles
 from kvtide.testing.strategies import block_meta
-from kvtide.tier.ram import Piece
+from kvtide.tier.ram.device import DevicePiece
 from kvtide_lab.swap.device import KernelSwapper
 
 REPEATS, WARM_UPS = 9, 2
@@ -337,8 +337,8 @@ def pages_case(kernels: Kernels, size: Size) -> dict[str, Any]:
     finally:
         pool.close()
     room, read = pool.memory.reserve(bits.nbytes), np.empty_like(bits)
-    write_s = host_seconds(kernels, lambda: room.write([Piece(0, bits.reshape(-1).view(np.uint8).data)]))
-    read_s = host_seconds(kernels, lambda: room.read([Piece(0, read.reshape(-1).view(np.uint8).data)]))
+    write_s = host_seconds(kernels, lambda: room.write([DevicePiece(0, bits.reshape(-1).view(np.uint8).data)]))
+    read_s = host_seconds(kernels, lambda: room.read([DevicePiece(0, read.reshape(-1).view(np.uint8).data)]))
     assert np.array_equal(read, bits)
     room.close()
     return {

@@ -24,8 +24,18 @@ RANK = {
 }
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
-    *("wire.http", "wire.protocol", "wire.records", "tier.base", "tier.buffers", "tier.lend", "tier.records"),
-    *("server.settings", "stream.plan.cut", "codec.packed", "server.http.receive", "tier.stack.invalidation"),
+    *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "stream.plan.cut"),
+    *(
+        "tier.base",
+        "tier.breaker",
+        "tier.buffers",
+        "tier.deadline",
+        "tier.lend",
+        "tier.records",
+        "tier.source",
+        "tier.wrap",
+    ),
+    *("tier.wrap", "tier.ram.device", "tier.stack.invalidation", "server.http.receive", "server.settings"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy")}
@@ -164,10 +174,22 @@ def problems(path: Path, root: Path) -> Iterator[Problem]:
     yield from file_problems(path, text, tree, here)
 
 
+def repeated_classes(root: Path) -> Iterator[tuple[Path, Problem]]:
+    """Yield public classes whose name another module has too: one name is one thing."""
+    first: dict[str, Path] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                other = first.setdefault(node.name, path)
+                if other != path:
+                    yield path, Problem(node.lineno, f"class {node.name} is in {other.relative_to(root)} already")
+
+
 def main(argument: str) -> int:
     """Print every problem under a package directory; return the exit status."""
     root = Path(argument).resolve()
     found = [(path, problem) for path in sorted(root.rglob("*.py")) for problem in problems(path, root)]
+    found += repeated_classes(root)
     for path, problem in found:
         print(f"{path.relative_to(root.parent)}:{problem.lineno}: {problem.message}")
     return 1 if found else 0

@@ -15,10 +15,10 @@ from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object
 
-__all__ = ["Explanation", "Verdict", "explain", "read_header", "read_object", "read_record", "weigh"]
+__all__ = ["Explanation", "MatchVerdict", "explain", "read_header", "read_object", "read_record", "weigh"]
 
 
-class Verdict(Enum):
+class MatchVerdict(Enum):
     """Why matching ended."""
 
     ALL_FULL_BLOCKS = "every full block is stored"
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
     full_blocks: int
     hit_blocks: int
     hit_tokens: int
-    verdict: Verdict
+    verdict: MatchVerdict
     first_missing: BlockKey | None
     elsewhere: tuple[Namespace, ...]
     needs: str = ""
@@ -67,26 +67,29 @@ def explain(
     prompt = tokens_array(tokens)
     keys = block_keys(namespace, prompt, block_tokens)
     base_bytes: list[int] = []
-    verdict = Verdict.ALL_FULL_BLOCKS if keys else Verdict.SHORTER_THAN_BLOCK
+    verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
     elsewhere: tuple[Namespace, ...] = ()
     needs = ""
     for key in keys:
         found = _state(tier, ObjectId(namespace, key))
-        if isinstance(found, Verdict):
+        if isinstance(found, MatchVerdict):
             verdict = found
             break
         if registry is not None and registry.get(found.codec_id, found.profile) is None:
-            verdict, needs = Verdict.CODEC_ABSENT, _needs(found)
+            verdict, needs = MatchVerdict.CODEC_ABSENT, _needs(found)
             break
         if quality is not None and found.quality > quality * (1 + QUALITY_SLACK):
-            verdict, needs = Verdict.COARSE, f"a quality of {quality:.2g}; {found.codec_id} has {found.quality:.2g}"
+            verdict, needs = (
+                MatchVerdict.COARSE,
+                f"a quality of {quality:.2g}; {found.codec_id} has {found.quality:.2g}",
+            )
             break
         base_bytes.append(_base_bytes(found))
     hits = len(base_bytes)
     first_missing = keys[hits] if hits < len(keys) else None
-    if verdict is Verdict.NEVER_STORED:
+    if verdict is MatchVerdict.NEVER_STORED:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
-        verdict = Verdict.OTHER_NAMESPACE if elsewhere else verdict
+        verdict = MatchVerdict.OTHER_NAMESPACE if elsewhere else verdict
     hit_tokens = hits * block_tokens
     bases = tuple(base_bytes)
     return Explanation(len(prompt), len(keys), hits, hit_tokens, verdict, first_missing, elsewhere, needs, bases)
@@ -118,7 +121,7 @@ def _needs(stored: StoredObject) -> str:
     return f"codec {stored.codec_id}{profile}, of model {stored.meta.model or 'unknown'}"
 
 
-def _state(tier: Tier, object_id: ObjectId) -> StoredObject | Verdict:
+def _state(tier: Tier, object_id: ObjectId) -> StoredObject | MatchVerdict:
     """Return an object that is good, else why it can't be loaded."""
     try:
         stored = read_object(tier, object_id)
@@ -127,9 +130,9 @@ def _state(tier: Tier, object_id: ObjectId) -> StoredObject | Verdict:
         if stored is not None:
             return stored
     except CorruptPayload:
-        return Verdict.CORRUPT_NOW
-    reasons = {"evicted": Verdict.EVICTED, "corrupt": Verdict.CORRUPT, "removed": Verdict.REMOVED}
-    return reasons.get(tier.removed_reason(object_id) or "", Verdict.NEVER_STORED)
+        return MatchVerdict.CORRUPT_NOW
+    reasons = {"evicted": MatchVerdict.EVICTED, "corrupt": MatchVerdict.CORRUPT, "removed": MatchVerdict.REMOVED}
+    return reasons.get(tier.removed_reason(object_id) or "", MatchVerdict.NEVER_STORED)
 
 
 def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:

@@ -15,7 +15,7 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.errors import QueueFull
 from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import valkey_server, wait_until
@@ -107,7 +107,7 @@ def test_reader_that_stands_still_is_cut_off_however_much_it_took() -> None:
 
 
 def test_pace_is_of_the_last_seconds() -> None:
-    pace = Pace(10.0, 100.0, 0.0)
+    pace = ProgressBudget(10.0, 100.0, 0.0)
     pace.moved(10**6, 1.0)
     assert pace.due_s == 11.0
     pace.moved(100, 5.0)

@@ -11,7 +11,7 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.http.doors import FILES_MAX, Doors, Guest, connections_for
+from kvtide.server.http.doors import FILES_MAX, ConnectionLimits, Guest, connections_for
 from kvtide.server.settings import ServerLimits
 
 
@@ -70,7 +70,7 @@ def test_connections_of_one_tenant_are_bounded() -> None:
 
 def test_strangers_leave_in_the_order_in_which_they_came() -> None:
     cut: list[str] = []
-    doors = Doors(3, 10, lambda guest: cut.append(guest.client))
+    doors = ConnectionLimits(3, 10, lambda guest: cut.append(guest.client))
     guests = [doors.enter(str(number), "@here") for number in range(3)]
     assert isinstance(guests[0], Guest)
     doors.settle(guests[0], "tenant")

@@ -11,7 +11,7 @@ from kvtide.block import BlockBits
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked
 from kvtide.codec.tide.model import TideModel
-from kvtide.codec.tide.values import Stored, Turns
+from kvtide.codec.tide.values import KeyRotation, StoredLayers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, smooth_bits
 
@@ -22,13 +22,13 @@ META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
 LAYERS = MODEL.section_layers
 ORDER = np.random.default_rng(3).permutation(LAYOUT.tokens)
 CHUNKS = [ORDER[start : start + 6] for start in range(0, LAYOUT.tokens, 6)]
-STORED = Stored(BITS[:LAYERS], LAYOUT.dtype, 0, Turns(META, MODEL.rotary, is_back=True))
+STORED = StoredLayers(BITS[:LAYERS], LAYOUT.dtype, 0, KeyRotation(META, MODEL.rotary, is_back=True))
 CODED = encode_chunked(MODEL, PATH, TIDE.steps, META, STORED, CHUNKS)
 
 
 def decoded(runs: dict[int, list[bytes]], base: bytes | memoryview = CODED.base) -> BlockBits:
     out = np.empty_like(BITS[:LAYERS])
-    target = Stored(out, LAYOUT.dtype, 0, Turns(META, MODEL.rotary, is_back=False))
+    target = StoredLayers(out, LAYOUT.dtype, 0, KeyRotation(META, MODEL.rotary, is_back=False))
     decode_chunked(MODEL, PATH, ChunkedRange(base, runs), CHUNKS, target)
     return out
 

@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.ways import Way, Ways
+from kvtide.engines.transformers.ways import RestoreWay, Ways
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, prom
         assert learner.replaced
     with attached(tiny_model, store) as cached:
         for is_near in (False, True):
-            cached._ways.note(Way.PART, is_near, 1000, 2.0, cached._clock.monotonic_s())
+            cached._ways.note(RestoreWay.PART, is_near, 1000, 2.0, cached._clock.monotonic_s())
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
         assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 

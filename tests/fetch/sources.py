@@ -10,8 +10,8 @@ import numpy as np
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import TierUnavailable
-from kvtide.fetch import Wish
-from kvtide.fetch.job import Job, layered_job
+from kvtide.fetch import LoadRequest
+from kvtide.fetch.job import FetchJob, layered_job
 from kvtide.stream.plan import PrefillSpeed
 from kvtide.testing.strategies import block_meta
 from kvtide.tier.source import Take
@@ -37,11 +37,13 @@ def made_objects(blocks: int, sizes: Sequence[int] = STEP_BYTES, seed: int = 0) 
     return found
 
 
-def made_job(objects: dict[ObjectId, bytes], deadline_s: float, tokens_per_s: float = 1.0, goal: float = 0.0) -> Job:
+def made_job(
+    objects: dict[ObjectId, bytes], deadline_s: float, tokens_per_s: float = 1.0, goal: float = 0.0
+) -> FetchJob:
     """Return the job of loading all objects, a chunk each."""
     stored = parsed(objects)
     spans = [(10 * i, 10 * i + 10) for i in range(len(stored))]
-    return layered_job(stored, spans, KL, Wish(PrefillSpeed(tokens_per_s), deadline_s, goal))
+    return layered_job(stored, spans, KL, LoadRequest(PrefillSpeed(tokens_per_s), deadline_s, goal))
 
 
 def parsed(objects: dict[ObjectId, bytes]) -> list[StoredObject]:

@@ -7,15 +7,15 @@ from tests.fetch.sources import KL, STEP_BYTES, MadeSource, made_objects, parsed
 
 from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.fetch import Wish
-from kvtide.fetch.job import Piece, layered_job, level_job
+from kvtide.fetch import LoadRequest
+from kvtide.fetch.job import ObjectRange, layered_job, level_job
 from kvtide.stream.plan import PrefillSpeed
-from kvtide.tier import TierSource, read_heads
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.source import TierSource, read_heads
 
 OBJECTS = made_objects(4)
 STORED = parsed(OBJECTS)
-WISH = Wish(PrefillSpeed(100.0), 1.0)
+WISH = LoadRequest(PrefillSpeed(100.0), 1.0)
 
 
 def test_steps_are_ranges_of_each_block_of_a_chunk() -> None:
@@ -23,9 +23,9 @@ def test_steps_are_ranges_of_each_block_of_a_chunk() -> None:
     body = STORED[0].entries[0].offset
     assert [chunk.sizes for chunk in job.request.chunks] == [STEP_BYTES, tuple(3 * size for size in STEP_BYTES)]
     assert job.pieces[0] == (
-        (Piece(0, body, body + 3000),),
-        (Piece(0, body + 3000, body + 5000),),
-        (Piece(0, body + 5000, body + 10_000),),
+        (ObjectRange(0, body, body + 3000),),
+        (ObjectRange(0, body + 3000, body + 5000),),
+        (ObjectRange(0, body + 5000, body + 10_000),),
     )
     assert [piece.block for piece in job.pieces[1][2]] == [1, 2, 3]
     faster = job.asked(PrefillSpeed(5.0), 9.0).request

@@ -9,8 +9,8 @@ from tests.fetch.sources import MadeSource, made_objects, parsed
 
 from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
-from kvtide.fetch import Keeper
-from kvtide.fetch.keep import KeepLimits, Left
+from kvtide.fetch import Backfill
+from kvtide.fetch.keep import BackfillLimits, PartialLoad
 from kvtide.stream.receiver import Receiver
 from kvtide.types import ObjectId
 
@@ -20,12 +20,12 @@ HEAD_BYTES = parsed(OBJECTS)[0].entries[0].offset
 BASE_STOP = parsed(OBJECTS)[0].entries[1].offset + 1500
 
 
-def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2)) -> Left:
+def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2)) -> PartialLoad:
     """What a load leaves that had time for the bases."""
     receiver = Receiver(parsed(objects))
     for block, data in enumerate(objects.values()):
         receiver.offer_bytes(block, HEAD_BYTES, data[HEAD_BYTES:BASE_STOP])
-    return Left(parsed(objects), receiver, blocks)
+    return PartialLoad(parsed(objects), receiver, blocks)
 
 
 class Store:
@@ -43,9 +43,9 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def keeper_of(stack: ExitStack, *sources: MadeSource, limits: KeepLimits | None = None) -> tuple[Keeper, Store]:
+def keeper_of(stack: ExitStack, *sources: MadeSource, limits: BackfillLimits | None = None) -> tuple[Backfill, Store]:
     store = Store()
-    keeper = Keeper(sources, store.put, SystemClock(), limits)
+    keeper = Backfill(sources, store.put, SystemClock(), limits)
     stack.callback(keeper.check)
     stack.callback(keeper.close)
     return keeper, store
@@ -102,8 +102,8 @@ def test_load_has_the_link_alone(stack: ExitStack) -> None:
 
 
 def test_what_waits_is_bounded(stack: ExitStack) -> None:
-    keeper, store = keeper_of(stack, MadeSource(OBJECTS), limits=KeepLimits(loads_max=1))
-    small, _ = keeper_of(stack, MadeSource(OBJECTS), limits=KeepLimits(bytes_max=OBJECT_BYTES - 1))
+    keeper, store = keeper_of(stack, MadeSource(OBJECTS), limits=BackfillLimits(loads_max=1))
+    small, _ = keeper_of(stack, MadeSource(OBJECTS), limits=BackfillLimits(bytes_max=OBJECT_BYTES - 1))
     with keeper.paused():
         assert keeper.offer(left_of(OBJECTS))
         assert not keeper.offer(left_of(OBJECTS))
@@ -126,6 +126,6 @@ def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
 
 def test_bounds_that_can_not_be_are_refused() -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        KeepLimits(loads_max=0)
+        BackfillLimits(loads_max=0)
     with pytest.raises(ValueError, match="at least one source"):
-        Keeper([], Store().put, SystemClock())
+        Backfill([], Store().put, SystemClock())

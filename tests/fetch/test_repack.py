@@ -12,7 +12,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.fetch.repack import REPACKS_MAX, Repacked, Repacker, UseStore
-from kvtide.fetch.selective import SelectiveLoad
+from kvtide.fetch.selective import SparseLoad
 from kvtide.importance import record_id
 from kvtide.importance.probe import Floats
 from kvtide.index import RadixIndex
@@ -39,7 +39,7 @@ def uses_of(tier: MemoryTier | DiskTier, writer: bytes = b"writer-1", times: int
 
 
 def repacked(tier: MemoryTier | DiskTier, uses: UseStore) -> Repacked:
-    load = SelectiveLoad(tier)
+    load = SparseLoad(tier)
     load.open(METAS, REGISTRY)
     load.close()
     return Repacker(tier, REGISTRY, uses).run(METAS, load.bases)
@@ -121,7 +121,7 @@ def test_a_block_with_more_important_tokens_ranks_higher() -> None:
 
 
 def test_a_damaged_object_is_left_alone() -> None:
-    tier, load = a_tier(), SelectiveLoad(a_tier())
+    tier, load = a_tier(), SparseLoad(a_tier())
     load.open(METAS, REGISTRY)
     load.close()
     tier.replace(META.id, b"damaged")
@@ -129,7 +129,7 @@ def test_a_damaged_object_is_left_alone() -> None:
 
 
 def test_nothing_is_read_of_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, load = a_tier(), SelectiveLoad(a_tier())
+    tier, load = a_tier(), SparseLoad(a_tier())
     load.open(METAS, REGISTRY)
     load.close()
     uses, read_ids = uses_of(tier, times=1), list[ObjectId]()

@@ -9,15 +9,15 @@ import pytest
 from tests.fetch.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.fetch import Wish
-from kvtide.fetch.job import Job, level_job
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, Run
+from kvtide.fetch import LoadRequest
+from kvtide.fetch.job import FetchJob, level_job
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import Plan, Policy, PrefillSpeed, Progress, Reason, Request, TwoEnded
+from kvtide.stream.plan import Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
 from kvtide.stream.plan.layered import Layered
 from kvtide.stream.plan.levels import CachegenRule
 from kvtide.stream.receiver import Receiver
-from kvtide.tier import Source
+from kvtide.tier.source import Source
 
 OBJECTS = made_objects(6)
 SPANS = [(0, 10), (10, 20), (20, 30)]
@@ -25,12 +25,16 @@ ALL_BYTES = 6 * sum(STEP_BYTES)
 
 
 def load(
-    job: Job, policy: Policy, *sources: Source, engine: Engine | None = None, limits: FetchLimits | None = None
+    job: FetchJob,
+    policy: StreamPolicy,
+    *sources: Source,
+    engine: Engine | None = None,
+    limits: FetchLimits | None = None,
 ) -> tuple[FetchReport, Receiver]:
     link = LinkState(HarmonicRate())
     receiver = Receiver(job.objects)
     bounds = limits or FetchLimits(retry_s=0.01)
-    run = Run(job, receiver, policy, sources, link, SystemClock(), bounds)
+    run = FetchRun(job, receiver, policy, sources, link, SystemClock(), bounds)
     run.start()
     report = run.until_ready(engine or IdleEngine())
     receiver.check()
@@ -82,7 +86,7 @@ def test_threads_without_work_leave_the_engine_alone() -> None:
             return super().plan(request, progress)
 
     # All is text: the engine computes for 0.6 s, and there is nothing to fetch.
-    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), Wish(PrefillSpeed(1000.0), 5.0))
+    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), LoadRequest(PrefillSpeed(1000.0), 5.0))
     engine, policy = MadeEngine(100.0), Counting()
     load(job, policy, MadeSource(OBJECTS), engine=engine, limits=FetchLimits())
     assert engine.spans == [(0, 60)]
@@ -185,7 +189,7 @@ def test_nothing_is_taken_after_the_load() -> None:
 
 def test_levels_are_loaded_one_for_each_chunk() -> None:
     small, large = made_objects(3, (1000,)), made_objects(3, (9000,), seed=1)
-    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), Wish(PrefillSpeed(1.0), 3.0))
+    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), LoadRequest(PrefillSpeed(1.0), 3.0))
     # A middle level, the smaller of two, first; then all large ones would take 0.18 s, if the estimate is right.
     source = MadeSource({**small, **large}, bytes_per_s=1e5)
     report, receiver = load(job, CachegenRule(), source)
@@ -203,7 +207,7 @@ def test_object_that_no_source_has_ends_its_fetch_at_once() -> None:
 
 
 def test_cachegen_has_the_engine_compute_text() -> None:
-    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), Wish(PrefillSpeed(1000.0), 5.0))
+    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), LoadRequest(PrefillSpeed(1000.0), 5.0))
     engine = MadeEngine(1000.0)
     report, _ = load(job, CachegenRule(), MadeSource(OBJECTS), engine=engine)
     assert engine.spans == [(0, 60)]

@@ -11,7 +11,7 @@ from kvtide.clock import ManualClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.packed import PackedCodec
 from kvtide.codec.raw import RawCodec
-from kvtide.fetch.selective import SelectiveLoad
+from kvtide.fetch.selective import SparseLoad
 from kvtide.importance import packing_orders
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.tier.ram import MemoryTier
@@ -55,7 +55,7 @@ def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
 @given(st.integers(0, 100), st.integers(0, LAYOUT.layers - 1), st.data())
 @settings(max_examples=15, deadline=None)
 def test_chunks_are_exact_and_hold_the_tokens_that_were_asked_for(seed: int, layer: int, data: st.DataObject) -> None:
-    load = SelectiveLoad(a_tier(seed))
+    load = SparseLoad(a_tier(seed))
     assert load.open(METAS, REGISTRY) == 3
     tokens = np.array(sorted(data.draw(st.sets(st.integers(0, 3 * LAYOUT.tokens - 1), max_size=9))), dtype=np.int64)
     loaded = load.fetch(layer, load.chunks_with(layer, tokens))
@@ -65,7 +65,7 @@ def test_chunks_are_exact_and_hold_the_tokens_that_were_asked_for(seed: int, lay
 
 
 def test_only_what_is_asked_for_is_read() -> None:
-    load = SelectiveLoad(a_tier())
+    load = SparseLoad(a_tier())
     load.open(METAS, REGISTRY)
     before = load.read_bytes
     loaded = load.fetch(0, np.array([0, 5]))
@@ -74,7 +74,7 @@ def test_only_what_is_asked_for_is_read() -> None:
 
 def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
     tier = a_tier(1)
-    load = SelectiveLoad(tier)
+    load = SparseLoad(tier)
     load.open(METAS, REGISTRY)
     other = bytearray(1 << 20)
     size = a_tier(2).get_into(METAS[1].id, memoryview(other))
@@ -88,14 +88,14 @@ def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
 def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
     tier = a_tier()
     tier.delete(METAS[2].id, "test")
-    assert SelectiveLoad(tier).open(METAS, REGISTRY) == 2
-    assert SelectiveLoad(a_tier(codec=RawCodec())).open(METAS, REGISTRY) == 0
-    assert SelectiveLoad(a_tier()).open(METAS, CodecRegistry([])) == 0
+    assert SparseLoad(tier).open(METAS, REGISTRY) == 2
+    assert SparseLoad(a_tier(codec=RawCodec())).open(METAS, REGISTRY) == 0
+    assert SparseLoad(a_tier()).open(METAS, CodecRegistry([])) == 0
     damaged = bytearray(1 << 20)
     size = tier.get_into(METAS[0].id, memoryview(damaged)) or 0
     damaged[40 * 48] ^= 1
     tier.replace(METAS[0].id, damaged[:size])
-    assert SelectiveLoad(tier).open(METAS, REGISTRY) == 0
+    assert SparseLoad(tier).open(METAS, REGISTRY) == 0
 
 
 @pytest.mark.parametrize("absent", [None, 0, 7, 29])
@@ -109,7 +109,7 @@ def test_many_blocks_open_with_few_of_them_read_before_they_are_decoded(absent: 
         tier.put_from(meta.id, pack_object(meta, CODEC.codec_id, CODEC.repack(meta, sections, orders), CODEC.profile))
     if absent is not None:
         tier.delete(metas[absent].id, "test")
-    load, got = SelectiveLoad(tier), dict[int, np.ndarray]()
+    load, got = SparseLoad(tier), dict[int, np.ndarray]()
     assert load.open(metas, REGISTRY, got.__setitem__, tokens_ahead=5) == (30 if absent is None else absent)
     assert set(range(load.blocks)) <= set(got)
     if load.blocks:
@@ -121,7 +121,7 @@ def test_many_blocks_open_with_few_of_them_read_before_they_are_decoded(absent: 
 
 
 def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by_uses() -> None:
-    load, got = SelectiveLoad(a_tier()), dict[int, np.ndarray]()
+    load, got = SparseLoad(a_tier()), dict[int, np.ndarray]()
     assert load.open(METAS, REGISTRY, got.__setitem__, tokens_ahead=5) == 3
     assert load.ahead_chunks().tolist() == [0, 4, 8]
     read_bytes = load.read_bytes
@@ -142,6 +142,6 @@ def test_a_damaged_leading_chunk_leaves_its_tokens_rough() -> None:
     entry = next(entry for entry in stored.entries if entry.id.refinement == 1)
     whole[entry.offset] ^= 1
     assert size and tier.replace(METAS[0].id, whole[:size])
-    load = SelectiveLoad(tier)
+    load = SparseLoad(tier)
     assert load.open(METAS, REGISTRY, tokens_ahead=4) == 3
     assert load.damaged_chunks == 1

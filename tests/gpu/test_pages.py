@@ -21,7 +21,7 @@ from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import CudaKernels, Kernels
 from kvtide.engines.gpu.pages import KernelPages, opened_pages
 from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
@@ -155,14 +155,14 @@ class Engine:
             bits = smooth_bits(SMALL, 40 + position)
             DevicePages(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0)
         stores = tuple(StoreOrder("a", block, tuple(range(3 * i, 3 * i + 3))) for i, block in enumerate(self.blocks))
-        orders = StepOrders(1, (), stores, is_idle=False)
+        orders = StepCommands(1, (), stores, is_idle=False)
         self.worker.start(orders)
         self.worker.store(orders)
         assert self.cache.flush(10)
 
     def load(self, request: str, pages: list[int]) -> set[int]:
         """Return the pages that were not filled."""
-        self.worker.start(StepOrders(2, (LoadOrder(request, self.blocks, tuple(pages), 0, 30.0),), (), is_idle=True))
+        self.worker.start(StepCommands(2, (LoadOrder(request, self.blocks, tuple(pages), 0, 30.0),), (), is_idle=True))
         for _ in range(6000):
             outcome = self.worker.ended([], is_idle=True)
             if outcome.requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtide.importance import Finding, Guard, NeighboursAgree
+from kvtide.importance import Guard, NeighboursAgree, ProbeFinding
 from kvtide.importance.guard import HeadsAgree, jaccard, random_jaccard
 
 PREFIX = 256
@@ -13,12 +13,12 @@ LENGTHS = [256, 1024, 4096, 8192]
 KEPT = np.arange(4)
 
 
-def finding(importance: np.ndarray, count: int) -> Finding:
+def finding(importance: np.ndarray, count: int) -> ProbeFinding:
     """Let so many tokens be taken; the first four are kept anyway."""
-    return Finding(importance, count, KEPT)
+    return ProbeFinding(importance, count, KEPT)
 
 
-def passes(guard: Guard, found: Finding) -> bool:
+def passes(guard: Guard, found: ProbeFinding) -> bool:
     return guard.trusts([guard.score(found)], found.taken / found.importance.shape[1])
 
 
@@ -86,7 +86,7 @@ def test_the_first_half_of_the_layers_is_not_asked() -> None:
 
 @pytest.mark.parametrize("values", [np.nan, 0.0, 1e30])
 def test_importance_that_says_nothing_is_refused(values: float) -> None:
-    found = Finding(np.full((3, PREFIX), values, dtype=np.float32), 16, KEPT)
+    found = ProbeFinding(np.full((3, PREFIX), values, dtype=np.float32), 16, KEPT)
     assert NeighboursAgree().score(found) == 0.0
 
 
@@ -94,8 +94,8 @@ def test_importance_that_says_nothing_is_refused(values: float) -> None:
 def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
     """A hundred and twenty-eight tokens beside the kept ones are enough."""
     importance = passages(132, seed=0)[:, :tokens]
-    assert NeighboursAgree().score(Finding(importance, 1, np.arange(min(4, tokens)))) == 0.0
-    assert NeighboursAgree().score(Finding(passages(132, seed=0), 1, KEPT)) > 0
+    assert NeighboursAgree().score(ProbeFinding(importance, 1, np.arange(min(4, tokens)))) == 0.0
+    assert NeighboursAgree().score(ProbeFinding(passages(132, seed=0), 1, KEPT)) > 0
 
 
 @pytest.mark.parametrize(

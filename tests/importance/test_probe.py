@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from kvtide.importance import AllHeads, Ask, top_tokens
-from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Random, Recency
+from kvtide.importance import AllHeads, ProbeQuestion, top_tokens
+from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Random, Recency
 
 PREFIX = 64
 
 
-def an_ask(seed: int = 0, sharp: float = 1.0) -> Ask:
+def an_ask(seed: int = 0, sharp: float = 1.0) -> ProbeQuestion:
     """Four heads over two KV heads; key 7 is what every query looks for."""
     rng = np.random.default_rng(seed)
     queries = rng.normal(size=(4, 3, 8)).astype(np.float32)
     keys = rng.normal(size=(2, PREFIX, 8)).astype(np.float32)
     queries[..., 0], keys[:, 7, 0] = sharp * 4, sharp * 4
-    return Ask(0, queries, keys, rng.normal(size=(2, 3, 8)).astype(np.float32), 8**-0.5)
+    return ProbeQuestion(0, queries, keys, rng.normal(size=(2, 3, 8)).astype(np.float32), 8**-0.5)
 
 
 def test_importance_is_attention_mass() -> None:
@@ -42,7 +42,7 @@ def test_group_heads_ask_every_kv_head_and_first_heads_may_not() -> None:
 def test_baselines_look_at_no_key() -> None:
     ask = an_ask()
     assert Recency().importance(ask)[0].argmax() == PREFIX - 1
-    assert np.array_equal(Known(np.eye(1, PREFIX, 5, dtype=np.float32)).importance(ask)[0].nonzero()[0], [5])
+    assert np.array_equal(KnownScores(np.eye(1, PREFIX, 5, dtype=np.float32)).importance(ask)[0].nonzero()[0], [5])
     draws = [Random(np.random.default_rng(1)).importance(ask) for _ in range(2)]
     assert np.array_equal(*draws)
 

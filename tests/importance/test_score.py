@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from kvtide.errors import CorruptPayload
 from kvtide.importance import UseRecord, record_id
-from kvtide.importance.score import HALF_LIFE_S, WRITERS_MAX, Entry
+from kvtide.importance.score import HALF_LIFE_S, WRITERS_MAX, UseEntry
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 KEY = BlockKey(bytes(range(32)))
 EMPTY = UseRecord(KEY, 2, 3)
 ENTRIES = st.builds(
-    lambda version, time_s, weight, mean: Entry(version, time_s, weight, np.full((2, 3), mean, dtype=np.float16)),
+    lambda version, time_s, weight, mean: UseEntry(version, time_s, weight, np.full((2, 3), mean, dtype=np.float16)),
     st.integers(1, 3),
     st.sampled_from([0.0, 1.0, 2.0]),
     st.sampled_from([1.0, 2.0]),

@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
-from kvtide.index import Match, RadixIndex, Record, RestoreReport, Rules
+from kvtide.index import ListedBlock, Match, RadixIndex, RestoreReport, Rules
 from kvtide.testing.policy_suite import chain
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey, Namespace
@@ -258,12 +258,12 @@ def test_pinned_prefix_outlives_its_time_to_live() -> None:
 def test_index_is_rebuilt_from_records_in_any_order() -> None:
     first, second = chain(*range(6)), chain(0, 1, 9, 10)
     records = [
-        Record(NS, key, ([BlockKey(NS), *keys])[position])
+        ListedBlock(NS, key, ([BlockKey(NS), *keys])[position])
         for keys in (first, second)
         for position, key in enumerate(keys)
     ]
     index = index_of()
-    assert index.restore([*reversed(records), Record(NS, chain(77)[0], chain(66)[0])]) == RestoreReport(8, 1)
+    assert index.restore([*reversed(records), ListedBlock(NS, chain(77)[0], chain(66)[0])]) == RestoreReport(8, 1)
     assert len(index.match(first).blocks) == 6
     assert len(index.match(second).blocks) == 4
     index.check()
@@ -271,7 +271,7 @@ def test_index_is_rebuilt_from_records_in_any_order() -> None:
 
 def test_records_in_a_circle_are_orphans() -> None:
     a, b = chain(1)[0], chain(2)[0]
-    assert index_of().restore([Record(NS, a, b), Record(NS, b, a)]) == RestoreReport(0, 2)
+    assert index_of().restore([ListedBlock(NS, a, b), ListedBlock(NS, b, a)]) == RestoreReport(0, 2)
 
 
 def test_block_takes_bounded_memory() -> None:

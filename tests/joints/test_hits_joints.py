@@ -18,7 +18,7 @@ from tests.store.test_cache import metas_of
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.ways import Way, Ways
+from kvtide.engines.transformers.ways import RestoreWay, Ways
 from kvtide.store.cache import BlockSource, Cache, PendingBlock
 from kvtide.testing.strategies import smooth_bits
 
@@ -137,7 +137,7 @@ def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tm
 def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     def selects(known: tuple[float, float]) -> bool:
         with in_part(tiny_model, tmp_path) as cached:
-            for way, seconds in zip(Way, known, strict=True):
+            for way, seconds in zip(RestoreWay, known, strict=True):
                 for is_near in (False, True):
                     cached._ways.note(way, is_near, 1000, seconds, cached._clock.monotonic_s())
             cached.generate(prompt, max_new_tokens=2)
@@ -153,9 +153,9 @@ def test_ways_try_both_and_keep_to_the_faster() -> None:
     ways, chosen = Ways(), []
     for now_s in range(4):
         way = ways.choose(is_near=False, now_s=now_s)
-        ways.note(way, False, 1000, {Way.PART: 2.0, Way.WHOLE: 1.0}[way], now_s)
+        ways.note(way, False, 1000, {RestoreWay.PART: 2.0, RestoreWay.WHOLE: 1.0}[way], now_s)
         chosen.append(way)
-    assert chosen == [Way.PART, Way.WHOLE, Way.WHOLE, Way.WHOLE]
+    assert chosen == [RestoreWay.PART, RestoreWay.WHOLE, RestoreWay.WHOLE, RestoreWay.WHOLE]
 
 
 def test_two_models_with_importance_do_not_touch_each_other(

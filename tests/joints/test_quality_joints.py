@@ -14,7 +14,7 @@ from tests.stores import stored_records
 
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.explain import Verdict, explain
+from kvtide.explain import MatchVerdict, explain
 from kvtide.store.cache import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
@@ -118,7 +118,7 @@ def test_explain_says_that_a_block_is_too_coarse(tiny_model: Any, prompt: torch.
         cached.generate(prompt, **GREEDY)
         assert cached.flush(20)
         look = partial(explain, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)
-        assert look(0.1).verdict is look(None).verdict is Verdict.ALL_FULL_BLOCKS
+        assert look(0.1).verdict is look(None).verdict is MatchVerdict.ALL_FULL_BLOCKS
         found = look(5e-3)
-        assert (found.verdict, found.hit_blocks) == (Verdict.COARSE, 0)
+        assert (found.verdict, found.hit_blocks) == (MatchVerdict.COARSE, 0)
         assert found.needs == "a quality of 0.005; cachegen-2 has 0.074"

@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtide.server.http.connection import Stream
-from kvtide.server.http.mover import Body, Mover, Progress
-from kvtide.server.http.sender import Order, Sender
+from kvtide.server.http.connection import Connection
+from kvtide.server.http.mover import Body, BodyProgress, Mover
+from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.workers import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
@@ -53,9 +53,9 @@ class Rig:
         """Send CONTENT to a reader, who is returned."""
         ours, theirs = self.pair()
         lent = LentObject(SIZE, b"", [memoryview(CONTENT)], None, lambda: None)
-        stream = Stream(ours, asyncio.get_running_loop(), self.mover)
-        pace, part = Pace(1e9, 1.0, stream.now_s()), ByteRange(0, SIZE)
-        order = Order(stream, b"head", lent, part, client, client, client, "", 0, pace, lambda: None, lambda: False)
+        stream = Connection(ours, asyncio.get_running_loop(), self.mover)
+        pace, part = ProgressBudget(1e9, 1.0, stream.now_s()), ByteRange(0, SIZE)
+        order = SendOrder(stream, b"head", lent, part, client, client, client, "", 0, pace, lambda: None, lambda: False)
         return asyncio.create_task(self.sender.send(order)), theirs
 
     def close(self) -> None:
@@ -115,16 +115,16 @@ def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
 
 
 def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
-    async def steps() -> list[Progress]:
+    async def steps() -> list[BodyProgress]:
         rig = Rig()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             theirs = socket.create_connection(listener.getsockname())
             ours = listener.accept()[0]
         rig.sockets += [ours, theirs]
         ours.setblocking(False)
-        looks: list[Progress] = []
+        looks: list[BodyProgress] = []
 
-        def due_s(progress: Progress) -> float:
+        def due_s(progress: BodyProgress) -> float:
             looks.append(progress)
             if len(looks) == 2:
                 theirs.sendall(CONTENT[1000:])
@@ -201,8 +201,8 @@ class Ahead:
         self._body = body
         self._answers = [False]
 
-    def progress(self) -> Progress:
-        return Progress(0, 0.0)
+    def progress(self) -> BodyProgress:
+        return BodyProgress(0, 0.0)
 
     def shorten(self, size: int) -> bool:
         return self._answers.pop() if self._answers else self._body.shorten(size)
@@ -236,9 +236,9 @@ class Stalled:
 def test_head_goes_out_once_though_nothing_of_the_body_could_follow_it() -> None:
     async def steps(patch: pytest.MonkeyPatch) -> bytes:
         rig = Rig()
-        start = Stream.start_views
+        start = Connection.start_views
         stalled = iter([cast(Body, Stalled())])
-        patch.setattr(Stream, "start_views", lambda *given: next(stalled, None) or start(*given))
+        patch.setattr(Connection, "start_views", lambda *given: next(stalled, None) or start(*given))
         task, reader = rig.sending("a")
         data = await read(reader, SIZE + 4)
         await task

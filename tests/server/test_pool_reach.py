@@ -25,7 +25,7 @@ from kvtide.tier.pool.etcd import EtcdMembership
 from kvtide.tier.pool.membership import StaticMembership
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.tier.pool.url import membership_of, pool_tier, server_urls
-from kvtide_lab.bench.services import Service, free_ports, started, wait_until
+from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
 
 
 def test_pool_of_servers_under_tls_is_used_by_one_url(certificates: Path) -> None:
@@ -67,7 +67,7 @@ def etcd_words(port: int, folder: Path, certificates: Path) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def etcd(certificates: Path) -> Iterator[Service]:
+def etcd(certificates: Path) -> Iterator[BenchService]:
     if shutil.which("etcd") is None:
         pytest.skip("no etcd; apt install etcd-server")
     with started(lambda port, folder: etcd_words(port, folder, certificates)) as service:
@@ -84,14 +84,16 @@ def etcd(certificates: Path) -> Iterator[Service]:
         yield service
 
 
-def source(etcd: Service, certificates: Path, user: Path | None) -> EtcdMembership:
+def source(etcd: BenchService, certificates: Path, user: Path | None) -> EtcdMembership:
     options = f"etcd_ca_file={certificates / 'ca.pem'}" + (f"&etcd_user_file={user}" if user else "")
     found = membership_of(f"pool+etcds://127.0.0.1:{etcd.port}/pool?{options}")
     assert isinstance(found, EtcdMembership)
     return found
 
 
-def test_etcd_under_tls_lets_its_user_in_and_nobody_else(etcd: Service, certificates: Path, tmp_path: Path) -> None:
+def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
+    etcd: BenchService, certificates: Path, tmp_path: Path
+) -> None:
     user = tmp_path / "user"
     user.write_text("root:secret\n")
     stop, server = threading.Event(), PoolServer("a", "a:7421", scheme="https")

@@ -17,7 +17,7 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http.connection import Answer
+from kvtide.tier.http.connection import HttpAnswer
 from kvtide.tier.records import records_clients
 from kvtide.wire.records import Record, RecordKind, RecordName
 
@@ -300,7 +300,7 @@ def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     (client,) = records_clients("http://127.0.0.1:9", SystemClock())
     answers = {"etag": '"1"'}
-    monkeypatch.setattr(client._peer, "call", lambda call, patience: Answer(200, answers, len(body), body))
+    monkeypatch.setattr(client._peer, "call", lambda call, patience: HttpAnswer(200, answers, len(body), body))
     with pytest.raises(TierUnavailable, match="can't be read"):
         client.changes(0)
     with pytest.raises(TierUnavailable, match="can't be read"):

@@ -9,11 +9,11 @@ from kvtide.stream.plan import (
     Chunk,
     Fetch,
     Plan,
-    Policy,
     PrefillSpeed,
     Progress,
     Reason,
     Request,
+    StreamPolicy,
     TwoEnded,
     expected_s,
     leading_pass,
@@ -37,7 +37,7 @@ def context(
     return Request(cut, is_layered, SPEED, deadline_s, kl_goal)
 
 
-def asked(request: Request, policy: Policy, plans: int) -> list[Fetch]:
+def asked(request: Request, policy: StreamPolicy, plans: int) -> list[Fetch]:
     """Ask for whole plans, nothing arrives."""
     progress, fetches = Progress.start(request), []
     for _ in range(plans):
@@ -50,44 +50,44 @@ def asked(request: Request, policy: Policy, plans: int) -> list[Fetch]:
 class TestFixedLevel(PlanSuite):
     is_layered = False
 
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return FixedLevel(request.steps - 1)
 
 
 class TestCachegenRule(PlanSuite):
     is_layered = False
 
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return CachegenRule()
 
 
 class TestLayered(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return Layered()
 
 
 class TestAnchorFirst(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return AnchorFirst()
 
 
 class TestImportanceFirst(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return ImportanceFirst(range(len(request.chunks)))
 
 
 class TestImportanceWeighted(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return ImportanceWeighted([[1.0] * request.steps] * len(request.chunks))
 
 
 class TestNewestFiner(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return NewestFiner(1500)
 
 
 class TestTwoEnded(PlanSuite):
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         return TwoEnded()
 
 
@@ -258,14 +258,14 @@ def test_after_the_deadline_only_bases_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("policy", [FixedLevel(0), CachegenRule()])
-def test_level_policies_refuse_layered_contexts(policy: Policy) -> None:
+def test_level_policies_refuse_layered_contexts(policy: StreamPolicy) -> None:
     request = context(1, (1,), (0.0,), 1.0)
     with pytest.raises(ValueError, match="stored in levels"):
         policy.plan(request, Progress.start(request))
 
 
 @pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), NewestFiner(1), TwoEnded()])
-def test_layered_policies_refuse_levels(policy: Policy) -> None:
+def test_layered_policies_refuse_levels(policy: StreamPolicy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):
         policy.plan(request, Progress.start(request))

@@ -19,7 +19,7 @@ from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
 from kvtide.stream import arrival
-from kvtide.stream.receiver import Outcome, Receiver, Usable
+from kvtide.stream.receiver import OfferOutcome, Receiver, Usable
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
@@ -149,9 +149,9 @@ def test_any_subset_and_order_is_right_or_refused(codec_name: str, seed: int) ->
         frame, (block, name) = bytearray(run.frames[number]), run.names[number]
         if flipped is not None:
             frame[flipped // 8 % len(frame)] ^= 1 << flipped % 8
-            assert receiver.offer(frame).outcome is Outcome.REFUSED
+            assert receiver.offer(frame).outcome is OfferOutcome.REFUSED
             continue
-        expected = Outcome.DUPLICATE if name in here[block] else Outcome.ACCEPTED
+        expected = OfferOutcome.DUPLICATE if name in here[block] else OfferOutcome.ACCEPTED
         assert receiver.offer(frame)[:3] == (expected, block, name)
         # The caller may reuse its buffer.
         frame[:] = bytes(len(frame))
@@ -184,7 +184,7 @@ def test_any_prefix_in_any_chunks_is_right_or_refused(
         offset = min(len(data), offset + size)
     here = {entry.id for entry in stored.entries if first <= entry.offset and entry.offset + entry.size <= offset}
     lost = {entry.id for entry in stored.entries if data[entry.offset :][: entry.size] != entry_data(run, entry.id)}
-    assert [offer.section for offer in offers if offer.outcome is Outcome.REFUSED] == [*here & lost]
+    assert [offer.section for offer in offers if offer.outcome is OfferOutcome.REFUSED] == [*here & lost]
     check_all(run, receiver, [here - lost, set()])
 
 
@@ -207,7 +207,7 @@ def test_nested_refinements_count_up_to_the_first_gap(order: list[int]) -> None:
     receiver = Receiver([stored])
     here: set[SectionId] = set()
     for number in order:
-        assert receiver.offer(pack_frame(stored, number)).outcome is Outcome.ACCEPTED
+        assert receiver.offer(pack_frame(stored, number)).outcome is OfferOutcome.ACCEPTED
         here.add(stored.entries[number].id)
     receiver.check()
     qualities = [quality(here, layer) for layer in range(3)]
@@ -244,7 +244,7 @@ def test_section_of_another_object_is_refused() -> None:
     receiver = Receiver(cachegen.objects[:1])
     for frame in (lossless.frames[0], cachegen.frames[-1]):
         offer = receiver.offer(frame)
-        assert (offer.outcome, offer.reason) == (Outcome.REFUSED, "a section of another object")
+        assert (offer.outcome, offer.reason) == (OfferOutcome.REFUSED, "a section of another object")
     assert receiver.offer_bytes(0, 0, lossless.packed[0])[0].reason == "bytes of another object"
     receiver.check()
     assert not receiver.sections(0)
@@ -257,7 +257,7 @@ def test_entry_that_is_not_in_the_table_is_refused() -> None:
     # One whose id is in the table but whose place is not, and one of a step that the table does not have.
     for number in (0, 5):
         offer = receiver.offer(pack_frame(forged, number))
-        assert (offer.outcome, offer.block) == (Outcome.REFUSED, 0)
+        assert (offer.outcome, offer.block) == (OfferOutcome.REFUSED, 0)
         assert "no such section" in offer.reason
 
 
@@ -292,8 +292,8 @@ def test_damaged_section_may_come_again() -> None:
     run = run_of("lossless")
     first, receiver = run.objects[0].entries[0], Receiver(run.objects)
     good = run.packed[0][first.offset : first.offset + first.size]
-    assert receiver.offer_bytes(0, first.offset, bytes(first.size))[0].outcome is Outcome.REFUSED
-    assert receiver.offer_bytes(0, first.offset, good)[0].outcome is Outcome.ACCEPTED
+    assert receiver.offer_bytes(0, first.offset, bytes(first.size))[0].outcome is OfferOutcome.REFUSED
+    assert receiver.offer_bytes(0, first.offset, good)[0].outcome is OfferOutcome.ACCEPTED
     receiver.check()
 
 
@@ -311,7 +311,7 @@ def test_empty_section_is_here_from_the_start() -> None:
     stored = made_up([(SectionKind.DATA, 0, 0, 3, b""), (SectionKind.DATA, 1, 0, 3, b"x")])
     receiver = Receiver([stored])
     assert receiver.usable() == [Usable(0, 3, 0, 16, 0)]
-    assert receiver.offer(pack_frame(stored, 0)).outcome is Outcome.DUPLICATE
+    assert receiver.offer(pack_frame(stored, 0)).outcome is OfferOutcome.DUPLICATE
 
 
 def test_layer_that_no_base_covers_is_never_usable() -> None:
@@ -327,7 +327,7 @@ def test_header_and_table_are_enough_to_begin() -> None:
     begin = bytearray(run.packed[0][: run.objects[0].entries[0].offset])
     receiver = Receiver([parse_header(begin)])
     begin[:] = bytes(len(begin))
-    assert receiver.offer_bytes(0, 0, run.packed[0])[-1].outcome is Outcome.ACCEPTED
+    assert receiver.offer_bytes(0, 0, run.packed[0])[-1].outcome is OfferOutcome.ACCEPTED
     assert not receiver.missing()
 
 
@@ -354,4 +354,4 @@ def test_table_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @given(data=st.binary(max_size=FRAME_HEADER_BYTES + 20))
 @settings(max_examples=200, deadline=None)
 def test_foreign_frames_are_refused(data: bytes) -> None:
-    assert Receiver(run_of("cachegen").objects).offer(data).outcome is Outcome.REFUSED
+    assert Receiver(run_of("cachegen").objects).offer(data).outcome is OfferOutcome.REFUSED

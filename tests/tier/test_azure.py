@@ -21,7 +21,7 @@ from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
-from kvtide_lab.bench.services import Service, started
+from kvtide_lab.bench.services import BenchService, started
 
 AZURITE = shutil.which("azurite-blob")
 # The emulator's only account and its published key.
@@ -47,7 +47,7 @@ def make_container(port: int) -> None:
 if AZURITE is not None:
 
     @pytest.fixture(scope="module")
-    def server() -> Iterator[Service]:
+    def server() -> Iterator[BenchService]:
         words = [str(AZURITE), "--silent", "--skipApiVersionCheck", "--blobHost", "127.0.0.1", "--blobPort"]
         with started(lambda port, folder: [*words, str(port), "--location", str(folder)]) as service:
             make_container(service.port)
@@ -55,7 +55,7 @@ if AZURITE is not None:
 
     class TestAzure(TierSuite):
         @pytest.fixture
-        def tier(self, server: Service) -> Iterator[Tier]:
+        def tier(self, server: BenchService) -> Iterator[Tier]:
             place = f"endpoint=http://127.0.0.1:{server.port}/{ACCOUNT}&allow_http=true"
             url = f"az://kvtide/t{next(_PREFIXES)}?account_name={ACCOUNT}&account_key={quote(KEY, safe='')}&{place}"
             tier = open_tier(url, Limits(), SystemClock(), lambda key: False)

@@ -15,7 +15,7 @@ from kvtide.tier.pool import etcd as membership_etcd
 from kvtide.tier.pool.etcd import EtcdMembership
 from kvtide.tier.pool.membership import Watcher
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
-from kvtide_lab.bench.services import Service, free_ports, started, wait_until
+from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd; apt install etcd-server")
 
@@ -28,19 +28,19 @@ def etcd_words(port: int, folder: Path) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[Service]:
+def etcd() -> Iterator[BenchService]:
     with started(etcd_words) as service:
         yield service
 
 
-def source(etcd: Service, prefix: str = "pool", others: Sequence[str] = ()) -> EtcdMembership:
+def source(etcd: BenchService, prefix: str = "pool", others: Sequence[str] = ()) -> EtcdMembership:
     return EtcdMembership([*others, f"127.0.0.1:{etcd.port}"], prefix, 2, PlacementKind.RENDEZVOUS)
 
 
 class Registered:
     """A server that registers in a thread."""
 
-    def __init__(self, etcd: Service, name: str, prefix: str) -> None:
+    def __init__(self, etcd: BenchService, name: str, prefix: str) -> None:
         self.server = PoolServer(name, f"{name}:7421")
         self.stop = threading.Event()
         work = (self.server, self.stop)
@@ -52,7 +52,7 @@ class Registered:
         self._thread.join()
 
 
-def test_members_come_and_go_and_everybody_sees_one_map(etcd: Service) -> None:
+def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> None:
     maps: list[PoolMap] = []
     watcher = Watcher(source(etcd, "come-and-go"), maps.append)
     watcher.open()
@@ -71,7 +71,7 @@ def test_members_come_and_go_and_everybody_sees_one_map(etcd: Service) -> None:
     assert epochs == sorted(set(epochs))
 
 
-def test_change_is_seen_by_watching_at_once(etcd: Service) -> None:
+def test_change_is_seen_by_watching_at_once(etcd: BenchService) -> None:
     reader = source(etcd, "watched")
     first = Registered(etcd, "first", "watched")
     wait_until(lambda: _count(reader) == 1, "the first", 10)
@@ -95,7 +95,7 @@ def _count(reader: EtcdMembership) -> int:
         return 0
 
 
-def test_dead_member_is_gone_with_its_lease(etcd: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_member_is_gone_with_its_lease(etcd: BenchService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership_etcd, "LEASE_S", 1)
     reader = source(etcd, "dead")
     lease = reader._call("/v3/lease/grant", {"TTL": 1})["ID"]
@@ -105,7 +105,7 @@ def test_dead_member_is_gone_with_its_lease(etcd: Service, monkeypatch: pytest.M
     wait_until(lambda: _count(reader) == 0, "the lease to end", 10)
 
 
-def test_unrelated_changes_leave_the_epoch(etcd: Service) -> None:
+def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:
     reader = source(etcd, "still")
     member = Registered(etcd, "only", "still")
     wait_until(lambda: _count(reader) == 1, "the member", 10)
@@ -115,7 +115,7 @@ def test_unrelated_changes_leave_the_epoch(etcd: Service) -> None:
     member.leave()
 
 
-def test_next_endpoint_is_asked_when_one_is_down(etcd: Service) -> None:
+def test_next_endpoint_is_asked_when_one_is_down(etcd: BenchService) -> None:
     member = Registered(etcd, "only", "next")
     reader = source(etcd, "next", [f"127.0.0.1:{free_ports(1)[0]}"])
     wait_until(lambda: _count(reader) == 1, "the member", 10)
@@ -128,7 +128,7 @@ def test_no_endpoint_is_unavailable() -> None:
         reader.read()
 
 
-def test_garbage_below_the_prefix_is_no_map(etcd: Service) -> None:
+def test_garbage_below_the_prefix_is_no_map(etcd: BenchService) -> None:
     reader = source(etcd, "garbage")
     reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"garbage/x"), "value": membership_etcd._b64(b"hello")})
     with pytest.raises(ValueError, match="servers with different names"):

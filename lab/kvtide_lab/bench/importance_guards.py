@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers.selective import Importance, Rest
+from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance.guard import HeadsAgree
 from kvtide.importance.probe import FirstHeads
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
@@ -56,7 +56,7 @@ class GuardRow(msgspec.Struct, frozen=True):
 
 
 class _Case(NamedTuple):
-    settings: Importance
+    settings: SparseSettings
     is_packed: bool
     has_base: bool
     probes: bool
@@ -78,9 +78,9 @@ def guard_rows(
     ordinary: prefixes of `tokens`, which need not be made again.
     """
     cases = [
-        _Case(Importance(ratio, FirstHeads(), HeadsAgree(), Rest.DROP, by_chunks=False), False, False, True),
-        _Case(Importance(ratio, rest=Rest.DROP, by_chunks=False), False, True, False),
-        _Case(Importance(ratio), True, True, False),
+        _Case(SparseSettings(ratio, FirstHeads(), HeadsAgree(), Rest.DROP, by_chunks=False), False, False, True),
+        _Case(SparseSettings(ratio, rest=Rest.DROP, by_chunks=False), False, True, False),
+        _Case(SparseSettings(ratio), True, True, False),
     ]
     lengths = sorted({tokens, *(each for each in size.tokens if each < tokens)})
     rows = []

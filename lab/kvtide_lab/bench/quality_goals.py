@@ -12,7 +12,7 @@ import msgspec
 KL_GOALS = (1e-3, 5e-3, 1.2e-2)
 
 
-class Judged(Protocol):
+class JudgedRow(Protocol):
     """What is needed of a row of `codec-quality`."""
 
     @property
@@ -56,7 +56,7 @@ class BitsAtKl(msgspec.Struct, frozen=True):
     between: tuple[Point, Point] | None
 
 
-def bits_at_kl(rows: Sequence[Judged]) -> list[BitsAtKl]:
+def bits_at_kl(rows: Sequence[JudgedRow]) -> list[BitsAtKl]:
     """Return an entry for each lossy codec, coder and place of distributions, and each of KL_GOALS."""
     lines = dict.fromkeys((row.codec, row.coder, row.profile) for row in rows if row.kl > 1e-6)
     found = []
@@ -99,6 +99,6 @@ def ratio_to_tide(found: Sequence[BitsAtKl], codec: str, profile: str) -> float 
     return theirs / ours if theirs and ours else None
 
 
-def embedded_penalty(rows: Sequence[Judged]) -> float | None:
+def embedded_penalty(rows: Sequence[JudgedRow]) -> float | None:
     """Return by which share the worst prefix of refinements exceeds a single encoding of its quality."""
     return max((row.over_single for row in rows if row.over_single is not None), default=None)

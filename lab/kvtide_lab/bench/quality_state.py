@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from kvtide.engines.calibrate.judge import Verdict
+from kvtide.engines.calibrate.judge import CacheVerdict
 
 _Inputs = TypeVar("_Inputs", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
@@ -44,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True):
     single_bytes: int | None
     encode_s: float
     decode_s: float
-    verdict: Verdict
+    verdict: CacheVerdict
 
 
 class _File(msgspec.Struct, Generic[_Inputs, _Result], frozen=True):

@@ -25,11 +25,11 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.http.connection import Answer, Endpoint, Link, Patience
+from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
 from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
 from kvtide_lab.bench.disk import made_objects
-from kvtide_lab.bench.services import Service, started, wait_until
+from kvtide_lab.bench.services import BenchService, started, wait_until
 
 OBJECT_BYTES = 4 << 20
 OBJECTS = 32
@@ -95,7 +95,7 @@ class _Rate(NamedTuple):
 
 class _Side(NamedTuple):
     name: str
-    service: Service
+    service: BenchService
     gets: list[_Rate]
     puts: list[_Rate]
 
@@ -170,7 +170,7 @@ def _sides(stack: ExitStack, folder: Path, made: Made) -> list[_Side]:
 
 
 @contextmanager
-def _nginx(nginx: str, root: Path) -> Iterator[Service]:
+def _nginx(nginx: str, root: Path) -> Iterator[BenchService]:
     def command(port: int, folder: Path) -> Sequence[str]:
         config = folder / "nginx.conf"
         config.write_text(
@@ -202,14 +202,14 @@ class _Client:
 
     def __init__(self, port: int, clock: Clock) -> None:
         self._clock = clock
-        self._link = Link(Endpoint("127.0.0.1", port))
+        self._link = HttpConnection(Endpoint("127.0.0.1", port))
         self._link.open(self._patience())
         self._buffer = aligned_buffer(OBJECT_BYTES)
 
     def _patience(self) -> Patience:
         return Patience(self._clock, self._clock.monotonic_s() + _EXCHANGE_S_MAX)
 
-    def ask(self, method: str, name: ObjectId, body: bytearray | bytes = b"") -> Answer:
+    def ask(self, method: str, name: ObjectId, body: bytearray | bytes = b"") -> HttpAnswer:
         """Send a request and read the answer."""
         length = [("Content-Length", len(body))] if body else []
         head = pack_request_head(method, _path(name), [("Host", "bench"), *length])
@@ -261,7 +261,7 @@ def _puts(side: _Side, made: Made, passes: int, clock: Clock) -> _Rate:
     return _Rate(statistics.fmean(rate.gb_s for rate in rates), statistics.fmean(rate.cpu_s_per_gb for rate in rates))
 
 
-def _timed(service: Service, work: Callable[[int], None], bytes_done: Callable[[], int], clock: Clock) -> _Rate:
+def _timed(service: BenchService, work: Callable[[int], None], bytes_done: Callable[[], int], clock: Clock) -> _Rate:
     cpu_s, started_s = _cpu_s(service.pid), clock.monotonic_s()
     _together(work, CLIENTS)
     took_s, cpu_s = clock.monotonic_s() - started_s, _cpu_s(service.pid) - cpu_s
@@ -282,9 +282,9 @@ class _Crowd(NamedTuple):
     resident_bytes: int
 
 
-def _crowd(service: Service, made: Made, seconds: float, clock: Clock) -> _Crowd:
+def _crowd(service: BenchService, made: Made, seconds: float, clock: Clock) -> _Crowd:
     """Let active clients read and write beside idle connections, and see what fails and what memory it takes."""
-    idle = [Link(Endpoint("127.0.0.1", service.port)) for _ in range(IDLE)]
+    idle = [HttpConnection(Endpoint("127.0.0.1", service.port)) for _ in range(IDLE)]
     for link in idle:
         link.open(Patience(clock, clock.monotonic_s() + _EXCHANGE_S_MAX))
     requests, errors = [0] * ACTIVE, [0] * ACTIVE

@@ -18,7 +18,7 @@ from typing import Any
 START_S_MAX = 30.0
 
 
-class Service:
+class BenchService:
     """A process that listens on a port of this machine."""
 
     def __init__(self, command: Sequence[str], port: int, folder: Path) -> None:
@@ -80,11 +80,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def started(make_command: Callable[[int, Path], Sequence[str]]) -> Iterator[Service]:
+def started(make_command: Callable[[int, Path], Sequence[str]]) -> Iterator[BenchService]:
     """Run a server on a free port, given port and folder, for the time of the `with`."""
     with tempfile.TemporaryDirectory(prefix="kvtide-service-") as folder:
         port = free_ports(1)[0]
-        service = Service(make_command(port, Path(folder)), port, Path(folder))
+        service = BenchService(make_command(port, Path(folder)), port, Path(folder))
         try:
             service.start()
             service.wait_listening()
@@ -110,14 +110,14 @@ def _valkey_words(port: int, folder: Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def valkey_server(*options: str) -> Iterator[Service]:
+def valkey_server(*options: str) -> Iterator[BenchService]:
     """Run one Valkey server; options as on its command line. ValueError if none is installed."""
     with started(lambda port, folder: _valkey_words(port, folder, *options)) as service:
         yield service
 
 
 @contextmanager
-def valkey_cluster(primaries: int = 3, spare: int = 0, node_timeout_s: float = 2.0) -> Iterator[list[Service]]:
+def valkey_cluster(primaries: int = 3, spare: int = 0, node_timeout_s: float = 2.0) -> Iterator[list[BenchService]]:
     """Run a cluster: primaries, as many replicas, and spare members without slots, in this order.
 
     Ready when every replica has its primary's data.
@@ -129,7 +129,7 @@ def valkey_cluster(primaries: int = 3, spare: int = 0, node_timeout_s: float = 2
     with tempfile.TemporaryDirectory(prefix="kvtide-cluster-") as name, ExitStack() as stack:
         folder = Path(name)
         services = [
-            Service(_cluster_words(port, bus, folder, node_timeout_s), port, folder)
+            BenchService(_cluster_words(port, bus, folder, node_timeout_s), port, folder)
             for port, bus in zip(ports[:count], ports[count:], strict=True)
         ]
         for service in services:
@@ -156,7 +156,7 @@ def _cluster_words(port: int, bus: int, folder: Path, node_timeout_s: float) -> 
     return _valkey_words(port, folder, *(word for key, value in options.items() for word in (f"--{key}", str(value))))
 
 
-def _join(clients: Sequence[Any], services: Sequence[Service], buses: Sequence[int], primaries: int) -> None:
+def _join(clients: Sequence[Any], services: Sequence[BenchService], buses: Sequence[int], primaries: int) -> None:
     for position, client in enumerate(clients[:primaries]):
         start, stop = position * 16384 // primaries, (position + 1) * 16384 // primaries
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", start, stop - 1)
@@ -189,7 +189,7 @@ def s3_command() -> str | None:
 
 
 @contextmanager
-def s3_server(bucket: str) -> Iterator[Service]:
+def s3_server(bucket: str) -> Iterator[BenchService]:
     """Run an S3 server with an empty bucket that anybody may write to. ValueError if none is installed."""
     command = s3_command()
     if command is None:

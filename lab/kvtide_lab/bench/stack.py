@@ -19,10 +19,10 @@ from rich.table import Table
 from kvtide.clock import Clock, SystemClock
 from kvtide.evict import EvictionOrder, RankedOrder, RecencyRanking
 from kvtide.evict.ranking import FrequencyRanking
-from kvtide.tier import Ranking, ScoreRanking, WrappedTier
+from kvtide.tier import Ranking, ScoreRanking
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import Counting
+from kvtide.tier.wrap import Counting, WrappedTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
 

@@ -20,11 +20,11 @@ from kvtide.codec import Profile
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
 from kvtide.codec.tide import TideCodec
-from kvtide.fetch import Wish
-from kvtide.fetch.job import Job, layered_job, level_job
+from kvtide.fetch import LoadRequest
+from kvtide.fetch.job import FetchJob, layered_job, level_job
 from kvtide.fetch.run import LinkState
 from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
-from kvtide.stream.plan import PASS_TOKENS, Policy, TwoEnded, cut
+from kvtide.stream.plan import PASS_TOKENS, StreamPolicy, TwoEnded, cut
 from kvtide.stream.plan.layered import Layered
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.bench.services import started
@@ -108,8 +108,8 @@ class StreamBench(msgspec.Struct, frozen=True):
 
 class _Case(NamedTuple):
     name: str
-    policy: Policy
-    job: Job
+    policy: StreamPolicy
+    job: FetchJob
     estimator: Callable[[], Estimator]
     decode_token_s: tuple[float, ...]
 
@@ -192,7 +192,7 @@ def _cases(rig: Rig, profiles: Sequence[Profile], speeds: Speeds) -> list[_Case]
     codecs = [CachegenCodec(level, 0, by_kind["cachegen"]) for level in (4, 3, 2, 1)]
     tide = TideCodec(by_kind["tide-layer"], TIDE_QUALITY, TIDE_REFINEMENTS)
     # The deadline is each play's own.
-    wish = Wish(speeds.prefill, 0.0)
+    wish = LoadRequest(speeds.prefill, 0.0)
     levels = [rig.store(f"level {number}", codec) for number, codec in enumerate(codecs)]
     by_level = level_job(levels, cut(rig.tokens, 4 * rig.layout.tokens), LEVEL_KL, wish)
     by_layer = layered_job(rig.store("tide", tide), cut(rig.tokens, rig.layout.tokens), tide.losses, wish)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.codec import LosslessCodec
-from kvtide.fetch import ContextLoader, Wish
+from kvtide.fetch import ContextLoader, LoadRequest
 from kvtide.fetch.job import layered_job
 from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import Policy, PrefillSpeed, TwoEnded, cut
+from kvtide.stream.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
 from kvtide.stream.plan.layered import Layered
 from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
@@ -44,9 +44,9 @@ class _Spent(NamedTuple):
 def exact_times(rig: Rig, link: Link, speed: PrefillSpeed, repeats: int) -> ExactTimes:
     """Take turns between all ways, and between what is compared with one another in either order."""
     stored = rig.store("exact", LosslessCodec())
-    job = layered_job(stored, cut(rig.tokens, rig.layout.tokens), (0.0,), Wish(speed, 0.0))
+    job = layered_job(stored, cut(rig.tokens, rig.layout.tokens), (0.0,), LoadRequest(speed, 0.0))
 
-    def played(policy: Policy) -> float:
+    def played(policy: StreamPolicy) -> float:
         return rig.play(job, policy, LinkState(HarmonicRate()), link.carried).ttft_s
 
     loads = [(played(TwoEnded()), played(Layered()), rig.plain_s()) for _ in range(repeats)]
@@ -83,6 +83,6 @@ def _slow_s(rig: Rig, stored: Sequence[StoredObject], speed: PrefillSpeed, is_kn
     engine = rig.engine()
     started_s = rig.clock.monotonic_s()
     loader = ContextLoader([rig.source], rig.registry, link, rig.clock, FetchLimits())
-    loader.load([each.meta for each in stored], (0.0,), Wish(speed, 0.0), engine, engine.append)
+    loader.load([each.meta for each in stored], (0.0,), LoadRequest(speed, 0.0), engine, engine.append)
     engine.first_token(rig.ids)
     return rig.clock.monotonic_s() - started_s

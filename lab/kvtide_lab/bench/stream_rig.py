@@ -16,16 +16,16 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch.bring import Bringing, Brought
-from kvtide.fetch.job import Job
+from kvtide.fetch.bring import LoadedPrefix, StreamedLoad
+from kvtide.fetch.job import FetchJob
 from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
 from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PASS_TOKENS, Policy, PrefillSpeed, cut
+from kvtide.stream.plan import PASS_TOKENS, PrefillSpeed, StreamPolicy, cut
 from kvtide.stream.plan.levels import FixedLevel
-from kvtide.tier import read_heads
 from kvtide.tier.http.ranges import range_sources
 from kvtide.tier.http.tier import http_tier
+from kvtide.tier.source import read_heads
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import StoredObject, pack_object
 from kvtide_lab.bench.shaped import ShapedProxy
@@ -63,9 +63,9 @@ class Played(NamedTuple):
     """One load for real: seconds until the first token, and what was brought."""
 
     ttft_s: float
-    brought: Brought
+    brought: LoadedPrefix
 
-    def text_share(self, job: Job) -> float:
+    def text_share(self, job: FetchJob) -> float:
         """Return the share of the tokens that the engine computed."""
         loaded = len(self.brought.appended) * job.objects[0].meta.layout.tokens
         return 1 - loaded / job.request.tokens
@@ -141,13 +141,13 @@ class Rig:
         engine = StreamedPrefill(self._model, self.ids, self.layout)
         return self._timed(lambda: engine.compute(0, len(self.ids), lambda: True))
 
-    def play(self, job: Job, policy: Policy, link: LinkState, carried: Callable[[float], float]) -> Played:
+    def play(self, job: FetchJob, policy: StreamPolicy, link: LinkState, carried: Callable[[float], float]) -> Played:
         """Load a context for real, up to the first token."""
         self.restart(carried)
         engine = self.engine()
         started_s = self.clock.monotonic_s()
         limits = FetchLimits()
-        bringing = Bringing(job, policy, [self.source], link, self.clock, limits, self.registry)
+        bringing = StreamedLoad(job, policy, [self.source], link, self.clock, limits, self.registry)
         brought = bringing.finish(engine, engine.append)
         engine.first_token(self.ids)
         return Played(self.clock.monotonic_s() - started_s, brought)
@@ -157,7 +157,7 @@ class Rig:
         engine = self.engine()
         return self._timed(lambda: engine.compute(0, min(PASS_TOKENS, self.tokens), lambda: True))
 
-    def link_bytes_per_s(self, job: Job) -> float:
+    def link_bytes_per_s(self, job: FetchJob) -> float:
         """Return the bytes a second that come through when the link is no bound: proxy, reader and receiver."""
         state = LinkState(HarmonicRate(1000))
         self.play(

@@ -96,7 +96,7 @@ class TurnsBench(msgspec.Struct, frozen=True):
     rows: list[TurnRow]
 
 
-class Inputs(msgspec.Struct, frozen=True):
+class ChatInputs(msgspec.Struct, frozen=True):
     """All that decides what is found, but for the program. Digests in hex."""
 
     model: str
@@ -106,7 +106,7 @@ class Inputs(msgspec.Struct, frozen=True):
     profiles: list[str]
 
 
-class Subject(NamedTuple):
+class ChatSubject(NamedTuple):
     """What is talked about, and with what."""
 
     model: Any
@@ -122,10 +122,10 @@ Said = dict[str, TurnVerdict]
 
 def subject_of(
     model: Any, name: str, tokenize: Callable[[str], list[int]], texts: Sequence[Text], size: TurnsSize
-) -> Subject:
+) -> ChatSubject:
     """Take the first texts that are long enough. ValueError if none is."""
     needed = size.chat.tokens_needed
-    subject = Subject(model, name, size, [], [])
+    subject = ChatSubject(model, name, size, [], [])
     for text in texts:
         ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.texts else []
         if len(ids) >= needed:
@@ -136,9 +136,9 @@ def subject_of(
     return subject
 
 
-def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Said]:
+def partial_of(subject: ChatSubject, profiles: Sequence[Profile], path: Path | None) -> Partial[ChatInputs, Said]:
     """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
-    inputs = Inputs(
+    inputs = ChatInputs(
         model=model_fingerprint(subject.model).hex(),
         chat=subject.size.chat,
         codecs=subject.size.codecs,
@@ -149,7 +149,7 @@ def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None)
 
 
 def run(
-    subject: Subject, profiles: Sequence[Profile], partial: Partial[Inputs, Said], progress: Progress
+    subject: ChatSubject, profiles: Sequence[Profile], partial: Partial[ChatInputs, Said], progress: Progress
 ) -> TurnsBench:
     """Talk every text that is not in `partial` yet. RuntimeError if a store fails."""
     size = subject.size

@@ -20,7 +20,7 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import block_metas
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.watch import model_fingerprint
 
 # What a turn stores must be there in the next one; on a busy machine that takes a while.
@@ -140,7 +140,7 @@ class ChatJudge:
         """Return what a codec makes of whole blocks."""
         made = CodecRegistry(self._profiles).make(codec, self._layout)
         metas = block_metas(ids, self._layout)
-        pages = Pages(self._layout, len(metas))
+        pages = RestoredRoom(self._layout, len(metas))
         bits = np.empty(self._layout.shape, dtype=self._layout.bits_dtype)
         for position, meta in enumerate(metas):
             made.decode(meta, made.encode(meta, block_bits(past, meta)), bits)

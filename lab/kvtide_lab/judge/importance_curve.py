@@ -25,7 +25,7 @@ LINE_UNITS = 6
 ENTRY_BYTES = 48
 
 
-class CurvePoint(NamedTuple):
+class SharePoint(NamedTuple):
     """One choice: share of the raw bytes, and KL in the mean over questions."""
 
     label: str
@@ -35,7 +35,7 @@ class CurvePoint(NamedTuple):
 
 def all_tokens(
     judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile, stride: int = 1
-) -> list[CurvePoint]:
+) -> list[SharePoint]:
     """Return the line to beat: objects of one step each, half an octave apart times the stride."""
     finest = TideCodec(profile, QUALITY, REFINEMENTS).steps.final_units
     points = []
@@ -52,11 +52,11 @@ def all_tokens(
                 blocks.append(out)
             sizes.append(size / (len(blocks) * judge.layout.raw_bytes))
             kls += [judge.decoded(prefix, number, blocks).kl for number in range(len(prefix.questions))]
-        points.append(CurvePoint(f"all tokens, step {step}", float(np.mean(sizes)), float(np.mean(kls))))
+        points.append(SharePoint(f"all tokens, step {step}", float(np.mean(sizes)), float(np.mean(kls))))
     return points
 
 
-def over_line(point: CurvePoint, line: Sequence[CurvePoint]) -> float | None:
+def over_line(point: SharePoint, line: Sequence[SharePoint]) -> float | None:
     """Return a point's KL over that of the line at the same bytes, log KL between points; None beyond its ends."""
     known = sorted((each.bytes_share, each.kl) for each in line)
     sizes = [size for size, _ in known]
@@ -67,7 +67,7 @@ def over_line(point: CurvePoint, line: Sequence[CurvePoint]) -> float | None:
 
 def selective(
     judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], profile: Profile, stride: int = 1
-) -> list[CurvePoint]:
+) -> list[SharePoint]:
     """Return what finer important tokens give: chunks by past uses, over all blocks of a prefix."""
     codec = ChunkedTide(profile, QUALITY, REFINEMENTS)
     totals: dict[tuple[float, float], list[tuple[float, list[float]]]] = {share: [] for share in SHARES[::stride]}
@@ -78,7 +78,7 @@ def selective(
             kls = [judge.decoded(prefix, number, blocks).kl for number in range(len(prefix.questions))]
             found.append((size / (len(blocks) * judge.layout.raw_bytes), kls))
     return [
-        CurvePoint(
+        SharePoint(
             f"{once:.0%} once, {twice:.0%} twice",
             float(np.mean([size for size, _ in found])),
             float(np.mean([kl for _, kls in found for kl in kls])),

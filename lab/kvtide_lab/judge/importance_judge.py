@@ -24,10 +24,10 @@ from kvtide.codec.packed import PackedCodec
 from kvtide.codec.raw import RawCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import Pages
-from kvtide.engines.transformers.selective import Importance, SelectedLayers, Selection
+from kvtide.engines.transformers.pages import RestoredRoom
+from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.fetch.repack import Repacker, UseStore
-from kvtide.fetch.selective import SelectiveLoad
+from kvtide.fetch.selective import SparseLoad
 from kvtide.importance.probe import Floats
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
@@ -51,7 +51,7 @@ class Question(NamedTuple):
     right: tuple[int, ...] = ()
 
 
-class Said(NamedTuple):
+class ExactAnswer(NamedTuple):
     """What the model says with the whole cache: an answer, and the log-probabilities of each of its tokens."""
 
     answer: list[int]
@@ -82,7 +82,7 @@ class JudgedPrefix:
     metas: list[BlockMeta]
     blocks: list[BlockBits]
     questions: list[Question]
-    said: list[Said]
+    said: list[ExactAnswer]
     scores: Floats
     packed: MemoryTier
     original: MemoryTier
@@ -161,7 +161,7 @@ class ImportanceJudge:
             importance = self._importance(metas, packed, use)
             for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
                 store.note(meta, part)
-        opened = SelectiveLoad(packed)
+        opened = SparseLoad(packed)
         assert opened.open(metas, self._registry) == len(metas)
         opened.close()
         report = Repacker(packed, self._registry, store).run(metas, opened.bases)
@@ -176,34 +176,34 @@ class ImportanceJudge:
         return tier
 
     def _importance(self, metas: Sequence[BlockMeta], tier: MemoryTier, use: Question) -> Floats:
-        load, pages = SelectiveLoad(tier), self._pages(len(metas))
+        load, pages = SparseLoad(tier), self._pages(len(metas))
         load.open(metas, self._registry, pages.write)
-        selection = Selection(load, Importance(0.25, guard=None))
+        selection = SparsePrefix(load, SparseSettings(0.25, guard=None))
         self._first(self._filled(pages, load.blocks), use, selection)
         load.close()
         return np.stack([selection.importance[layer] for layer in sorted(selection.importance)])
 
     def past(self, blocks: Sequence[BlockBits]) -> DynamicCache:
         """Return the engine's cache with these blocks."""
-        pages = Pages(self.layout, len(blocks))
+        pages = RestoredRoom(self.layout, len(blocks))
         for position, bits in enumerate(blocks):
             pages.write(position, bits)
         return self._filled(pages, len(blocks))
 
-    def _pages(self, blocks: int) -> Pages:
-        return Pages(self.layout, blocks, SPARE_TOKENS)
+    def _pages(self, blocks: int) -> RestoredRoom:
+        return RestoredRoom(self.layout, blocks, SPARE_TOKENS)
 
-    def _filled(self, pages: Pages, blocks: int) -> DynamicCache:
+    def _filled(self, pages: RestoredRoom, blocks: int) -> DynamicCache:
         past = DynamicCache(config=self._model.config)
         pages.fill(past, blocks, self._model.device)
         return past
 
-    def _first(self, past: DynamicCache, question: Question, selection: Selection | None = None) -> torch.Tensor:
+    def _first(self, past: DynamicCache, question: Question, selection: SparsePrefix | None = None) -> torch.Tensor:
         """Return what the answer's first token is chosen by, as engines do: of the last token's logits alone."""
         return self._pass(past, question.ids, selection, 1)
 
     def _pass(
-        self, past: DynamicCache, ids: Sequence[int], selection: Selection | None = None, logits: int = 0
+        self, past: DynamicCache, ids: Sequence[int], selection: SparsePrefix | None = None, logits: int = 0
     ) -> torch.Tensor:
         """logits: of how many of the last tokens, 0 for all."""
         with torch.inference_mode(), nullcontext() if selection is None else selection.active(self._model):
@@ -212,20 +212,20 @@ class ImportanceJudge:
         found: torch.Tensor = output.logits[0].float().log_softmax(-1)
         return found
 
-    def _say_whole(self, blocks: Sequence[BlockBits], question: Question) -> Said:
+    def _say_whole(self, blocks: Sequence[BlockBits], question: Question) -> ExactAnswer:
         past = self.past(blocks)
         rows = [self._first(past, question)]
         for _ in range(ANSWER_TOKENS - 1):
             rows.append(self._pass(past, [int(rows[-1].argmax())]))
         found = torch.cat(rows)
-        return Said(found.argmax(-1).tolist(), found)
+        return ExactAnswer(found.argmax(-1).tolist(), found)
 
     def whole(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Load everything, as raw objects, and ask."""
         device = Device(self._tier(), self._clock, self.bytes_s)
         for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
             device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
-        pages = Pages(self.layout, len(prefix.metas))
+        pages = RestoredRoom(self.layout, len(prefix.metas))
         started_s = self._clock.monotonic_s()
         with ThreadPoolExecutor(WHOLE_THREADS) as pool:
             done = [pool.submit(self._load_raw, device, *each, pages) for each in enumerate(prefix.metas)]
@@ -236,7 +236,7 @@ class ImportanceJudge:
         ttft_s = self._clock.monotonic_s() - started_s
         return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s, device.reads), None)
 
-    def _load_raw(self, device: Device, position: int, meta: BlockMeta, pages: Pages) -> None:
+    def _load_raw(self, device: Device, position: int, meta: BlockMeta, pages: RestoredRoom) -> None:
         buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
         stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
@@ -247,7 +247,7 @@ class ImportanceJudge:
         self,
         prefix: JudgedPrefix,
         number: int,
-        importance: Importance,
+        importance: SparseSettings,
         is_packed: bool = True,
         has_base: bool = True,
         probes: bool = False,
@@ -259,7 +259,7 @@ class ImportanceJudge:
         """
         tier = prefix.packed if is_packed else prefix.original
         device = Device(tier, self._clock, self.bytes_s)
-        load = SelectiveLoad(device if has_base else tier)
+        load = SparseLoad(device if has_base else tier)
         keys = self._probe(prefix, device, importance) if probes else None
         pages = self._pages(len(prefix.metas))
         if not has_base:
@@ -269,7 +269,7 @@ class ImportanceJudge:
         if has_base:
             ahead = importance.tokens_ahead(self.layout.tokens)
             load.open(prefix.metas, self._registry, pages.write, ahead)
-        selection = Selection(load, importance, keys)
+        selection = SparsePrefix(load, importance, keys)
         past = self._filled(pages, load.blocks)
         first = self._first(past, prefix.questions[number], selection)
         if selection.is_refused:
@@ -285,7 +285,7 @@ class ImportanceJudge:
     def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Ask with the base alone."""
         device = Device(prefix.packed, self._clock, self.bytes_s)
-        load, pages = SelectiveLoad(device), self._pages(len(prefix.metas))
+        load, pages = SparseLoad(device), self._pages(len(prefix.metas))
         started_s = self._clock.monotonic_s()
         load.open(prefix.metas, self._registry, pages.write)
         past = self._filled(pages, load.blocks)
@@ -294,7 +294,7 @@ class ImportanceJudge:
         load.close()
         return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
 
-    def _probe(self, prefix: JudgedPrefix, device: Device, importance: Importance) -> ProbeKeys:
+    def _probe(self, prefix: JudgedPrefix, device: Device, importance: SparseSettings) -> ProbeKeys:
         config = self._model.config
         group = config.num_attention_heads // self.layout.kv_heads
         asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
@@ -314,7 +314,7 @@ class ImportanceJudge:
         number: int,
         past: DynamicCache,
         first: torch.Tensor,
-        selection: Selection | None,
+        selection: SparsePrefix | None,
         cost: tuple[int, float, Mapping[ObjectId, int]],
         selected: SelectedLayers | None,
     ) -> Judged:

@@ -16,10 +16,10 @@ from kvtide.stream.plan import (
     PASS_TOKENS,
     Fetch,
     Plan,
-    Policy,
     Progress,
     Reason,
     Request,
+    StreamPolicy,
     expected_s,
     is_ready,
     leading_pass,
@@ -62,7 +62,7 @@ class _Player:
     """One request: what is under way on the link and in the engine, and the moments at which something ends."""
 
     def __init__(
-        self, policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs
+        self, policy: StreamPolicy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs
     ) -> None:
         self._policy = policy
         self._request = request
@@ -215,7 +215,7 @@ class _Player:
 
 
 def play(
-    policy: Policy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs | None = None
+    policy: StreamPolicy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs | None = None
 ) -> Outcome:
     """Play one request from `start_s` of the link on, until the engine starts."""
     player = _Player(policy, request, link, start_s, estimator, costs or Costs())

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvtide.stream.bandwidth import estimator_named
-from kvtide.stream.plan import Chunk, Policy, PrefillSpeed, Request, TwoEnded, cut, cut_for_meeting
+from kvtide.stream.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded, cut, cut_for_meeting
 from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES, Curve
@@ -68,11 +68,11 @@ class StreamCase(NamedTuple):
     """A policy, and the codec whose sections or levels it chooses from."""
 
     curve: Curve
-    policy: Callable[[Request], Policy]
+    policy: Callable[[Request], StreamPolicy]
     meets_engine: bool = False
 
 
-def _newest_first(request: Request) -> Policy:
+def _newest_first(request: Request) -> StreamPolicy:
     # A stand-in for measured importance. Quality here is the same for all tokens, so that only order is shown.
     return ImportanceFirst(range(len(request.chunks) - 1, -1, -1))
 

@@ -1,7 +1,7 @@
 """An engine in a process of its own that takes jobs as JSON lines: `python -m kvtide_lab.vllm.session`.
 
-The first line says what to start (`Start`), each further one what to do (`Job`); each is answered by one line. Needs
-nothing of kvtide's besides the connector that the start names, so that every peer is driven alike.
+The first line says what to start (`Start`), each further one what to do (`SessionJob`); each is answered by one line.
+Needs nothing of kvtide's besides the connector that the start names, so that every peer is driven alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Prompt(msgspec.Struct, frozen=True):
     abort_after: int | None = None
 
 
-class Job(msgspec.Struct, frozen=True):
+class SessionJob(msgspec.Struct, frozen=True):
     """What to do: `generate` prompts all at once, `reset` the engine's own prefix cache, `settle` or `check` kvtide."""
 
     verb: str
@@ -95,7 +95,7 @@ class _Session:
         self._engine = self._llm.llm_engine
         self._count = 0
 
-    def do(self, job: Job) -> Result:
+    def do(self, job: SessionJob) -> Result:
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         answers: list[Answer] = []
         is_done, stats = True, dict[str, Any]()
@@ -189,7 +189,7 @@ def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
     session = _Session(msgspec.json.decode(jobs.readline(), type=Start))
     _reply(replies, Result(stats={"pid": os.getpid()}))
     for line in jobs:
-        _reply(replies, session.do(msgspec.json.decode(line, type=Job)))
+        _reply(replies, session.do(msgspec.json.decode(line, type=SessionJob)))
     session.close()
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 import kvtide
 from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
-from kvtide.cli.report import CONSOLE, Finding, cpu_name, emit_json, format_bytes
+from kvtide.cli.report import CONSOLE, DoctorFinding, cpu_name, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption, store_folder
 from kvtide.config import cache_home
 
@@ -58,62 +58,64 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
         raise SystemExit(1)
 
 
-def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+def _python() -> DoctorFinding:
+    return DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
 
 
-def _native() -> Finding:
+def _native() -> DoctorFinding:
     try:
         from kvtide import _native
     except ImportError as error:
-        return Finding("native core", "bad", f"{error}; reinstall with a C++20 compiler")
-    return Finding("native core", "ok", Path(_native.__file__).name)
+        return DoctorFinding("native core", "bad", f"{error}; reinstall with a C++20 compiler")
+    return DoctorFinding("native core", "ok", Path(_native.__file__).name)
 
 
-def _optional(module: str) -> Finding:
+def _optional(module: str) -> DoctorFinding:
     if importlib.util.find_spec(module) is None:
-        return Finding(module, "off", _OPTIONAL[module])
+        return DoctorFinding(module, "off", _OPTIONAL[module])
     try:
-        return Finding(module, "ok", importlib.metadata.version(module.replace("_", "-")))
+        return DoctorFinding(module, "ok", importlib.metadata.version(module.replace("_", "-")))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(module, "ok", "version unknown")
+        return DoctorFinding(module, "ok", "version unknown")
 
 
-def _cpu() -> Finding:
+def _cpu() -> DoctorFinding:
     try:
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
         words = set()
     paths = [name for name in ("avx2", "avx512f", "avx512bw", "avx512vl", "sha_ni") if name in words]
-    return Finding("cpu", "ok", f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}")
+    return DoctorFinding(
+        "cpu", "ok", f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}"
+    )
 
 
-def _model() -> Finding:
+def _model() -> DoctorFinding:
     folders = sorted((cache_home() / "models").glob("*/config.json"))
     if not folders:
-        return Finding("converted model", "off", "none yet; `kvtide demo` makes it once")
-    return Finding("converted model", "ok", ", ".join(str(folder.parent) for folder in folders))
+        return DoctorFinding("converted model", "off", "none yet; `kvtide demo` makes it once")
+    return DoctorFinding("converted model", "ok", ", ".join(str(folder.parent) for folder in folders))
 
 
-def _disk(url: str) -> list[Finding]:
+def _disk(url: str) -> list[DoctorFinding]:
     path = store_folder(url)
     existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
     if not existing.is_dir():
-        return [Finding("store", "bad", f"{existing} is not a directory")]
+        return [DoctorFinding("store", "bad", f"{existing} is not a directory")]
     free_bytes = shutil.disk_usage(existing).free
     findings = [
-        Finding(
+        DoctorFinding(
             "disk", "ok" if free_bytes > _LOW_DISK_BYTES else "bad", f"{format_bytes(free_bytes)} free at {existing}"
         )
     ]
     if not os.access(existing, os.W_OK):
-        findings.append(Finding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
+        findings.append(DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
     elif not path.exists():
-        findings.append(Finding("store", "off", f"{path} does not exist yet"))
+        findings.append(DoctorFinding("store", "off", f"{path} does not exist yet"))
     elif not (path / "segments").is_dir():
         if any(path.iterdir()):
             raise ValueError(f"no store at {path}: it has other files and no folder named segments")
-        findings.append(Finding("store", "off", f"{path} is empty, nothing was stored yet"))
+        findings.append(DoctorFinding("store", "off", f"{path} is empty, nothing was stored yet"))
     else:
-        findings.append(Finding("store", "ok", str(path)))
+        findings.append(DoctorFinding("store", "ok", str(path)))
     return findings

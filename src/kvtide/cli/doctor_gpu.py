@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 import kvtide
-from kvtide.cli.report import Finding
+from kvtide.cli.report import DoctorFinding
 
 REPORT_BYTES_MAX = 1 << 20
 # It takes some minutes on a GPU.
@@ -65,14 +65,14 @@ class _Report(msgspec.Struct, frozen=True):
     tests: _Run | None = None
 
 
-def gpu_path() -> Finding:
+def gpu_path() -> DoctorFinding:
     """Tell who copies an engine's pages on this machine."""
     if not _has_device():
-        return Finding("gpu", "off", "no CUDA device here")
+        return DoctorFinding("gpu", "off", "no CUDA device here")
     has_extra = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
     needed = "" if has_extra else "pip install 'kvtide[gpu]' and "
     detail = f"torch copies vLLM's pages; for kernels, which no device has proven yet: {needed}device_kernels: true"
-    return Finding("gpu", "off", detail)
+    return DoctorFinding("gpu", "off", detail)
 
 
 def _has_device() -> bool:
@@ -98,7 +98,7 @@ def measured(path: Path) -> Path:
     return path
 
 
-def verdicts(path: Path) -> list[Finding]:
+def verdicts(path: Path) -> list[DoctorFinding]:
     """Judge a report of tools/gpu.py: a line for each goal, and for what has none. ValueError if it is none."""
     with path.open("rb") as file:
         data = file.read(REPORT_BYTES_MAX + 1)
@@ -108,12 +108,12 @@ def verdicts(path: Path) -> list[Finding]:
         raise ValueError(f"{path} is no report of tools/gpu.py: {error}") from error
     dry = "nothing: a dry run on the kernels' twin, by request or because torch saw no CUDA device,"
     status, device = ("ok", report.device) if report.is_measured else ("off", dry)
-    where = Finding("measured on", status, f"{device} at {report.commit}")
+    where = DoctorFinding("measured on", status, f"{device} at {report.commit}")
     runs = [("gpu tests", report.tests), ("gpu sanitizer", report.sanitizer)]
     return [
         where,
         *(_of_run(name, run) for name, run in runs if run is not None),
-        *(Finding(name, "bad", case.failed) for name, case in _all_cases(report) if case.failed),
+        *(DoctorFinding(name, "bad", case.failed) for name, case in _all_cases(report) if case.failed),
         *(_of_goal(goal, report.cases.get(goal.case, _Case())) for goal in GOALS),
     ]
 
@@ -122,16 +122,18 @@ def _all_cases(report: _Report) -> list[tuple[str, _Case]]:
     return [("build", report.build), *report.cases.items()]
 
 
-def _of_run(name: str, run: _Run) -> Finding:
+def _of_run(name: str, run: _Run) -> DoctorFinding:
     if run.status is None:
-        return Finding(name, "off", run.reason or "did not end in time")
-    return Finding(name, "bad" if run.status else "ok", f"failed with status {run.status}" if run.status else "passed")
+        return DoctorFinding(name, "off", run.reason or "did not end in time")
+    return DoctorFinding(
+        name, "bad" if run.status else "ok", f"failed with status {run.status}" if run.status else "passed"
+    )
 
 
-def _of_goal(goal: _Goal, case: _Case) -> Finding:
+def _of_goal(goal: _Goal, case: _Case) -> DoctorFinding:
     figure: float | None = getattr(case, goal.figure)
     wanted = f"the goal is {'at most' if goal.is_ceiling else 'at least'} {goal.bound}"
     if figure is None:
-        return Finding(goal.figure, "off", f"not measured, {wanted}")
+        return DoctorFinding(goal.figure, "off", f"not measured, {wanted}")
     is_reached = figure <= goal.bound if goal.is_ceiling else figure >= goal.bound
-    return Finding(goal.figure, "ok" if is_reached else "bad", f"{figure:.3g}, {wanted}")
+    return DoctorFinding(goal.figure, "ok" if is_reached else "bad", f"{figure:.3g}, {wanted}")

@@ -21,7 +21,7 @@ import kvtide
 CONSOLE = Console()
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """One line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad."""
 
     subject: str

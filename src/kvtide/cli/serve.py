@@ -26,7 +26,7 @@ from kvtide.server import (
     token_digest,
 )
 from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
-from kvtide.server.settings import DEFAULT_LISTEN, Address, ServerSettings, parse_address, read_settings
+from kvtide.server.settings import DEFAULT_LISTEN, ListenAddress, ServerSettings, parse_address, read_settings
 from kvtide.tier.pool import PoolServer, membership_of
 
 
@@ -138,7 +138,7 @@ async def _run(service: Service, settings: ServerSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, service.reload)
 
-    def say(address: Address) -> None:
+    def say(address: ListenAddress) -> None:
         print(f"kvtide serves {', '.join(settings.tiers)} on {address}", flush=True)
 
     await service.run(stop, say)

@@ -20,7 +20,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.config import Limits, cache_home
 from kvtide.engines import installed_profiles, read_profile
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.explain import Explanation, Verdict, read_header, read_object, read_record, weigh
+from kvtide.explain import Explanation, MatchVerdict, read_header, read_object, read_record, weigh
 from kvtide.explain import explain as explain_prompt
 from kvtide.importance import UseRecord
 from kvtide.stream.plan import PrefillSpeed
@@ -329,7 +329,7 @@ def _explain_row(
 ) -> ExplainRow:
     left_over = found.prompt_tokens - found.hit_tokens
     reason = found.verdict.value
-    if found.verdict is Verdict.ALL_FULL_BLOCKS and left_over:
+    if found.verdict is MatchVerdict.ALL_FULL_BLOCKS and left_over:
         reason = f"{reason}; the last {left_over} tokens don't fill a block"
     return ExplainRow(
         store=url,

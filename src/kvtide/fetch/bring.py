@@ -12,11 +12,11 @@ from kvtide.block import BlockBits
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
-from kvtide.fetch.job import Job
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState, Run
+from kvtide.fetch.job import FetchJob
+from kvtide.fetch.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
 from kvtide.stream import Receiver
-from kvtide.stream.plan import Policy
-from kvtide.tier import Source
+from kvtide.stream.plan import StreamPolicy
+from kvtide.tier.source import Source
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 LoadedBlock = Callable[[int, BlockBits], None]
 
 
-class Brought(NamedTuple):
+class LoadedPrefix(NamedTuple):
     """What the engine has: leading tokens, of them the blocks that were appended, decoded in `append_s`."""
 
     tokens: int
@@ -32,16 +32,16 @@ class Brought(NamedTuple):
     append_s: float
     report: FetchReport
     receiver: Receiver
-    job: Job
+    job: FetchJob
 
 
-class Bringing:
+class StreamedLoad:
     """A load into an engine: it fetches from the first moment on, and ends in `finish`."""
 
     def __init__(
         self,
-        job: Job,
-        policy: Policy,
+        job: FetchJob,
+        policy: StreamPolicy,
         sources: Sequence[Source],
         link: LinkState,
         clock: Clock,
@@ -55,7 +55,7 @@ class Bringing:
         self._clock = clock
         self._registry = registry
         self._receiver = Receiver(job.objects)
-        self._run = Run(job, self._receiver, policy, sources, link, clock, limits, computed, begun)
+        self._run = FetchRun(job, self._receiver, policy, sources, link, clock, limits, computed, begun)
         self._tokens = max((job.request.chunks[chunk].stop for chunk in computed), default=0)
         self._begun = begun
         self._run.start()
@@ -68,7 +68,7 @@ class Bringing:
         """End it with what is there, and nothing appended."""
         self._run.stop()
 
-    def finish(self, engine: Engine, append: LoadedBlock, is_begun_computed: bool = False) -> Brought:
+    def finish(self, engine: Engine, append: LoadedBlock, is_begun_computed: bool = False) -> LoadedPrefix:
         """Have the engine compute its part, then append all that is usable.
 
         Damaged blocks end it early, they raise nothing. is_begun_computed: whether the engine has what it had begun.
@@ -80,7 +80,7 @@ class Bringing:
             behind.tokens = max((self._job.request.chunks[chunk].stop for chunk in self._begun), default=self._tokens)
         report = self._run.until_ready(behind)
         behind.append_until(self._job.request.tokens)
-        return Brought(behind.tokens, behind.appended, behind.append_s, report, self._receiver, self._job)
+        return LoadedPrefix(behind.tokens, behind.appended, behind.append_s, report, self._receiver, self._job)
 
 
 class _Behind:
@@ -90,7 +90,7 @@ class _Behind:
         self,
         engine: Engine,
         append: LoadedBlock,
-        job: Job,
+        job: FetchJob,
         receiver: Receiver,
         registry: CodecRegistry,
         clock: Clock,

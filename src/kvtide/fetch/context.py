@@ -12,23 +12,23 @@ from typing import NamedTuple
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
-from kvtide.fetch.bring import Bringing, Brought, LoadedBlock
-from kvtide.fetch.job import Job, Wish, layered_job
-from kvtide.fetch.keep import Left
-from kvtide.fetch.lead import Lead, Opening
+from kvtide.fetch.bring import LoadedBlock, LoadedPrefix, StreamedLoad
+from kvtide.fetch.job import FetchJob, LoadRequest, layered_job
+from kvtide.fetch.keep import PartialLoad
+from kvtide.fetch.lead import SpeculativePrefill, StreamStart
 from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
 from kvtide.stream.plan import (
     CHUNK_TOKENS,
     Decision,
-    Policy,
     Reason,
+    StreamPolicy,
     TwoEnded,
     Way,
     cut,
     cut_for_meeting,
     decide,
 )
-from kvtide.tier import Source, read_heads
+from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 
 
@@ -48,7 +48,7 @@ class ContextReport(NamedTuple):
     decision: Decision | None
     fetch: FetchReport | None
     stored_tokens: int = 0
-    left: Left | None = None
+    left: PartialLoad | None = None
 
 
 class LoaderStats(NamedTuple):
@@ -70,7 +70,7 @@ class ContextLoader:
         link: LinkState,
         clock: Clock,
         limits: FetchLimits,
-        policy: Policy | None = None,
+        policy: StreamPolicy | None = None,
     ) -> None:
         self._sources = sources
         self._registry = registry
@@ -84,7 +84,7 @@ class ContextLoader:
         self._received_bytes = self._faults = 0
 
     def load(
-        self, metas: Sequence[BlockMeta], kl: Sequence[float], wish: Wish, engine: Engine, append: LoadedBlock
+        self, metas: Sequence[BlockMeta], kl: Sequence[float], wish: LoadRequest, engine: Engine, append: LoadedBlock
     ) -> ContextReport:
         """Have the engine hold the leading blocks by `wish.deadline_s`, computed by itself or appended as they came.
 
@@ -93,7 +93,7 @@ class ContextLoader:
         what is behind a loaded block, and at the end. CorruptPayload never leaves it: such blocks are not loaded.
         """
         started_s, tokens = self._clock.monotonic_s(), metas[0].layout.tokens
-        lead = Lead(len(metas) * tokens, tokens, wish, self._clock)
+        lead = SpeculativePrefill(len(metas) * tokens, tokens, wish, self._clock)
         pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
         opened = pool.submit(self._open, metas, kl, wish, lead, started_s)
         # Heads that come too late are read to no purpose, for `read_s_max` at most.
@@ -114,7 +114,14 @@ class ContextLoader:
     def _since(self, started_s: float) -> float:
         return self._clock.monotonic_s() - started_s
 
-    def _open(self, metas: Sequence[BlockMeta], kl: Sequence[float], wish: Wish, lead: Lead, started_s: float) -> None:
+    def _open(
+        self,
+        metas: Sequence[BlockMeta],
+        kl: Sequence[float],
+        wish: LoadRequest,
+        lead: SpeculativePrefill,
+        started_s: float,
+    ) -> None:
         """Read the heads, decide, and begin to fetch beside whatever the engine is computing then."""
         ids = [meta.id for meta in metas]
         heads = read_heads(self._sources, ids, self._clock, self._limits.read_s_max, self._limits.requests_max)
@@ -122,18 +129,18 @@ class ContextLoader:
         self._link.latency_s = min(self._link.latency_s, self._since(started_s) / 2)
         stored, tokens = self._matching(heads, metas), metas[0].layout.tokens
 
-        def found(done: int, under_way: int) -> Opening:
+        def found(done: int, under_way: int) -> StreamStart:
             if len(stored) * tokens <= done or len(stored) * tokens < under_way:
-                return Opening(None, 0, None)
+                return StreamStart(None, 0, None)
             job, computed, begun = self._job(stored, (done, under_way), kl, wish, started_s)
             decision = decide(job.request, self._link.estimator.bytes_per_s(), self._link.latency_s)
             if decision.way is Way.RECOMPUTE:
-                return Opening(decision, job.request.tokens, None)
+                return StreamStart(decision, job.request.tokens, None)
             link, limits = self._link, self._limits
-            bringing = Bringing(
+            bringing = StreamedLoad(
                 job, self._policy, self._sources, link, self._clock, limits, self._registry, computed, begun
             )
-            return Opening(decision, job.request.tokens, bringing)
+            return StreamStart(decision, job.request.tokens, bringing)
 
         lead.open(found)
 
@@ -152,9 +159,9 @@ class ContextLoader:
         stored: Sequence[StoredObject],
         under_way: tuple[int, int],
         kl: Sequence[float],
-        wish: Wish,
+        wish: LoadRequest,
         started_s: float,
-    ) -> tuple[Job, Sequence[int], Sequence[int]]:
+    ) -> tuple[FetchJob, Sequence[int], Sequence[int]]:
         """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
         tokens, blocks = stored[0].meta.layout.tokens, len(stored)
         decode_s = self._decode_block_s * blocks
@@ -172,7 +179,7 @@ class ContextLoader:
         begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
         return layered_job(stored, spans, kl, wish._replace(deadline_s=left_s)), computed, begun
 
-    def _report(self, brought: Brought, opening: Opening, started_s: float) -> ContextReport:
+    def _report(self, brought: LoadedPrefix, opening: StreamStart, started_s: float) -> ContextReport:
         report, chunks = brought.report, brought.report.progress.computed
         if brought.appended:
             self._decode_block_s = brought.append_s / len(brought.appended)
@@ -181,7 +188,7 @@ class ContextLoader:
         self._faults += report.faults
         request = brought.job.request
         own = sum(request.chunks[chunk].tokens for chunk in chunks)
-        left = Left(brought.job.objects, brought.receiver, brought.appended)
+        left = PartialLoad(brought.job.objects, brought.receiver, brought.appended)
         return ContextReport(
             brought.tokens,
             own,

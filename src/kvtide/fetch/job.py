@@ -14,7 +14,7 @@ from kvtide.wire import StoredObject
 _Spans = Sequence[tuple[int, int]]
 
 
-class Piece(NamedTuple):
+class ObjectRange(NamedTuple):
     """Bytes [start, stop) of one of a job's objects."""
 
     block: int
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Wish(NamedTuple):
+class LoadRequest(NamedTuple):
     """When the engine should start, in seconds from now, at which loss at once, and how fast it computes."""
 
     prefill: PrefillSpeed
@@ -31,19 +31,19 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FetchJob:
     """A request with the bytes behind it: `pieces[chunk][step]` of `objects`."""
 
     request: Request
     objects: tuple[StoredObject, ...]
-    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    pieces: tuple[tuple[tuple[ObjectRange, ...], ...], ...]
 
-    def asked(self, prefill: PrefillSpeed, deadline_s: float) -> Job:
+    def asked(self, prefill: PrefillSpeed, deadline_s: float) -> FetchJob:
         """Return the same with another deadline, for an engine of another speed."""
         return replace(self, request=replace(self.request, prefill=prefill, deadline_s=deadline_s))
 
 
-def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: Wish) -> Job:
+def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: LoadRequest) -> FetchJob:
     """Return the job of one layered object a block.
 
     spans: tokens [start, stop) of the chunks, whole blocks. kl: loss with refinement 0, with 0 and 1, and so on.
@@ -56,7 +56,9 @@ def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[flo
     return _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
 
 
-def level_job(levels: Sequence[Sequence[StoredObject]], spans: _Spans, kl: Sequence[float], wish: Wish) -> Job:
+def level_job(
+    levels: Sequence[Sequence[StoredObject]], spans: _Spans, kl: Sequence[float], wish: LoadRequest
+) -> FetchJob:
     """Return the job of blocks that are stored once for each level, the smallest level first.
 
     levels: the run's objects at each level. `kl` and errors as for `layered_job`, with a loss for each level.
@@ -72,28 +74,28 @@ def level_job(levels: Sequence[Sequence[StoredObject]], spans: _Spans, kl: Seque
     return _job(every, steps, blocks, spans, kl, is_layered=False, wish=wish)
 
 
-def _steps(stored: StoredObject) -> list[Piece]:
+def _steps(stored: StoredObject) -> list[ObjectRange]:
     """Return the bytes of each refinement: sections stand in that order. The blocks' numbers are filled in later."""
     pieces = []
     for _, run in groupby(stored.entries, key=lambda entry: entry.id.refinement):
         entries = list(run)
-        pieces.append(Piece(0, entries[0].offset, entries[-1].offset + entries[-1].size))
+        pieces.append(ObjectRange(0, entries[0].offset, entries[-1].offset + entries[-1].size))
     return pieces
 
 
-def _body(number: int, stored: StoredObject) -> Piece:
-    return Piece(number, stored.entries[0].offset, stored.object_bytes)
+def _body(number: int, stored: StoredObject) -> ObjectRange:
+    return ObjectRange(number, stored.entries[0].offset, stored.object_bytes)
 
 
 def _job(
     objects: Sequence[StoredObject],
-    steps: Sequence[Sequence[Piece]],
+    steps: Sequence[Sequence[ObjectRange]],
     blocks: int,
     spans: _Spans,
     kl: Sequence[float],
     is_layered: bool,
-    wish: Wish,
-) -> Job:
+    wish: LoadRequest,
+) -> FetchJob:
     if len(kl) != len(steps[0]):
         raise ValueError(f"expected a loss for each of {len(steps[0])} steps, got {len(kl)}")
     starts = [stored.meta.start for stored in objects[:blocks]]
@@ -116,4 +118,4 @@ def _job(
     request = Request(tuple(chunks), is_layered, wish.prefill, wish.deadline_s, wish.kl_goal)
     if request.tokens != blocks * tokens:
         raise ValueError(f"the chunks end at token {request.tokens}, the blocks at {blocks * tokens}")
-    return Job(request, tuple(objects), tuple(pieces))
+    return FetchJob(request, tuple(objects), tuple(pieces))

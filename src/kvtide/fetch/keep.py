@@ -17,7 +17,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.stream import Receiver
-from kvtide.tier import Source
+from kvtide.tier.source import Source
 from kvtide.wire import StoredObject
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 Put = Callable[[BlockMeta, bytes], bool]
 
 
-class Left(NamedTuple):
+class PartialLoad(NamedTuple):
     """What a load has received of its objects, and the numbers of those that the engine has from there."""
 
     objects: Sequence[StoredObject]
@@ -40,7 +40,7 @@ class Left(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLimits:
+class BackfillLimits:
     """Bounds. ValueError for one that is not positive."""
 
     # Of loads that wait to be completed, and their objects' bytes.
@@ -55,7 +55,7 @@ class KeepLimits:
             raise ValueError(f"bounds must be positive, got {self}")
 
 
-class KeepStats(NamedTuple):
+class BackfillStats(NamedTuple):
     """Objects kept and not, and the bytes that were fetched for it."""
 
     kept: int
@@ -63,25 +63,25 @@ class KeepStats(NamedTuple):
     received_bytes: int
 
 
-class Keeper:
+class Backfill:
     """Owns a thread from the first offer until `close`. Safe to use from several threads."""
 
-    def __init__(self, sources: Sequence[Source], put: Put, clock: Clock, limits: KeepLimits | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], put: Put, clock: Clock, limits: BackfillLimits | None = None) -> None:
         """ValueError for no source."""
         if not sources:
             raise ValueError("keeping needs at least one source, got none")
         self._sources = list(sources)
         self._put = put
         self._clock = clock
-        self._limits = limits or KeepLimits()
+        self._limits = limits or BackfillLimits()
         self._changed = threading.Condition()
-        self._waiting: deque[Left] = deque()
+        self._waiting: deque[PartialLoad] = deque()
         self._held_bytes = self._loads = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._kept = self._dropped = self._received_bytes = 0
 
-    def offer(self, left: Left) -> bool:
+    def offer(self, left: PartialLoad) -> bool:
         """Complete a load's objects later; the receiver is the keeper's from now on. False if there is no room."""
         with self._changed:
             size = left.object_bytes
@@ -122,10 +122,10 @@ class Keeper:
         if self._thread is not None:
             self._thread.join(self._limits.close_s_max)
 
-    def stats(self) -> KeepStats:
+    def stats(self) -> BackfillStats:
         """Return the counters."""
         with self._changed:
-            return KeepStats(self._kept, self._dropped, self._received_bytes)
+            return BackfillStats(self._kept, self._dropped, self._received_bytes)
 
     def _keep_until_closed(self) -> None:
         while True:
@@ -144,7 +144,7 @@ class Keeper:
                 self._held_bytes -= left.object_bytes
                 self._changed.notify_all()
 
-    def _keep(self, left: Left, block: int) -> bool:
+    def _keep(self, left: PartialLoad, block: int) -> bool:
         stored = left.objects[block]
         for start, stop in left.receiver.missing_ranges(block):
             if not self._bring(left, block, start, stop):
@@ -154,7 +154,7 @@ class Keeper:
             _log.debug("%s came damaged and is not kept", stored.meta.id)
         return data is not None and self._put(stored.meta, data)
 
-    def _bring(self, left: Left, block: int, start: int, stop: int) -> bool:
+    def _bring(self, left: PartialLoad, block: int, start: int, stop: int) -> bool:
         """Fetch a range, at one source after the other, from where the last one stopped."""
         position, tried = start, 0
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtide.clock import Clock
-from kvtide.fetch.bring import Bringing
-from kvtide.fetch.job import Wish
+from kvtide.fetch.bring import StreamedLoad
+from kvtide.fetch.job import LoadRequest
 from kvtide.fetch.run import Engine
 from kvtide.stream.plan import PASS_TOKENS, Decision, pass_reach
 
@@ -19,7 +19,7 @@ _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class StreamStart:
     """What was found, and what to do: `bringing` is under way, or None if the rest is the engine's.
 
     decision: None if there is nothing to load. stored_tokens: those that could be loaded.
@@ -27,16 +27,16 @@ class Opening:
 
     decision: Decision | None
     stored_tokens: int
-    bringing: Bringing | None
+    bringing: StreamedLoad | None
 
 
-class Lead:
+class SpeculativePrefill:
     """The first tokens of a context, computed until an opening is known; the pass that is under way then goes on.
 
     One thread is in `compute`, another one calls `open`.
     """
 
-    def __init__(self, tokens: int, block_tokens: int, wish: Wish, clock: Clock) -> None:
+    def __init__(self, tokens: int, block_tokens: int, wish: LoadRequest, clock: Clock) -> None:
         self._tokens = tokens
         self._block_tokens = block_tokens
         self._wish = wish
@@ -46,7 +46,7 @@ class Lead:
         # Computed, and what will be once the pass under way has ended.
         self._done = self._under_way = 0
         self._is_over = False
-        self.opening: Opening | None = None
+        self.opening: StreamStart | None = None
         # Whether the pass that was under way when the opening came has been computed.
         self.is_begun_computed = False
 
@@ -55,7 +55,7 @@ class Lead:
         """Return how many tokens are computed, without the pass that was under way when something to load was found."""
         return self._done
 
-    def open(self, found: Callable[[int, int], Opening]) -> None:
+    def open(self, found: Callable[[int, int], StreamStart]) -> None:
         """Take what `found` says of the tokens that are computed, and those that will be once a pass has ended.
 
         It is not called once `compute` has ended.
@@ -84,7 +84,7 @@ class Lead:
             raise
 
     @property
-    def _bringing(self) -> Bringing | None:
+    def _bringing(self) -> StreamedLoad | None:
         return self.opening.bringing if self.opening is not None else None
 
     def _is_wanted(self) -> bool:

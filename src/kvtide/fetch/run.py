@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.fetch.job import Job, Piece
+from kvtide.fetch.job import FetchJob, ObjectRange
 from kvtide.stream import Estimator, Receiver
-from kvtide.stream.plan import Fetch, Policy, Progress, Reason, expected_s, is_ready, leading_pass, mean_kl
-from kvtide.tier import Source
+from kvtide.stream.plan import Fetch, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.tier.source import Source
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Flight:
         return expected_s(clock_s, self.asked_s, self._size, self.left_bytes, latency_s)
 
 
-class Run:
+class FetchRun:
     """One load, from `start` on: threads that fetch, and the caller's, which computes in `until_ready`.
 
     Everything is read and written under `_changed`.
@@ -108,9 +108,9 @@ class Run:
 
     def __init__(
         self,
-        job: Job,
+        job: FetchJob,
         receiver: Receiver,
-        policy: Policy,
+        policy: StreamPolicy,
         sources: Sequence[Source],
         link: LinkState,
         clock: Clock,
@@ -232,7 +232,7 @@ class Run:
         outstanding = sum(flight.left_bytes for flight in self._flights)
         return not self._flights or outstanding < self._link.in_flight_bytes
 
-    def _bring(self, piece: Piece, flight: _Flight, deadline_s: float) -> bool:
+    def _bring(self, piece: ObjectRange, flight: _Flight, deadline_s: float) -> bool:
         """Read a piece to its end, at one source after the other, from where the last one stopped."""
         position, absent = piece.start, 0
         while position < piece.stop and absent < len(self._sources):
@@ -377,7 +377,7 @@ class Run:
 class _Taker:
     """Follows the position of one read."""
 
-    def __init__(self, run_: Run, block: int, position: int, flight: _Flight, asked_s: float) -> None:
+    def __init__(self, run_: FetchRun, block: int, position: int, flight: _Flight, asked_s: float) -> None:
         self._run = run_
         self._block = block
         self._flight = flight

@@ -68,7 +68,7 @@ class _Base(NamedTuple):
     sections: list[Section]
 
 
-class SelectiveLoad:
+class SparseLoad:
     """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`."""
 
     def __init__(self, tier: Tier) -> None:

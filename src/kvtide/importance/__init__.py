@@ -1,7 +1,7 @@
 """Which tokens matter (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
 
-from kvtide.importance.guard import Finding, Guard, NeighboursAgree
-from kvtide.importance.probe import AllHeads, Ask, Floats, Selector, top_tokens
+from kvtide.importance.guard import Guard, NeighboursAgree, ProbeFinding
+from kvtide.importance.probe import AllHeads, Floats, ProbeQuestion, Selector, top_tokens
 from kvtide.importance.reorder import (
     CHUNK_TOKENS,
     Orders,
@@ -18,12 +18,12 @@ __all__ = [
     "RECORD_BYTES_MAX",
     "WRITER_BYTES",
     "AllHeads",
-    "Ask",
-    "Finding",
     "Floats",
     "Guard",
     "NeighboursAgree",
     "Orders",
+    "ProbeFinding",
+    "ProbeQuestion",
     "Selector",
     "UseRecord",
     "WriterId",

@@ -28,7 +28,7 @@ SPREAD_MIN = 0.1
 TOKENS_MIN = 128
 
 
-class Finding(NamedTuple):
+class ProbeFinding(NamedTuple):
     """What a probe found in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
 
     importance: Floats
@@ -43,7 +43,7 @@ class Guard(Protocol):
     def name(self) -> str:
         """Return the name in tables."""
 
-    def score(self, finding: Finding) -> float:
+    def score(self, finding: ProbeFinding) -> float:
         """Return how far a layer's selection may stand for the whole, from 0 to 1."""
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
@@ -70,7 +70,7 @@ class HeadsAgree:
     def __init__(self, alpha: float = ALPHA) -> None:
         self._alpha = _share(alpha)
 
-    def score(self, finding: Finding) -> float:
+    def score(self, finding: ProbeFinding) -> float:
         """Return the mean similarity of pairs of heads; one head agrees with itself."""
         tops = [top_tokens(row, finding.taken) for row in finding.importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
@@ -95,7 +95,7 @@ class NeighboursAgree:
         """alike: the score that is enough. ValueError outside (0, 1]."""
         self._alike = _share(alike)
 
-    def score(self, finding: Finding) -> float:
+    def score(self, finding: ProbeFinding) -> float:
         """Return how much less neighbours differ than tokens two and three apart, in the median over heads.
 
         Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike,

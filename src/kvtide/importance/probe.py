@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
-class Ask(NamedTuple):
+class ProbeQuestion(NamedTuple):
     """One layer's question: who of the prefix matters to the suffix.
 
     queries: (heads, suffix, head_dim); keys: (kv_heads, prefix, head_dim), as good as they are; suffix_keys:
@@ -37,7 +37,7 @@ class Selector(Protocol):
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return the query heads that are asked, whose keys must be there; none if no key is looked at."""
 
-    def importance(self, ask: Ask) -> Floats:
+    def importance(self, ask: ProbeQuestion) -> Floats:
         """Return (rows, prefix): a row for each head that was asked, or one. ValueError for arrays that don't fit."""
 
 
@@ -48,7 +48,7 @@ class _Heads:
         """Return all heads."""
         return list(range(heads))
 
-    def importance(self, ask: Ask) -> Floats:
+    def importance(self, ask: ProbeQuestion) -> Floats:
         """Return the attention mass that each head's suffix gives to each token of the prefix."""
         return attention_mass(ask, self.heads(len(ask.queries), len(ask.keys)))
 
@@ -95,7 +95,7 @@ class Recency(_Blind):
 
     name = "recency"
 
-    def importance(self, ask: Ask) -> Floats:
+    def importance(self, ask: ProbeQuestion) -> Floats:
         """Return more for later tokens."""
         return np.arange(1, ask.keys.shape[1] + 1, dtype=np.float32)[None]
 
@@ -108,13 +108,13 @@ class Random(_Blind):
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
-    def importance(self, ask: Ask) -> Floats:
+    def importance(self, ask: ProbeQuestion) -> Floats:
         """Return chance."""
         drawn: Floats = self._rng.random((1, ask.keys.shape[1]), dtype=np.float32)
         return drawn
 
 
-class Known(_Blind):
+class KnownScores(_Blind):
     """What earlier uses found: no probe at all."""
 
     name = "past-uses"
@@ -123,13 +123,13 @@ class Known(_Blind):
         """scores: (layers, prefix)."""
         self._scores = scores
 
-    def importance(self, ask: Ask) -> Floats:
+    def importance(self, ask: ProbeQuestion) -> Floats:
         """Return the layer's scores."""
         scores: Floats = self._scores[ask.layer][None]
         return scores
 
 
-def attention_mass(ask: Ask, heads: list[int]) -> Floats:
+def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:
     """Return what each head's suffix tokens attend to, in the mean over them: (heads, prefix), 1 on average at most.
 
     The suffix's own keys take their share, causally.
@@ -149,7 +149,7 @@ def attention_mass(ask: Ask, heads: list[int]) -> Floats:
     return mass
 
 
-def _check(ask: Ask) -> None:
+def _check(ask: ProbeQuestion) -> None:
     heads, suffix, head_dim = ask.queries.shape
     kv_heads = len(ask.keys)
     if not kv_heads or heads % kv_heads or suffix < 1 or ask.keys.shape[1] < 1:

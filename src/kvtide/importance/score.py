@@ -37,7 +37,7 @@ _ENTRY = struct.Struct("<8sQdd")
 _DIGEST_BYTES = 16
 
 
-class Entry(NamedTuple):
+class UseEntry(NamedTuple):
     """What one writer saw: the mean importance over its uses, each weighed by its age.
 
     version: uses noted; weight: sum of the uses' weights at time_s (wall time of the last). mean: (layers, tokens).
@@ -65,7 +65,7 @@ class UseRecord:
     block: BlockKey
     layers: int
     tokens: int
-    entries: Mapping[WriterId, Entry] = field(default_factory=dict)
+    entries: Mapping[WriterId, UseEntry] = field(default_factory=dict)
 
     def noted(self, writer: WriterId, importance: Floats, time_s: float) -> UseRecord:
         """Return the record with one more use. importance: (layers, tokens), finite, not negative."""
@@ -80,7 +80,7 @@ class UseRecord:
         if old is not None:
             mean += old.mean.astype(np.float64) * (before / total)
         time_s = max(time_s, old.time_s) if old else time_s
-        entry = Entry(old.version + 1 if old else 1, time_s, total, np.minimum(mean, _MEAN_MAX).astype(np.float16))
+        entry = UseEntry(old.version + 1 if old else 1, time_s, total, np.minimum(mean, _MEAN_MAX).astype(np.float16))
         return self._with({**self.entries, writer: entry})
 
     def merged(self, other: UseRecord) -> UseRecord:
@@ -93,7 +93,7 @@ class UseRecord:
                 both[writer] = entry
         return self._with(both)
 
-    def _with(self, entries: Mapping[WriterId, Entry]) -> UseRecord:
+    def _with(self, entries: Mapping[WriterId, UseEntry]) -> UseRecord:
         last = sorted(entries.items(), key=lambda item: _order(*item), reverse=True)[:WRITERS_MAX]
         return UseRecord(self.block, self.layers, self.tokens, dict(sorted(last)))
 
@@ -147,17 +147,17 @@ class UseRecord:
             raise CorruptPayload(f"{count} writers in a use record of {len(view)} bytes")
         if xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
             raise CorruptPayload("checksum of the use record does not match")
-        entries: dict[WriterId, Entry] = {}
+        entries: dict[WriterId, UseEntry] = {}
         for offset in range(_HEAD.size, len(view) - _DIGEST_BYTES, entry_bytes):
             writer, uses, time_s, weight = _ENTRY.unpack_from(view, offset)
             mean = np.frombuffer(view[offset + _ENTRY.size : offset + entry_bytes], dtype="<f2")
             is_sound = np.isfinite(mean).all() and (mean >= 0).all() and np.isfinite([time_s, weight]).all()
             if not is_sound or weight < 0 or (entries and writer <= max(entries)):
                 raise CorruptPayload("a use record's writers must be sorted, its numbers finite and not negative")
-            entries[writer] = Entry(uses, time_s, weight, mean.astype(np.float16).reshape(layers, tokens))
+            entries[writer] = UseEntry(uses, time_s, weight, mean.astype(np.float16).reshape(layers, tokens))
         return cls(block, layers, tokens, entries)
 
 
-def _order(writer: WriterId, entry: Entry) -> tuple[float, int, bytes, float, bytes]:
+def _order(writer: WriterId, entry: UseEntry) -> tuple[float, int, bytes, float, bytes]:
     # Total, so that whoever merges in whatever order keeps the same entries. A writer's own time never falls.
     return (entry.time_s, entry.version, writer, entry.weight, entry.mean.tobytes())

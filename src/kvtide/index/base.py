@@ -19,7 +19,7 @@ class Match(NamedTuple):
     tiers: bytes
 
 
-class Record(NamedTuple):
+class ListedBlock(NamedTuple):
     """One block as a tier lists it: enough to hang it into the tree."""
 
     namespace: Namespace
@@ -71,7 +71,7 @@ class Index(Protocol):
         cost that is not positive.
         """
 
-    def restore(self, records: Iterable[Record], tier: int = 0) -> RestoreReport:
+    def restore(self, records: Iterable[ListedBlock], tier: int = 0) -> RestoreReport:
         """Make known what a tier lists, in any order."""
 
     def place(self, key: BlockKey, tier: int) -> None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtide.index.policy import Policy
+from kvtide.index.policy import EvictionPolicy
 from kvtide.index.run import Run
 from kvtide.types import Namespace
 
@@ -38,7 +38,7 @@ class Account:
 
     __slots__ = ("blocks_max", "ghost_blocks", "ghosts", "held", "policy", "priority")
 
-    def __init__(self, policy: Policy, blocks_max: int, priority: int) -> None:
+    def __init__(self, policy: EvictionPolicy, blocks_max: int, priority: int) -> None:
         self.policy = policy
         self.blocks_max = blocks_max
         self.priority = priority
@@ -51,7 +51,7 @@ class Account:
 class Ledger:
     """Hands out accounts and says whose turn it is to give blocks back."""
 
-    def __init__(self, policy_of: Callable[[int], Policy], blocks_max: int, rules: Rules) -> None:
+    def __init__(self, policy_of: Callable[[int], EvictionPolicy], blocks_max: int, rules: Rules) -> None:
         if blocks_max < 0:
             raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
         self.blocks_max = blocks_max

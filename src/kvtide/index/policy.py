@@ -25,7 +25,7 @@ class Use(NamedTuple):
     held_blocks: int
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """Chooses what to evict. Called under the index's lock; needs none of its own."""
 
     # Evicted blocks that the index shall remember for this policy; 0 for none.

@@ -14,9 +14,9 @@ from itertools import groupby
 from operator import attrgetter
 
 from kvtide.clock import Clock
-from kvtide.index.base import IndexStats, Match, Record, RestoreReport
+from kvtide.index.base import IndexStats, ListedBlock, Match, RestoreReport
 from kvtide.index.ledger import Account, Ledger, Rules
-from kvtide.index.policy import Policy, Use
+from kvtide.index.policy import EvictionPolicy, Use
 from kvtide.index.rebuild import Rebuild
 from kvtide.index.run import Run
 from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
@@ -33,7 +33,7 @@ class RadixIndex:
     """
 
     def __init__(
-        self, clock: Clock, policy_of: Callable[[int], Policy], blocks_max: int, rules: Rules = _NO_RULES
+        self, clock: Clock, policy_of: Callable[[int], EvictionPolicy], blocks_max: int, rules: Rules = _NO_RULES
     ) -> None:
         self._clock = clock
         self._ttl_s = rules.ttl_s
@@ -331,7 +331,7 @@ class RadixIndex:
             self._offer(run)
         return removed
 
-    def restore(self, records: Iterable[Record], tier: int = 0) -> RestoreReport:
+    def restore(self, records: Iterable[ListedBlock], tier: int = 0) -> RestoreReport:
         """Make known what a tier lists, in any order; blocks whose parent is not listed are passed over."""
         rebuild, restored = Rebuild(records), 0
         for namespace, parent, chain in rebuild.chains():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from kvtide.index.base import Record
+from kvtide.index.base import ListedBlock
 from kvtide.types import BlockKey, Namespace
 
 _Edge = tuple[Namespace, BlockKey]
@@ -14,7 +14,7 @@ _Edge = tuple[Namespace, BlockKey]
 class Rebuild:
     """The blocks of a listing by their parents. `listed` counts them, each once."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[ListedBlock]) -> None:
         self._children: defaultdict[_Edge, set[BlockKey]] = defaultdict(set)
         for namespace, key, parent in records:
             self._children[namespace, parent].add(key)

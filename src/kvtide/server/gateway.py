@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import NOBODY, Scope
-from kvtide.server.http import BodyBuffers, Exchange, Guest, Reception, Stream, Workers
+from kvtide.server.http import BodyBuffers, Connection, Exchange, Guest, Reception, Workers
 from kvtide.server.http.receive import receive
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.observe import PAGES, AccessLog, Pages
+from kvtide.server.observe import PAGES, AccessLog, Observability
 from kvtide.server.regions import RecordRequests, Region
 from kvtide.server.settings import ServerLimits
 from kvtide.types import Namespace
@@ -72,7 +72,7 @@ class Gateway:
         records: RecordRequests,
         listing: Listing,
         buffers: BodyBuffers,
-        pages: Pages,
+        pages: Observability,
         live: Live,
         metrics: Metrics,
         workers: Workers,
@@ -97,7 +97,7 @@ class Gateway:
     def _limits(self) -> ServerLimits:
         return self._live.limits
 
-    async def serve(self, stream: Stream, guest: Guest) -> None:
+    async def serve(self, stream: Connection, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""
         self._metrics.connection_opened()
         try:
@@ -110,7 +110,7 @@ class Gateway:
             stream.close()
             self._metrics.connection_closed()
 
-    async def _serve_one(self, stream: Stream, guest: Guest, common_name: str | None) -> bool:
+    async def _serve_one(self, stream: Connection, guest: Guest, common_name: str | None) -> bool:
         """Answer the next request. False if the connection ends with it."""
         limits = self._limits
         try:
@@ -136,7 +136,7 @@ class Gateway:
             self._metrics.count_request(kind, exchange.status)
             self._access_log.note(exchange, kind)
 
-    def _exchange(self, stream: Stream, guest: Guest, head: RequestHead) -> Exchange:
+    def _exchange(self, stream: Connection, guest: Guest, head: RequestHead) -> Exchange:
         return Exchange(
             stream=stream,
             client=guest.client,
@@ -151,7 +151,7 @@ class Gateway:
             has_unread_body=bool(head.content_length),
         )
 
-    async def _refuse_head(self, stream: Stream, guest: Guest, error: RequestRefused) -> None:
+    async def _refuse_head(self, stream: Connection, guest: Guest, error: RequestRefused) -> None:
         exchange = self._exchange(stream, guest, RequestHead("", "", {}, None, False))
         try:
             await exchange.refuse(error)

@@ -17,7 +17,8 @@ from kvtide.server.http import BodyBuffers, Exchange, Shares, Workers, take_buff
 from kvtide.server.metrics import Metrics
 from kvtide.server.regions import Latest
 from kvtide.server.settings import ServerLimits
-from kvtide.tier import Tier, until
+from kvtide.tier import Tier
+from kvtide.tier.deadline import until
 from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header

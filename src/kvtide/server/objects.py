@@ -11,7 +11,7 @@ from functools import partial
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http import BodyBuffers, Exchange, Headers, Order, Sender, Workers
+from kvtide.server.http import BodyBuffers, Exchange, Headers, Sender, SendOrder, Workers
 from kvtide.server.http.receive import receive
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live
@@ -194,7 +194,7 @@ class ObjectRequests:
             self._metrics.count_read(exchange.caller.tenant)
         head = exchange.begin(status, count, common)
         exchange.wait_s = await self._sender.send(
-            Order(
+            SendOrder(
                 stream=exchange.stream,
                 head=head,
                 lent=lent,

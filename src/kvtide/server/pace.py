@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pace:
+class ProgressBudget:
     """A bucket of time: waiting empties it, bytes that move fill it, up to `slow_s_max` seconds.
 
     So a peer is never slower than `bytes_s_min` for longer than that, however fast it was before. `due_s` is when the

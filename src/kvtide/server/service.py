@@ -19,14 +19,14 @@ from kvtide.clock import Clock
 from kvtide.server.auth import tenants_named
 from kvtide.server.gateway import Gateway
 from kvtide.server.http import (
+    AllowedHosts,
     BodyBuffers,
-    Doors,
+    Connection,
+    ConnectionLimits,
     Guest,
     Mover,
     Reception,
     Sender,
-    Sites,
-    Stream,
     Turns,
     Workers,
     account_of,
@@ -42,12 +42,12 @@ from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
 from kvtide.server.names import Names
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.observe import AccessLog, Health, Observatory, Outlook, Pages
+from kvtide.server.observe import AccessLog, Health, Observability, Observatory, Outlook
 from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.regions import RecordRequests, Records, Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
-from kvtide.server.settings import Address, ServerSettings, are_records_kept, parse_address, records_path
+from kvtide.server.settings import ListenAddress, ServerSettings, are_records_kept, parse_address, records_path
 from kvtide.tier import tiers_of
 from kvtide.tier.stack import TierStack
 
@@ -130,7 +130,7 @@ class Service:
         self._address = parse_address(settings.listen)
         self._addresses = [self._address]
         if settings.socket_path is not None:
-            self._addresses.append(Address("", 0, str(settings.socket_path)))
+            self._addresses.append(ListenAddress("", 0, str(settings.socket_path)))
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._connections = 0
         self._mover = Mover()
@@ -142,7 +142,7 @@ class Service:
         self._access_log = AccessLog(lambda: self.live.limits, clock)
         limits = settings.limits
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.doors = Doors(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
+        self.doors = ConnectionLimits(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
@@ -167,7 +167,7 @@ class Service:
         """Return how many connections are open."""
         return len(self._tasks)
 
-    async def run(self, stop: asyncio.Event, on_listening: Callable[[Address], None]) -> None:
+    async def run(self, stop: asyncio.Event, on_listening: Callable[[ListenAddress], None]) -> None:
         """Serve until `stop` is set, then finish what is under way for at most `drain_s_max`.
 
         OSError if the address can't be listened on. `on_listening` gets the address with the port that it really is.
@@ -234,10 +234,10 @@ class Service:
         central = region.central if region else None
         records = RecordRequests(stored, central, workers, live, are_records_kept(live.settings))
         outlook = Outlook(self._member, region, self._clock)
-        pages = Pages(self._tier, self.scheduler, self.observatory, workers, self._local, outlook)
+        pages = Observability(self._tier, self.scheduler, self.observatory, workers, self._local, outlook)
         settings = live.settings
         is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
-        reception = Reception(live, self.doors, Turns(loop), Sites(is_mine))
+        reception = Reception(live, self.doors, Turns(loop), AllowedHosts(is_mine))
         listing = Listing(self._tier, names)
         return Gateway(
             reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log, region
@@ -349,14 +349,14 @@ class Service:
         return sock
 
     def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        stream = Stream(sock, loop, self._mover)
+        stream = Connection(sock, loop, self._mover)
         task = self._tasks[guest] = loop.create_task(gateway.serve(stream, guest))
         task.add_done_callback(partial(self._end, guest, stream))
 
     def _cut(self, guest: Guest) -> None:
         self._tasks[guest].cancel()
 
-    def _end(self, guest: Guest, stream: Stream, task: asyncio.Task[None]) -> None:
+    def _end(self, guest: Guest, stream: Connection, task: asyncio.Task[None]) -> None:
         # A task that was cut before it began has closed nothing.
         stream.close()
         del self._tasks[guest]

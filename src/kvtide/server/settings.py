@@ -12,14 +12,14 @@ import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.server.proxies import Proxies, ProxyHeader
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
 __all__ = [
-    "Address",
+    "ListenAddress",
     "ServerLimits",
     "ServerSettings",
     "TlsSettings",
@@ -91,9 +91,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return how much of the memory tier one tenant's readers hold at a time, but for one object alone."""
         return max(1, self.memory_bytes_max // 4)
 
-    def pace(self, now_s: float) -> Pace:
+    def pace(self, now_s: float) -> ProgressBudget:
         """Return how slow a body may be that begins now."""
-        return Pace(self.head_s_max, self.rate_bytes_s_min, now_s)
+        return ProgressBudget(self.head_s_max, self.rate_bytes_s_min, now_s)
 
 
 class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     audit_log: Path | None = None
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     """Where to listen: a path, or host and port."""
 
     host: str
@@ -164,14 +164,14 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> ListenAddress:
     """Return an address from `host:port`, `[v6]:port` or `unix:/path`. ValueError for anything else."""
     if text.startswith("unix:/"):
-        return Address("", 0, text.removeprefix("unix:"))
+        return ListenAddress("", 0, text.removeprefix("unix:"))
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port[:6]) > 0xFFFF:
         raise ValueError(f"expected host:port or unix:/path to listen on, got {text!r}")
-    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+    return ListenAddress(host.removeprefix("[").removesuffix("]"), int(port))
 
 
 def records_path(settings: ServerSettings) -> Path | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
@@ -27,10 +27,12 @@ from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.store.loading import QUALITY_SLACK, BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of
-from kvtide.tier.ram import DeviceMemory
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, wants_latest
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
+
+if TYPE_CHECKING:
+    from kvtide.tier.ram.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -14,13 +14,14 @@ from typing import NamedTuple
 from kvtide.errors import CorruptPayload
 from kvtide.stream.arrival import Arrival
 from kvtide.types import Section, SectionId
-from kvtide.wire import SectionEntry, StoredObject, parse_frame
+from kvtide.wire import SectionEntry, StoredObject
+from kvtide.wire.frame import parse_frame
 
 # Default bound on the bytes of all objects that one receiver puts together.
 RECEIVE_BYTES_MAX = 4 << 30
 
 
-class Outcome(Enum):
+class OfferOutcome(Enum):
     """What became of what was offered."""
 
     ACCEPTED = "accepted"
@@ -31,7 +32,7 @@ class Outcome(Enum):
 class Offer(NamedTuple):
     """The outcome; which block's which section it was, as far as that is known; why it was refused."""
 
-    outcome: Outcome
+    outcome: OfferOutcome
     block: int | None = None
     section: SectionId | None = None
     reason: str = ""
@@ -75,18 +76,18 @@ class Receiver:
         try:
             header, data = parse_frame(frame)
         except CorruptPayload as error:
-            return Offer(Outcome.REFUSED, reason=str(error))
+            return Offer(OfferOutcome.REFUSED, reason=str(error))
         block, section = self._block_of.get(header.version_tag), header.entry.id
         if block is None:
-            return Offer(Outcome.REFUSED, section=section, reason="a section of another object")
+            return Offer(OfferOutcome.REFUSED, section=section, reason="a section of another object")
         arrival = self._arrivals[block]
         position = arrival.position_of(header.entry)
         if position is None:
-            return Offer(Outcome.REFUSED, block, section, "the object's table has no such section")
+            return Offer(OfferOutcome.REFUSED, block, section, "the object's table has no such section")
         if arrival.is_here(position):
-            return Offer(Outcome.DUPLICATE, block, section)
+            return Offer(OfferOutcome.DUPLICATE, block, section)
         arrival.put(position, data)
-        return Offer(Outcome.ACCEPTED, block, section)
+        return Offer(OfferOutcome.ACCEPTED, block, section)
 
     def offer_bytes(self, block: int, offset: int, data: bytes | bytearray | memoryview) -> list[Offer]:
         """Take bytes of a block's object from `offset` on; return an offer for each section that they complete.
@@ -99,16 +100,16 @@ class Receiver:
             raise ValueError(f"the offset must not be negative, got {offset}")
         if offset + len(view) > arrival.stored.object_bytes:
             reason = f"{len(view)} bytes at {offset} of an object of {arrival.stored.object_bytes}"
-            return [Offer(Outcome.REFUSED, block, reason=reason)]
+            return [Offer(OfferOutcome.REFUSED, block, reason=reason)]
         if arrival.differs_from_head(offset, view):
-            return [Offer(Outcome.REFUSED, block, reason="bytes of another object")]
+            return [Offer(OfferOutcome.REFUSED, block, reason="bytes of another object")]
         offers = []
         for position, is_good in arrival.fill(offset, view):
             section = arrival.stored.entries[position].id
             if is_good:
-                offers.append(Offer(Outcome.ACCEPTED, block, section))
+                offers.append(Offer(OfferOutcome.ACCEPTED, block, section))
             else:
-                offers.append(Offer(Outcome.REFUSED, block, section, "checksum of the section does not match"))
+                offers.append(Offer(OfferOutcome.REFUSED, block, section, "checksum of the section does not match"))
         return offers
 
     def usable(self) -> list[Usable]:

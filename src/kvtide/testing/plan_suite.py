@@ -18,10 +18,10 @@ from kvtide.stream.plan import (
     Chunk,
     Fetch,
     Plan,
-    Policy,
     PrefillSpeed,
     Progress,
     Request,
+    StreamPolicy,
     is_ready,
 )
 
@@ -52,7 +52,7 @@ class PlanSuite:
 
     is_layered = True
 
-    def policy_for(self, request: Request) -> Policy:
+    def policy_for(self, request: Request) -> StreamPolicy:
         """Return the policy under test."""
         raise NotImplementedError
 

@@ -3,17 +3,12 @@
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
-from kvtide.tier.breaker import Breaker
-from kvtide.tier.deadline import until
 from kvtide.tier.files import FileInfo, Files
 from kvtide.tier.record import PAGE_BYTES
-from kvtide.tier.source import Source, Take, TierSource, read_heads
 from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
-from kvtide.tier.wrap import WrappedTier
 
 __all__ = [
     "PAGE_BYTES",
-    "Breaker",
     "FileInfo",
     "Files",
     "LastingFault",
@@ -21,16 +16,10 @@ __all__ = [
     "Ranking",
     "Repeater",
     "ScoreRanking",
-    "Source",
-    "Take",
     "Tier",
-    "TierSource",
     "TierStats",
-    "WrappedTier",
     "disk_path",
     "open_tier",
-    "read_heads",
     "stack_of",
     "tiers_of",
-    "until",
 ]

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvtide.index import Record
+from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
     "POOL_SCHEMES",
+    "AdmittingTier",
     "Batched",
     "Buffer",
     "Checked",
@@ -26,7 +27,6 @@ __all__ = [
     "Recorded",
     "Replacing",
     "Reporting",
-    "SelectiveTier",
     "Tier",
     "TierStats",
 ]
@@ -106,7 +106,7 @@ class Batched(Protocol):
 class Recorded(Protocol):
     """A tier whose objects outlive the process and are cheap to list with their parents."""
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[ListedBlock]:
         """Yield every object with its parent, in no particular order. Not a use of the objects."""
 
 
@@ -174,7 +174,7 @@ class Observer(Protocol):
 
 
 @runtime_checkable
-class SelectiveTier(Protocol):
+class AdmittingTier(Protocol):
     """A tier that takes only what deserves a place."""
 
     def would_admit(self, object_id: ObjectId, size: int) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http import OPERATION_S_MAX, Answer, Call, Patience, Peer, PeerSettings, servers_of
+from kvtide.tier.http import OPERATION_S_MAX, Call, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.pool import server_urls
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
 from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
@@ -92,7 +92,7 @@ class RecordsClient:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
         return found
 
-    def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Answer:
+    def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> HttpAnswer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
         answer = self._peer.call(Call(method, target, headers, body, None), patience)
         if answer.status in {200, 204, 304} or (answer.status == 404 and method != "PUT"):
@@ -104,7 +104,7 @@ class RecordsClient:
         return str(self._peer.endpoint)
 
 
-def _record(name: RecordName, answer: Answer, body: bytes) -> Record:
+def _record(name: RecordName, answer: HttpAnswer, body: bytes) -> Record:
     version = answer.headers.get("etag", "").strip('"')
     if not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX):
         raise TierUnavailable("the server's record has no version")

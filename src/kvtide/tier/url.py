@@ -19,10 +19,11 @@ from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.evict import DEFAULT_POLICY, EvictionOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
-from kvtide.tier.ram import DeviceMemory, DeviceTier, MemoryTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:
+    from kvtide.tier.ram.device import DeviceMemory
     from kvtide.tier.records import RecordsClient
     from kvtide.tier.stack.invalidation import Invalidations
 
@@ -247,6 +248,8 @@ def tiers_of(
         if url.startswith(_DEVICE):
             if device is None:
                 raise ValueError("device:// is for engines that hand a device's memory to the cache")
+            from kvtide.tier.ram.device import DeviceTier
+
             order = _order_of(url, clock, limits.device_bytes_max, ranking)
             tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, order))
         elif url.startswith(_MEMORY):

@@ -1,6 +1,5 @@
 """Formats of what is stored and sent, without I/O."""
 
-from kvtide.wire.frame import parse_frame
 from kvtide.wire.object import (
     ENTRY_BYTES,
     HEADER_AND_TABLE_BYTES_MAX,
@@ -38,7 +37,6 @@ __all__ = [
     "object_label",
     "object_quality",
     "pack_object",
-    "parse_frame",
     "parse_header",
     "parse_object",
     "version_tag",

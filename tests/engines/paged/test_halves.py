@@ -15,8 +15,8 @@ from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.orders import StepOrders, WorkerReport
-from kvtide.engines.paged.pace import Pace
+from kvtide.engines.paged.orders import StepCommands, WorkerReport
+from kvtide.engines.paged.pace import Throughput
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
@@ -45,7 +45,7 @@ class ToyEngine:
 
     def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1, kept_bytes_max: int = 0) -> None:
         self.clock = SystemClock()
-        self.pace = Pace(5.0)
+        self.pace = Throughput(5.0)
         self.scheduler = SchedulerHalf(
             open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5
         )
@@ -56,7 +56,7 @@ class ToyEngine:
     def pages(self, tokens: int) -> list[int]:
         return [next(self._free) for _ in range(-(-tokens // PAGE_TOKENS))]
 
-    def step(self, *scheduled: ScheduledRequest, tokens: int = 100) -> StepOrders:
+    def step(self, *scheduled: ScheduledRequest, tokens: int = 100) -> StepCommands:
         orders = self.scheduler.plan(scheduled, tokens)
         self.worker.start(orders)
         self.worker.store(orders)
@@ -310,7 +310,7 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
 def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
     engines().compute("a", PROMPT)
     second = engines()
-    second.pace = second.scheduler._pace = Pace(0.05)
+    second.pace = second.scheduler._pace = Throughput(0.05)
     gate, tiers = threading.Event(), second.worker.cache.tiers
     tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
     hit, pages, failed = second.load("b", PROMPT)

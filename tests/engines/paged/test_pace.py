@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.engines.paged.pace import DEADLINE_S_MIN, MEMORY_S, Pace
+from kvtide.engines.paged.pace import DEADLINE_S_MIN, MEMORY_S, Throughput
 from kvtide.engines.paged.settings import ConnectorSettings
 
 
 def test_loads_are_tried_while_a_speed_is_unknown() -> None:
-    pace = Pace(10.0)
+    pace = Throughput(10.0)
     assert pace.is_load_faster(1000, 0.0)
     pace.note_prefill(1000, 1.0, 0.0)
     assert pace.is_load_faster(1000, 0.0)
 
 
 def test_slower_load_is_declined_until_its_speed_is_forgotten() -> None:
-    pace = Pace(10.0)
+    pace = Throughput(10.0)
     pace.note_prefill(1000, 1.0, 0.0)
     pace.note_load(1000, 2.0, 0.0)
     assert not pace.is_load_faster(1000, 1.0)
@@ -24,7 +24,7 @@ def test_slower_load_is_declined_until_its_speed_is_forgotten() -> None:
 
 
 def test_newer_samples_weigh_more() -> None:
-    pace = Pace(10.0)
+    pace = Throughput(10.0)
     pace.note_prefill(1000, 1.0, 0.0)
     pace.note_load(1000, 2.0, 0.0)
     pace.note_load(1000, 0.1, 1.0)
@@ -32,14 +32,14 @@ def test_newer_samples_weigh_more() -> None:
 
 
 def test_short_steps_say_nothing() -> None:
-    pace = Pace(10.0)
+    pace = Throughput(10.0)
     pace.note_prefill(8, 1.0, 0.0)
     pace.note_load(8, 100.0, 0.0)
     assert pace.deadline_s(100_000, 0.0) == 10.0
 
 
 def test_deadline_is_what_computing_would_take_within_bounds() -> None:
-    pace = Pace(10.0)
+    pace = Throughput(10.0)
     assert pace.deadline_s(1000, 0.0) == 10.0
     pace.note_prefill(1000, 1.0, 0.0)
     assert pace.deadline_s(2000, 0.0) == 2.0

@@ -19,7 +19,7 @@ from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
 from kvtide_lab.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.bench.importance_show import render
-from kvtide_lab.judge.importance_curve import CurvePoint, over_line
+from kvtide_lab.judge.importance_curve import SharePoint, over_line
 from kvtide_lab.judge.importance_judge import ImportanceJudge
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
@@ -109,9 +109,9 @@ def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
 
 
 def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
-    line = [CurvePoint("", 0.1, 1e-1), CurvePoint("", 0.2, 1e-3)]
-    assert over_line(CurvePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
-    assert over_line(CurvePoint("", 0.21, 1e-3), line) is None
+    line = [SharePoint("", 0.1, 1e-1), SharePoint("", 0.2, 1e-3)]
+    assert over_line(SharePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
+    assert over_line(SharePoint("", 0.21, 1e-3), line) is None
 
 
 def test_all_tables_are_rendered() -> None:

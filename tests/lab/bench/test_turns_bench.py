@@ -9,24 +9,24 @@ import pytest
 from kvtide.engines.calibrate.texts import Text
 from kvtide.store.cache import Cache
 from kvtide_lab.bench import turns, turns_show
-from kvtide_lab.bench.turns import Subject, TurnsBench, TurnsSize, partial_of, run, subject_of, trend_of
+from kvtide_lab.bench.turns import ChatSubject, TurnsBench, TurnsSize, partial_of, run, subject_of, trend_of
 from kvtide_lab.judge.chat_judge import ChatSize
 
 SIZE = TurnsSize(2, ChatSize(turns=4, user_tokens=20, answer_tokens=4, block_tokens=8), ("lossless", "cachegen:4"))
 
 
 @pytest.fixture
-def subject(tiny_model: Any) -> Subject:
+def subject(tiny_model: Any) -> ChatSubject:
     rng = np.random.default_rng(1)
     ids = [rng.integers(4, 256, size=SIZE.chat.tokens_needed).tolist() for _ in range(2)]
-    return Subject(tiny_model, "tiny", SIZE, ids, ["noise", "noise"])
+    return ChatSubject(tiny_model, "tiny", SIZE, ids, ["noise", "noise"])
 
 
 class Stopped(Exception):
     pass
 
 
-def talked(subject: Subject, path: Path | None = None, texts_max: int = 1000) -> TurnsBench:
+def talked(subject: ChatSubject, path: Path | None = None, texts_max: int = 1000) -> TurnsBench:
     """Talk; after so many texts as if the user had stopped it."""
 
     def stop(step: str, done: int, total: int) -> None:
@@ -36,7 +36,7 @@ def talked(subject: Subject, path: Path | None = None, texts_max: int = 1000) ->
     return run(subject, [], partial_of(subject, [], path), stop)
 
 
-def test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on(subject: Subject) -> None:
+def test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on(subject: ChatSubject) -> None:
     result = talked(subject)
     exact, coarse = ([row for row in result.rows if row.codec == codec] for codec in SIZE.codecs)
     assert result.exact_kl_max == 0.0
@@ -51,7 +51,7 @@ def test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_t
 
 
 def test_run_that_was_broken_off_goes_on_to_the_same_rows(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: ChatSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stopped):
         talked(subject, tmp_path / "partial", texts_max=1)
@@ -62,7 +62,7 @@ def test_run_that_was_broken_off_goes_on_to_the_same_rows(
 
 
 def test_turn_whose_past_does_not_come_back_is_an_error_not_a_good_figure(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: ChatSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Cache, "store", lambda cache, blocks: 0)
     with pytest.raises(RuntimeError, match="restored 0 of 16 tokens"):
@@ -90,7 +90,7 @@ def test_short_texts_are_left_out_and_no_text_is_an_error(tiny_model: Any) -> No
         subject_of(tiny_model, "tiny", lambda text: [ord(letter) for letter in text], texts[:1], SIZE)
 
 
-def test_result_is_shown_as_tables_and_as_a_plot(subject: Subject, tmp_path: Path) -> None:
+def test_result_is_shown_as_tables_and_as_a_plot(subject: ChatSubject, tmp_path: Path) -> None:
     result = talked(subject._replace(ids=subject.ids[:1], kinds=["noise"]))
     rows, trends = turns_show.render(result).renderables
     assert (rows.row_count, trends.row_count) == (8, 4)

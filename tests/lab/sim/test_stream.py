@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtide.stream.bandwidth import LastRate
-from kvtide.stream.plan import Chunk, Policy, PrefillSpeed, Request, TwoEnded
+from kvtide.stream.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded
 from kvtide.stream.plan.layered import Layered
 from kvtide.stream.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES
@@ -24,7 +24,7 @@ def context(sizes: tuple[int, ...], kl: tuple[float, ...], deadline_s: float, is
     return Request(chunks, is_layered, SPEED, deadline_s)
 
 
-def played(policy: Policy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> Outcome:
+def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> Outcome:
     return play(policy, request, link, 0.0, LastRate(), Costs(latency_s))
 
 

@@ -31,7 +31,7 @@ from kvtide.codec.tide.section import (
     split_base,
     split_refinement,
 )
-from kvtide.codec.tide.values import Floats, Stored, keep_apart
+from kvtide.codec.tide.values import Floats, StoredLayers, keep_apart
 from kvtide.errors import CorruptPayload
 from kvtide.importance import CHUNK_TOKENS, chunks_of, packing_orders
 
@@ -76,7 +76,7 @@ class ChunkedTide:
         for start, stop in self.ranges:
             order = packing_orders(scores[start:stop].mean(axis=0)[None])[0].astype(np.int64)
             chunks = [order[first:last] for first, last in chunks_of(len(order), self._chunk_tokens)]
-            stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
+            stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
             found.append((encode_chunked(self._model, self._path, self._steps, meta, stored, chunks), chunks))
         return found
 
@@ -84,12 +84,12 @@ class ChunkedTide:
         """Write the block, each chunk at what is here of it. CorruptPayload as of `decode_chunked`."""
         turns = self._model.turns(meta, is_back=False)
         for (start, stop), (found, chunks) in zip(self.ranges, ranges, strict=True):
-            target = Stored(out[start:stop], meta.layout.dtype, start, turns)
+            target = StoredLayers(out[start:stop], meta.layout.dtype, start, turns)
             decode_chunked(self._model, self._path, found, chunks, target)
 
 
 def encode_chunked(
-    model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: Stored, chunks: Chunks
+    model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: StoredLayers, chunks: Chunks
 ) -> ChunkedRange:
     """Return base and refinements of some layers. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
@@ -134,7 +134,7 @@ class _Refined(NamedTuple):
     thirds: int
 
 
-def decode_chunked(model: TideModel, path: str, found: ChunkedRange, chunks: Chunks, target: Stored) -> None:
+def decode_chunked(model: TideModel, path: str, found: ChunkedRange, chunks: Chunks, target: StoredLayers) -> None:
     """Write the layers: each chunk at what is here of it. CorruptPayload if sections do not fit each other."""
     section, base = split_base(memoryview(found.base), target.bits.shape)
     steps = section.steps

@@ -20,7 +20,7 @@ from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
-from kvtide.codec.tide.values import Stored
+from kvtide.codec.tide.values import StoredLayers
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -106,7 +106,7 @@ class TideCodec:
         fit: Fit = []
         turns = self._model.turns(meta, is_back=True)
         for start, stop in self._ranges(self._model):
-            stored = Stored(bits[start:stop], meta.layout.dtype, start, turns)
+            stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
             coded = encode_range(self._model, self._path, self._steps, meta, stored)
             sections += [
                 Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
@@ -133,7 +133,7 @@ class TideCodec:
             raise CorruptPayload("a tide object needs its profile")
         turns = model.turns(meta, is_back=False)
         for (start, stop), run in self._runs(model, sections).items():
-            target = Stored(out[start:stop], meta.layout.dtype, start, turns)
+            target = StoredLayers(out[start:stop], meta.layout.dtype, start, turns)
             decode_range(model, self._path, meta.layout.tokens, run, target)
 
     def _runs(self, model: TideModel, sections: Sequence[Section]) -> dict[tuple[int, int], list[memoryview]]:

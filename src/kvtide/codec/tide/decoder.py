@@ -13,11 +13,11 @@ from kvtide.codec.tide.lists import CodedLists, Items, Lists
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, TideModel
 from kvtide.codec.tide.rows import RangeRows, digit_rows, place_groups, top_rows
 from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_refinement
-from kvtide.codec.tide.values import Stored
+from kvtide.codec.tide.values import StoredLayers
 from kvtide.errors import CorruptPayload
 
 
-def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: Stored) -> None:
+def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
     """Write the layers that a base and the refinements behind it hold. CorruptPayload if they do not fit each other."""
     section, base = split_base(run[0], target.bits.shape)
     steps = section.steps
@@ -60,7 +60,9 @@ def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement
         lists.take(job)
 
 
-def restore(model: TideModel, path: str, work: Decoding, step: tuple[int, int], apart: Apart, target: Stored) -> None:
+def restore(
+    model: TideModel, path: str, work: Decoding, step: tuple[int, int], apart: Apart, target: StoredLayers
+) -> None:
     """Write the layers of all groups. step: the final one in units, and how many thirds coarser it is."""
     units, thirds = step
     rows, loudness, items = work

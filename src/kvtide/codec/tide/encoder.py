@@ -24,7 +24,7 @@ from kvtide.codec.tide.section import (
     join_base,
     join_refinement,
 )
-from kvtide.codec.tide.values import Stored, keep_apart
+from kvtide.codec.tide.values import StoredLayers, keep_apart
 from kvtide.errors import UnencodableBlock
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
@@ -59,7 +59,7 @@ class EncodedRange(NamedTuple):
     fit: Fit
 
 
-def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: Stored) -> EncodedRange:
+def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: StoredLayers) -> EncodedRange:
     """Encode some layers, whether the profile fits or not. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
@@ -85,7 +85,7 @@ def coded_tokens(meta: BlockMeta) -> int:
     return meta.layout.tokens - int(first_apart(meta).sum())
 
 
-def levels_of(model: TideModel, steps: Steps, stored: Stored, apart: NDArray[np.uint8], path: str) -> Levels:
+def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> Levels:
     """Return the levels of some layers. `apart` is added to where a token is too loud.
 
     UnencodableBlock if a value is not finite.
@@ -154,7 +154,7 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
     )
 
 
-def _projected(coded: _Coded, stored: Stored, apart: NDArray[np.uint8], path: str) -> tuple[Items, Seen]:
+def _projected(coded: _Coded, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> tuple[Items, Seen]:
     """Return a group's coefficients in final steps, (tokens, columns), and what was found of them.
 
     UnencodableBlock if a value is not finite.

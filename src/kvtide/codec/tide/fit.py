@@ -21,7 +21,7 @@ from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import Steps
-from kvtide.codec.tide.values import Stored, Turns, load_values
+from kvtide.codec.tide.values import KeyRotation, StoredLayers, load_values
 
 
 class Cost(NamedTuple):
@@ -70,10 +70,10 @@ class Moments:
         """Take a block. The first tokens of a prompt are left out. UnencodableBlock if a value is not finite."""
         state, layout = self.state, self._layout
         is_apart = first_apart(meta) == 1
-        turns = Turns(meta, rotary, is_back=True)
+        turns = KeyRotation(meta, rotary, is_back=True)
         for group in range(len(state["sum"])):
             start = group * self._span
-            values = load_values(Stored(bits[start : start + self._span], layout.dtype, start, turns))
+            values = load_values(StoredLayers(bits[start : start + self._span], layout.dtype, start, turns))
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
             rows = rows[~is_apart]
             state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
@@ -187,9 +187,9 @@ class TideCounts:
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
         """Take a block; `number` is that of the block, so that blocks take turns with steps."""
         model = self._model
-        turns = Turns(meta, model.rotary, is_back=True)
+        turns = KeyRotation(meta, model.rotary, is_back=True)
         for start in range(0, meta.layout.layers, model.section_layers):
-            stored = Stored(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
+            stored = StoredLayers(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
                 steps = Steps(units, refinements)

@@ -18,7 +18,7 @@ from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
-from kvtide.codec.tide.values import Turns
+from kvtide.codec.tide.values import KeyRotation
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -89,7 +89,7 @@ class TideModel:
         """CorruptPayload if arrays are missing or do not fit each other."""
         self.profile = profile
         self._made: dict[Hashable, object] = {}
-        self._turns: dict[tuple[int, int, bool], Turns] = {}
+        self._turns: dict[tuple[int, int, bool], KeyRotation] = {}
         arrays = profile.arrays
         try:
             self._read(arrays)
@@ -129,14 +129,14 @@ class TideModel:
             found = self._made[key] = make()
         return cast(_Made, found)
 
-    def turns(self, meta: BlockMeta, is_back: bool) -> Turns:
-        """Return how keys of a block of this model turn; see `Turns`. The last TURNS_MAX are kept."""
+    def turns(self, meta: BlockMeta, is_back: bool) -> KeyRotation:
+        """Return how keys of a block of this model turn; see `KeyRotation`. The last TURNS_MAX are kept."""
         key = (meta.start, meta.layout.tokens, is_back)
         found = self._turns.get(key)
         if found is None:
             if len(self._turns) >= TURNS_MAX:
                 self._turns.clear()
-            found = self._turns[key] = Turns(meta, self.rotary, is_back)
+            found = self._turns[key] = KeyRotation(meta, self.rotary, is_back)
         return found
 
     def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

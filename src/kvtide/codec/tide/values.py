@@ -26,7 +26,7 @@ _SCALE_BITS_MAX = 0x7B80
 NativeTurns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
 
 
-class Turns:
+class KeyRotation:
     """How keys of a block's tokens turn, forth or back: tables are made once for all layers that turn alike."""
 
     def __init__(self, meta: BlockMeta, rotary: Rotary | None, is_back: bool) -> None:
@@ -52,7 +52,7 @@ class Turns:
         """Return what the native kernels take for some layers."""
         return (*self._tables, self._kinds[layers], *self._dims)
 
-    def at(self, tokens: NDArray[np.int64]) -> Turns:
+    def at(self, tokens: NDArray[np.int64]) -> KeyRotation:
         """Return how keys of some tokens turn."""
         found = copy(self)
         found._tables = RotaryTables(*(np.ascontiguousarray(table[:, tokens]) for table in self._tables))
@@ -64,20 +64,20 @@ class Turns:
         return (*self._dims, cos, sin)
 
 
-class Stored(NamedTuple):
+class StoredLayers(NamedTuple):
     """Some layers of a block as they are stored, from `layer_start` on, contiguous, and how their keys turn."""
 
     bits: BlockBits
     dtype: KVDtype
     layer_start: int
-    turns: Turns
+    turns: KeyRotation
 
-    def of(self, layers: slice) -> Stored:
+    def of(self, layers: slice) -> StoredLayers:
         """Return some of these layers, by their numbers in the model."""
         here = self.bits[layers.start - self.layer_start : layers.stop - self.layer_start]
         return self._replace(bits=here, layer_start=layers.start)
 
-    def at(self, tokens: NDArray[np.int64]) -> Stored:
+    def at(self, tokens: NDArray[np.int64]) -> StoredLayers:
         """Return a place, not yet written, for some tokens of these layers."""
         layers, two, _, *heads = self.bits.shape
         bits = np.empty((layers, two, len(tokens), *heads), dtype=self.bits.dtype)
@@ -94,7 +94,7 @@ class Stored(NamedTuple):
         return self.turns.of(slice(self.layer_start, self.layer_start + len(self.bits)))
 
 
-def load_values(stored: Stored) -> Floats:
+def load_values(stored: StoredLayers) -> Floats:
     """Return layers as float32, keys turned. UnencodableBlock if a value is not finite."""
     out = np.empty(stored.bits.shape, dtype=np.float32)
     for layer in range(len(out)):
@@ -108,7 +108,7 @@ def load_values(stored: Stored) -> Floats:
     return out
 
 
-def keep_apart(stored: Stored, positions: NDArray[np.uint16]) -> Apart:
+def keep_apart(stored: StoredLayers, positions: NDArray[np.uint16]) -> Apart:
     """Return the tokens at these positions as they are kept. UnencodableBlock if a value is too large for bfloat16."""
     layers, _, _, *heads = stored.bits.shape
     # As most blocks do.

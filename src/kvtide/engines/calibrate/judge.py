@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.transformers import CachedModel, Pages, block_bits
+from kvtide.engines.transformers import CachedModel, RestoredRoom, block_bits
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
@@ -77,7 +77,7 @@ class CodedContext(NamedTuple):
     decode_s: float
 
 
-class Verdict(NamedTuple):
+class CacheVerdict(NamedTuple):
     """What one context says about one decoded cache. KL in nats, of the exact next-token distribution against ours."""
 
     kl: float
@@ -173,7 +173,7 @@ class Judge:
         raw_bytes = len(decoded) * self.layout.raw_bytes
         return CodedContext(decoded, stored_bytes, refinement, raw_bytes, encoded.encode_s, decode_s)
 
-    def judge(self, context: int, decoded: list[BlockBits]) -> Verdict:
+    def judge(self, context: int, decoded: list[BlockBits]) -> CacheVerdict:
         """Say the continuation and the greedy answer with a decoded cache and compare."""
         found = self.contexts[context]
         said = self._say(decoded, found.ids[self._context_tokens :]).log_softmax(-1)
@@ -182,7 +182,7 @@ class Judge:
         targets = torch.tensor(found.ids[self._context_tokens + 1 :])[:, None]
         nll_change = (exact.gather(-1, targets) - said.gather(-1, targets)).mean()
         top1 = (exact.argmax(-1) == said.argmax(-1)).float().mean()
-        return Verdict(float(kl), float(nll_change), float(top1), self._greedy_match(decoded, found))
+        return CacheVerdict(float(kl), float(nll_change), float(top1), self._greedy_match(decoded, found))
 
     def _greedy_match(self, decoded: list[BlockBits], found: _Context) -> int:
         # Until the first difference both answers are one text, so that one pass over the exact one finds it.
@@ -191,7 +191,7 @@ class Judge:
         return next((i for i, (a, b) in enumerate(zip(said, found.greedy, strict=False)) if a != b), len(found.greedy))
 
     def _past(self, blocks: list[BlockBits]) -> DynamicCache:
-        pages = Pages(self.layout, len(blocks))
+        pages = RestoredRoom(self.layout, len(blocks))
         for position, bits in enumerate(blocks):
             pages.write(position, bits)
         past = DynamicCache(config=self._model.config)

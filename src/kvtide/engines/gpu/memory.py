@@ -12,7 +12,7 @@ import torch
 from kvtide.engines.gpu.kernels import Kernels, device_faults
 from kvtide.errors import DeviceFault
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.ram import Piece
+from kvtide.tier.ram.device import DevicePiece
 
 # One part is copied by the device while another is filled or emptied by the processor.
 STAGE_BYTES = 4 << 20
@@ -23,7 +23,7 @@ class _Part(NamedTuple):
     """Part of a piece in a stage, on its way since `event`."""
 
     stage: torch.Tensor
-    piece: Piece
+    piece: DevicePiece
     event: Any
 
     def wait(self) -> None:
@@ -46,15 +46,15 @@ class _Direction:
         is_pinned = kernels.device.type == "cuda"
         self._stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(STAGES)]
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[DevicePiece]) -> None:
         with self._lock:
             self._settled(self._write, pieces)
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: Sequence[DevicePiece]) -> None:
         with self._lock:
             self._settled(self._read, pieces)
 
-    def _settled(self, move: Any, pieces: Sequence[Piece]) -> None:
+    def _settled(self, move: Any, pieces: Sequence[DevicePiece]) -> None:
         """Move pieces; whatever happens, nothing is under way afterwards, unless the device is lost."""
         try:
             with device_faults():
@@ -63,7 +63,7 @@ class _Direction:
             self.finish()
             raise
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
+    def _write(self, pieces: Sequence[DevicePiece]) -> None:
         under_way: deque[_Part] = deque()
         for number, piece in enumerate(_parts(pieces)):
             if len(under_way) == STAGES:
@@ -76,7 +76,7 @@ class _Direction:
         for part in under_way:
             part.wait()
 
-    def _read(self, pieces: Sequence[Piece]) -> None:
+    def _read(self, pieces: Sequence[DevicePiece]) -> None:
         under_way: deque[_Part] = deque()
         for number, piece in enumerate(_parts(pieces)):
             if len(under_way) == STAGES:
@@ -104,10 +104,10 @@ class _Room:
             kernels.finish()
             self._ways = [_Direction(kernels, memory) for _ in range(2)]
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[DevicePiece]) -> None:
         self._ways[0].write(pieces)
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: Sequence[DevicePiece]) -> None:
         self._ways[1].read(pieces)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class KernelMemory:
         return _Room(self._kernels, size)
 
 
-def _parts(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _parts(pieces: Sequence[DevicePiece]) -> Iterator[DevicePiece]:
     for start, host in pieces:
         for offset in range(0, len(host), STAGE_BYTES):
-            yield Piece(start + offset, host[offset : offset + STAGE_BYTES])
+            yield DevicePiece(start + offset, host[offset : offset + STAGE_BYTES])

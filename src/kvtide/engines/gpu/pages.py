@@ -23,8 +23,8 @@ from kvtide.engines.gpu.targets import PageTarget, page_target
 from kvtide.engines.paged import Captured, DevicePages, PagePool
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
-from kvtide.tier import Breaker
-from kvtide.tier.ram import DeviceMemory
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.ram.device import DeviceMemory
 from kvtide.types import Section
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ No engine is imported here: all of it is tested without one.
 from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.identity import files_fingerprint
-from kvtide.engines.paged.orders import StepOrders, WorkerReport
-from kvtide.engines.paged.pace import Pace, Speed
+from kvtide.engines.paged.orders import StepCommands, WorkerReport
+from kvtide.engines.paged.pace import Speed, Throughput
 from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
@@ -23,12 +23,12 @@ __all__ = [
     "HostPages",
     "LoadOutcome",
     "Namespaces",
-    "Pace",
     "PagePool",
     "ScheduledRequest",
     "SchedulerHalf",
     "Speed",
-    "StepOrders",
+    "StepCommands",
+    "Throughput",
     "WorkerHalf",
     "WorkerReport",
     "cell_order",

@@ -39,7 +39,7 @@ class StoreOrder(NamedTuple):
     pages: tuple[int, ...]
 
 
-class StepOrders(NamedTuple):
+class StepCommands(NamedTuple):
     """All orders of one engine step.
 
     is_idle: the step computes nothing, so that waiting costs nobody. heard: the newest step whose reports were known

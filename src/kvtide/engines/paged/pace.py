@@ -33,7 +33,7 @@ class Speed:
         return self._tokens_per_s if self._tokens_per_s and now_s - self._seen_s <= memory_s else None
 
 
-class Pace:
+class Throughput:
     """Speeds of prefill and of loading, in tokens a second, as newest samples say."""
 
     def __init__(self, load_s_max: float) -> None:

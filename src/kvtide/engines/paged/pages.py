@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.ram import DeviceMemory
+from kvtide.tier.ram.device import DeviceMemory
 from kvtide.types import Section
 
 Cells = NDArray[Any]

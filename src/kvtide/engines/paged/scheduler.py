@@ -12,8 +12,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepOrders, StoreOrder, WorkerReport
-from kvtide.engines.paged.pace import Pace
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
+from kvtide.engines.paged.pace import Throughput
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
@@ -58,7 +58,7 @@ class SchedulerHalf:
         namespaces: Namespaces,
         block_tokens: int,
         page_tokens: int,
-        pace: Pace,
+        pace: Throughput,
         clock: Clock,
         match_s_max: float,
     ) -> None:
@@ -170,7 +170,7 @@ class SchedulerHalf:
         order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest)
         self._loads.append(order)
 
-    def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepOrders:
+    def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
         stores = tuple(order for request in scheduled for order in self._stores(request))
         loads, self._loads = tuple(self._loads), []
@@ -180,7 +180,7 @@ class SchedulerHalf:
         self._steps[self._step] = _Step(self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
-        return StepOrders(self._step, loads, stores, is_idle=step_tokens == 0, heard=self._heard)
+        return StepCommands(self._step, loads, stores, is_idle=step_tokens == 0, heard=self._heard)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)

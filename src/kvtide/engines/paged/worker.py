@@ -16,7 +16,7 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepOrders, StoreOrder, WorkerReport
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
 from kvtide.store import BlockSource, Cache, Guarded, LoadReport, MissReason, PendingBlock
 from kvtide.types import BlockKey, ObjectId, Section
@@ -172,7 +172,7 @@ class WorkerHalf:
         self.cache.close()
         self.cache.guarded("close", self._pool.close, None)
 
-    def start(self, orders: StepOrders) -> None:
+    def start(self, orders: StepCommands) -> None:
         """Start the step's loads."""
         self._step = orders.step
         # Once the scheduler has heard of it, the engine computes anew what was not filled.
@@ -268,7 +268,7 @@ class WorkerHalf:
         with self._changed:
             return [load for load in self._loads.values() if load.order.is_in_step]
 
-    def store(self, orders: StepOrders) -> None:
+    def store(self, orders: StepCommands) -> None:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
         gaps: set[str] = set()
         for order in orders.stores:

@@ -2,14 +2,14 @@
 
 from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import Pages, block_bits
+from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_tokenizer
 from kvtide.engines.transformers.watch import model_fingerprint
 
 __all__ = [
     "BLOCK_TOKENS",
     "CachedModel",
-    "Pages",
+    "RestoredRoom",
     "attach",
     "block_bits",
     "converted_folder",

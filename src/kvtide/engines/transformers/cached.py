@@ -25,11 +25,17 @@ from kvtide.config import Limits
 from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings, model_layout
 from kvtide.engines.transformers.generation import FirstToken, bypass_reason
 from kvtide.engines.transformers.learning import Learner
-from kvtide.engines.transformers.pages import Pages, block_bits
-from kvtide.engines.transformers.selective import SELECTED_QUALITY, Importance, SelectedLayers, Selection, check_ratio
+from kvtide.engines.transformers.pages import RestoredRoom, block_bits
+from kvtide.engines.transformers.selective import (
+    SELECTED_QUALITY,
+    SelectedLayers,
+    SparsePrefix,
+    SparseSettings,
+    check_ratio,
+)
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
-from kvtide.engines.transformers.ways import Way, Ways
-from kvtide.fetch import ContextLoader, ContextReport, Keeper, SelectiveLoad, Wish
+from kvtide.engines.transformers.ways import RestoreWay, Ways
+from kvtide.fetch import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
@@ -76,24 +82,24 @@ class CachedModel:
         self._identity = ModelIdentity(model, settings)
         self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
-        self._importance: tuple[Importance, Learner, CodecRegistry] | None = None
+        self._importance: tuple[SparseSettings, Learner, CodecRegistry] | None = None
         self._ways = Ways()
         # Completes loaded blocks, where blocks are streamed and kept.
-        self.keeper: Keeper | None = None
+        self.keeper: Backfill | None = None
         self._bypass_logged: set[str] = set()
 
     def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
         """From now on stream what the cache's own tiers do not have, computing meanwhile."""
         self._close_keeper()
         self._streaming = (streaming, loader)
-        self.keeper = Keeper(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+        self.keeper = Backfill(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
 
     def _close_keeper(self) -> None:
         if self.keeper is not None:
             self.keeper.close()
             self.keeper = None
 
-    def select(self, importance: Importance, learner: Learner, registry: CodecRegistry) -> None:
+    def select(self, importance: SparseSettings, learner: Learner, registry: CodecRegistry) -> None:
         """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
         self._importance = (importance, learner, registry)
 
@@ -179,7 +185,7 @@ class CachedModel:
         else:
             output, report = self._generate_selected(input_ids, prompt, selected[0], report, arguments)
         if self._importance is not None:
-            way, seconds = Way.WHOLE if selected is None else Way.PART, first_token.seen_s - began_s
+            way, seconds = RestoreWay.WHOLE if selected is None else RestoreWay.PART, first_token.seen_s - began_s
             self._ways.note(way, self._is_near(prompt), report.hit_tokens, seconds, self._clock.monotonic_s())
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
@@ -191,19 +197,19 @@ class CachedModel:
         first = self._metas(prompt[: self.layout.tokens])
         return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
 
-    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[SelectiveLoad, Pages, float] | None:
+    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[SparseLoad, RestoredRoom, float] | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
         if self._importance is None or self._importance[0].ratio == 1.0:
             return None
         started_s = self._clock.monotonic_s()
-        hits, load = self._match(prompt, is_latest), SelectiveLoad(self.cache.tiers)
+        hits, load = self._match(prompt, is_latest), SparseLoad(self.cache.tiers)
         metas = self._metas(prompt[:-1], is_latest)[:hits]
         # What waits to be stored lies in memory whole.
         if not metas or self.cache.is_queued([meta.id for meta in metas]):
             return None
-        if self._ways.choose(self._is_near(prompt), started_s) is Way.WHOLE:
+        if self._ways.choose(self._is_near(prompt), started_s) is RestoreWay.WHOLE:
             return None
-        pages = Pages(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
+        pages = RestoredRoom(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
         importance, _, registry = self._importance
         ahead = importance.tokens_ahead(self.layout.tokens)
         found = self.cache.guarded("select", partial(load.open, metas, registry, pages.write, ahead), 0)
@@ -212,7 +218,7 @@ class CachedModel:
         return (load, pages, started_s) if found else None
 
     def _opened(
-        self, prompt: _Tokens, load: SelectiveLoad, pages: Pages, started_s: float
+        self, prompt: _Tokens, load: SparseLoad, pages: RestoredRoom, started_s: float
     ) -> tuple[DynamicCache, GenerateReport]:
         """Return a cache with the rough blocks of an open load."""
         past = DynamicCache(config=self.model.config)
@@ -224,14 +230,14 @@ class CachedModel:
         self,
         input_ids: torch.Tensor,
         prompt: _Tokens,
-        load: SelectiveLoad,
+        load: SparseLoad,
         report: GenerateReport,
         arguments: dict[str, Any],
     ) -> tuple[Any, GenerateReport]:
         """Answer on rough blocks of which each layer loads what matters."""
         assert self._importance is not None
         importance, learner, _ = self._importance
-        selection = Selection(load, importance)
+        selection = SparsePrefix(load, importance)
         with closing(load):
             self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
             with selection.active(self.model):
@@ -240,7 +246,7 @@ class CachedModel:
         self.cache.decisions.add_restored(report.hit_tokens, self._full_tokens(prompt), self.namespace)
         return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
-    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: Selection) -> None:
+    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: SparsePrefix) -> None:
         """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
         if suffix.shape[1] == 0:
             return
@@ -291,7 +297,7 @@ class CachedModel:
         past = DynamicCache(config=self.model.config)
         stored_bytes = 0
         if hits:
-            pages = Pages(self.layout, hits)
+            pages = RestoredRoom(self.layout, hits)
             speed = self._meter.speed()
             # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
             recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
@@ -306,7 +312,7 @@ class CachedModel:
     ) -> tuple[DynamicCache, GenerateReport]:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
-        wish = Wish(speed, streaming.deadline_s, streaming.kl_goal)
+        wish = LoadRequest(speed, streaming.deadline_s, streaming.kl_goal)
         with self.keeper.paused() if self.keeper is not None else nullcontext():
             streamed = loader.load(self._metas(prompt[:-1], is_latest), streaming.kl, wish, engine, engine.append)
         count_streamed(self.cache.decisions, streamed, self._full_tokens(prompt), self.namespace)
@@ -358,7 +364,7 @@ def attach(
     tenant_salt: bytes = b"",
     limits: Limits | None = None,
     fingerprint: bytes | None = None,
-    importance: float | Importance | None = None,
+    importance: float | SparseSettings | None = None,
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
@@ -378,7 +384,7 @@ def attach(
     """
     clock = SystemClock()
     registry, layout = CodecRegistry(profiles), model_layout(model, block_tokens)
-    settings = importance if importance is None or isinstance(importance, Importance) else Importance(importance)
+    settings = SparseSettings(importance) if isinstance(importance, float | int) else importance
     made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
     learner = Learner(registry, clock)
     ranking = None if settings is None else ScoreRanking(learner.important_tokens)

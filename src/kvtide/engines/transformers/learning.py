@@ -16,7 +16,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase
-from kvtide.fetch import Repacker, SelectiveLoad, UseStore
+from kvtide.fetch import Repacker, SparseLoad, UseStore
 from kvtide.importance import WRITER_BYTES, Floats
 from kvtide.store import Cache
 from kvtide.types import ObjectId
@@ -37,7 +37,7 @@ class Learner:
         """Return what `ScoreRanking` wants to know of a block."""
         return self._uses.important_tokens(object_id) if self._uses else 1.0
 
-    def note(self, cache: Cache, load: SelectiveLoad, importance: Mapping[int, Floats]) -> bool:
+    def note(self, cache: Cache, load: SparseLoad, importance: Mapping[int, Floats]) -> bool:
         """Learn from one selection over the blocks of a load. False if left out: the last one is being worked on.
 
         importance: (tokens of all blocks) of each layer.

@@ -16,7 +16,7 @@ from kvtide.tier.buffers import aligned_buffer
 _BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
-class Pages:
+class RestoredRoom:
     """Room for the restored blocks of all layers, in the shape that the engine wants."""
 
     def __init__(self, layout: BlockLayout, blocks: int, spare_tokens: int = 0) -> None:
@@ -77,7 +77,7 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
 
 
 def block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:
-    """Return a copy of one block of a cache: the inverse of Pages.
+    """Return a copy of one block of a cache: the inverse of RestoredRoom.
 
     `past` holds at least `meta.start` + a block of tokens. ValueError if its layers are of another dtype or shape.
     """

@@ -23,14 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtide.block import KVDtype
 from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
-from kvtide.fetch import ChunkBits, SelectiveLoad
+from kvtide.fetch import ChunkBits, SparseLoad
 from kvtide.importance import (
     AllHeads,
-    Ask,
-    Finding,
     Floats,
     Guard,
     NeighboursAgree,
+    ProbeFinding,
+    ProbeQuestion,
     Selector,
     select_chunks,
     top_tokens,
@@ -58,7 +58,7 @@ class Rest(Enum):
     DROP = "drop"
 
 
-class Importance(NamedTuple):
+class SparseSettings(NamedTuple):
     """How much of a prefix is loaded exactly, and how that is chosen.
 
     by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
@@ -110,10 +110,10 @@ class _Wanted(NamedTuple):
     loading: Future[ChunkBits]
 
 
-class Selection:
+class SparsePrefix:
     """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
 
-    def __init__(self, load: SelectiveLoad, settings: Importance, keys: KeySource | None = None) -> None:
+    def __init__(self, load: SparseLoad, settings: SparseSettings, keys: KeySource | None = None) -> None:
         """load: open, of all blocks in the engine's cache. ValueError for a ratio that is not in (0, 1]."""
         check_ratio(settings.ratio)
         self._load = load
@@ -229,7 +229,7 @@ class Selection:
         settings = self._settings
         importance = self.importance[layer] = by_head.mean(axis=0)
         if settings.guard is not None:
-            self._guard_scores.append(settings.guard.score(Finding(by_head, self._count, self._kept)))
+            self._guard_scores.append(settings.guard.score(ProbeFinding(by_head, self._count, self._kept)))
         for other in range(layer, min(self._reach(layer), self._load.layout.layers - 1) + 1):
             if other not in self._wanted:
                 self._wanted[other] = self._want(other, self._known_importance(other, importance, scaling))
@@ -253,7 +253,9 @@ class Selection:
         if self._settings.selector.heads(1, 1):
             return importance
         nothing = np.empty((1, self._tokens, 1), dtype=np.float32)
-        known: Floats = self._settings.selector.importance(Ask(layer, nothing, nothing, nothing, scaling)).mean(axis=0)
+        known: Floats = self._settings.selector.importance(
+            ProbeQuestion(layer, nothing, nothing, nothing, scaling)
+        ).mean(axis=0)
         return known
 
     def _want(self, layer: int, importance: Floats) -> _Wanted:
@@ -266,7 +268,7 @@ class Selection:
         heads = selector.heads(len(query), len(key))
         if not heads:
             nothing = np.empty((1, tokens, 1), dtype=np.float32)
-            return selector.importance(Ask(layer, nothing, nothing, nothing, scaling))
+            return selector.importance(ProbeQuestion(layer, nothing, nothing, nothing, scaling))
         known = key.float()
         if self._keys:
             known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)
@@ -286,7 +288,7 @@ class Selection:
         return chunks, np.sort(np.concatenate(_places(load, layer, chunks)))
 
 
-def _places(load: SelectiveLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Return the tokens of each chunk."""
     orders = load.orders(layer)
     blocks, numbers = np.divmod(chunks, load.chunks_per_block)

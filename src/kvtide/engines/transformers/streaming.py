@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.transformers.pages import Pages
+from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.fetch import ContextReport
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.stream.plan import Way
-from kvtide.tier import Source
+from kvtide.tier.source import Source
 from kvtide.types import Namespace
 
 WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
@@ -128,7 +128,7 @@ class StreamedPrefill:
     def _filled(self) -> _WatchedCache:
         if self._waiting:
             blocks = len(self._waiting)
-            pages = Pages(self._layout, blocks)
+            pages = RestoredRoom(self._layout, blocks)
             for position, bits in enumerate(self._waiting):
                 pages.write(position, bits)
             self._waiting.clear()

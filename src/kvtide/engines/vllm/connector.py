@@ -28,17 +28,17 @@ from kvtide.config import Limits
 from kvtide.engines.paged import (
     ConnectorSettings,
     LoadOutcome,
-    Pace,
     ScheduledRequest,
     SchedulerHalf,
-    StepOrders,
+    StepCommands,
+    Throughput,
     WorkerHalf,
     WorkerReport,
 )
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
 from kvtide.store import Cache, cache_for
-from kvtide.tier.ram import DeviceMemory
+from kvtide.tier.ram.device import DeviceMemory
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
@@ -51,7 +51,7 @@ LATEST_OPTION = "kvtide_force_latest"
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for us
     """What travels to the workers with a step."""
 
-    orders: StepOrders
+    orders: StepCommands
 
 
 @dataclass
@@ -111,7 +111,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._model.namespaces,
             self._model.layout.tokens,
             self._model.page_tokens,
-            Pace(self._settings.load_s_max),
+            Throughput(self._settings.load_s_max),
             self._clock,
             self._settings.match_s_max,
         )
@@ -190,7 +190,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     @property
-    def _orders(self) -> StepOrders:
+    def _orders(self) -> StepCommands:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata.orders

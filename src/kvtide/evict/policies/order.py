@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 
 from kvtide.clock import Clock
-from kvtide.index import Policy, RadixIndex
+from kvtide.index import EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Makes a policy for an account that may hold so many blocks.
-PolicyOf = Callable[[int], Policy]
+PolicyOf = Callable[[int], EvictionPolicy]
 
 # Blocks of requests that are remembered until their objects come.
 ANNOUNCED_MAX = 1 << 16

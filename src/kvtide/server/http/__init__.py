@@ -1,35 +1,35 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
 from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.http.connection import Stream
-from kvtide.server.http.doors import FILES_MAX, Doors, Guest, account_of, connections_for, host_of
+from kvtide.server.http.connection import Connection
+from kvtide.server.http.doors import FILES_MAX, ConnectionLimits, Guest, account_of, connections_for, host_of
 from kvtide.server.http.exchange import Exchange, Headers
 from kvtide.server.http.listeners import bound, listener_on, turn_away
 from kvtide.server.http.mover import Mover
 from kvtide.server.http.rates import Rates
 from kvtide.server.http.receive import take_buffer
 from kvtide.server.http.reception import Reception
-from kvtide.server.http.sender import Order, Sender
+from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Shares
-from kvtide.server.http.sites import Sites
+from kvtide.server.http.sites import AllowedHosts
 from kvtide.server.http.turns import Turns
 from kvtide.server.http.workers import Workers
 
 __all__ = [
     "FILES_MAX",
+    "AllowedHosts",
     "BodyBuffers",
-    "Doors",
+    "Connection",
+    "ConnectionLimits",
     "Exchange",
     "Guest",
     "Headers",
     "Mover",
-    "Order",
     "Rates",
     "Reception",
+    "SendOrder",
     "Sender",
     "Shares",
-    "Sites",
-    "Stream",
     "Turns",
     "Workers",
     "account_of",

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from kvtide.errors import RequestRefused
-from kvtide.server.http.mover import Body, Following, Mover, Progress
-from kvtide.server.pace import Pace
+from kvtide.server.http.mover import Body, BodyProgress, Following, Mover
+from kvtide.server.pace import ProgressBudget
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
@@ -34,7 +34,7 @@ def common_name(certificate: Mapping[str, Any] | None) -> str | None:
     return str(names[0]) if len(names) == 1 else None
 
 
-class Stream:
+class Connection:
     """A connected socket, plain or TLS. One coroutine at a time uses it.
 
     Bodies on plain sockets move in the mover's thread; what TLS encrypts, and heads, move here.
@@ -99,7 +99,7 @@ class Stream:
         if not self._pending and not (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             await self._wait(BlockingIOError(), deadline_s, is_send=False)
 
-    async def read_into(self, view: memoryview, pace: Pace) -> None:
+    async def read_into(self, view: memoryview, pace: ProgressBudget) -> None:
         """Fill `view`. ConnectionResetError if the peer closes before that, TimeoutError if it falls behind `pace`."""
         done = min(len(self._pending), len(view))
         view[:done] = self._pending[:done]
@@ -115,7 +115,7 @@ class Stream:
             done += came
             pace.moved(came, self._loop.time())
 
-    async def _receive(self, view: memoryview, pace: Pace) -> None:
+    async def _receive(self, view: memoryview, pace: ProgressBudget) -> None:
         body, follow = self._mover.receive(self._descriptor, view, self._wake_bytes), Following(pace)
         try:
             done = await body.end(follow.due_s)
@@ -123,7 +123,7 @@ class Stream:
             raise ConnectionResetError(f"the peer closed within a body: {error}") from None
         if done < len(view):
             raise TimeoutError
-        follow.due_s(Progress(done, self._loop.time()))
+        follow.due_s(BodyProgress(done, self._loop.time()))
 
     async def send_all(self, data: bytes, deadline_s: float, has_more: bool = False) -> None:
         """Send bytes; with `has_more` they may wait in the kernel for what follows."""

@@ -68,7 +68,7 @@ class Guest:
     is_known: bool = False
 
 
-class Doors:
+class ConnectionLimits:
     """Lets in `connections_max` connections, `owner_connections_max` of one owner. `cut` ends one that has to leave."""
 
     def __init__(self, connections_max: int, owner_connections_max: int, cut: Callable[[Guest], None]) -> None:

@@ -12,9 +12,9 @@ import msgspec
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller
-from kvtide.server.http.connection import Stream
+from kvtide.server.http.connection import Connection
 from kvtide.server.http.doors import ADDRESS_MARK, SHARED_ADDRESSES
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import Route, deadline_ms, urgency
 
@@ -28,7 +28,7 @@ Headers = Sequence[tuple[str, str | int]]
 class Exchange:
     """A request whose head has come, by whom, and what has been done about it. Times are the loop's."""
 
-    stream: Stream
+    stream: Connection
     client: str
     # Where the client is, as logs say it.
     address: str
@@ -72,14 +72,14 @@ class Exchange:
             return ""
         return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
 
-    async def expect_body(self, pace: Pace) -> None:
+    async def expect_body(self, pace: ProgressBudget) -> None:
         """Wait for the first bytes of the request's body, asking for it if the client waits for that."""
         if self.head.headers.get("expect", "").lower() == "100-continue" and not self.stream.has_pending:
             await self.stream.send_all(_CONTINUE, pace.due_s)
         if self.has_unread_body:
             await self.stream.is_readable(pace.due_s)
 
-    async def read_body(self, view: memoryview, pace: Pace) -> None:
+    async def read_body(self, view: memoryview, pace: ProgressBudget) -> None:
         """Read a small body into `view`, which is as long as it."""
         await self.expect_body(pace)
         await self.stream.read_into(view, pace)

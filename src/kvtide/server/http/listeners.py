@@ -7,7 +7,7 @@ import logging
 import socket
 from pathlib import Path
 
-from kvtide.server.settings import Address
+from kvtide.server.settings import ListenAddress
 
 _log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ _BACKLOG = 1024
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-def listener_on(address: Address) -> socket.socket:
+def listener_on(address: ListenAddress) -> socket.socket:
     """Return a socket that listens on an address. OSError if it is taken."""
     if address.path:
         path = Path(address.path)
@@ -37,7 +37,7 @@ def listener_on(address: Address) -> socket.socket:
     return listener
 
 
-def bound(address: Address, listener: socket.socket) -> Address:
+def bound(address: ListenAddress, listener: socket.socket) -> ListenAddress:
     """Return the address with the port that the listener really has."""
     return address if address.path else address._replace(port=listener.getsockname()[1])
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from kvtide._native import JOB_ENDED, JOB_STOPPED
 from kvtide._native import Mover as NativeMover
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.tier.lend import FilePart
 
 # A job's number, how many bytes moved, and how it ended: native/mover.hpp has the numbers.
 _Outcome = asyncio.Future[tuple[int, int, int]]
 
 
-class Progress(NamedTuple):
+class BodyProgress(NamedTuple):
     """How much of a body has moved, and when it last did, on the loop's clock."""
 
     size: int
@@ -30,12 +30,12 @@ class Progress(NamedTuple):
 class Following:
     """Keeps a pace's account of a body that moves. `stall_s_max` ends it sooner if nothing moves for so long."""
 
-    def __init__(self, pace: Pace, stall_s_max: float = math.inf) -> None:
+    def __init__(self, pace: ProgressBudget, stall_s_max: float = math.inf) -> None:
         self._pace = pace
         self._stall_s_max = stall_s_max
         self._seen = 0
 
-    def due_s(self, progress: Progress) -> float:
+    def due_s(self, progress: BodyProgress) -> float:
         """Note how far the body is; return when it is late if nothing moves until then."""
         self._pace.moved(progress.size - self._seen, progress.moved_s)
         self._seen = progress.size
@@ -98,15 +98,15 @@ class Body:
         if self._job:
             self._waiter = mover.waiting[self._job] = mover.loop.create_future()
 
-    def progress(self) -> Progress:
+    def progress(self) -> BodyProgress:
         """Return how far it is, after receiving what has come and was too little to wake the thread."""
         if self._job in self._mover.waiting:
-            return Progress(*self._mover.native.progress(self._job))
+            return BodyProgress(*self._mover.native.progress(self._job))
         # It has ended, and `end` may not have gone on yet.
         waiter, size = self._waiter, self._size
         if waiter is not None and waiter.done() and not waiter.cancelled():
             size = waiter.result()[1]
-        return Progress(size, self._mover.loop.time())
+        return BodyProgress(size, self._mover.loop.time())
 
     def shorten(self, size: int) -> bool:
         """Send no more than `size` bytes, whole slices. False if it is that far already, or has ended beyond it."""
@@ -114,7 +114,7 @@ class Body:
             return self._mover.native.shorten(self._job, size)
         return self.progress().size <= size
 
-    async def end(self, due_s: Callable[[Progress], float]) -> int:
+    async def end(self, due_s: Callable[[BodyProgress], float]) -> int:
         """Wait until all has moved, or the time is over that `due_s` gives it for its progress. Return what has moved.
 
         EOFError if the peer, or the file, ends before that, OSError if the socket fails.
@@ -127,7 +127,7 @@ class Body:
             raise OSError(self._error, os.strerror(self._error))
         return self._size
 
-    async def _outcome(self, waiter: _Outcome, due_s: Callable[[Progress], float]) -> tuple[int, int, int]:
+    async def _outcome(self, waiter: _Outcome, due_s: Callable[[BodyProgress], float]) -> tuple[int, int, int]:
         mover, job = self._mover, self._job
         loop, native = mover.loop, mover.native
         timer: asyncio.TimerHandle
@@ -143,7 +143,7 @@ class Body:
                 del mover.waiting[job]
                 waiter.set_result(native.stop(job))
 
-        timer = loop.call_at(due_s(Progress(0, loop.time())), look)
+        timer = loop.call_at(due_s(BodyProgress(0, loop.time())), look)
         try:
             return await waiter
         finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from kvtide.errors import RequestRefused
-from kvtide.server.http.doors import Doors, Guest, account_of
+from kvtide.server.http.doors import ConnectionLimits, Guest, account_of
 from kvtide.server.http.exchange import Exchange
 from kvtide.server.http.rates import Rates
-from kvtide.server.http.sites import Sites
+from kvtide.server.http.sites import AllowedHosts
 from kvtide.server.http.turns import HEALTH, STRANGERS, Turns
 from kvtide.server.live import Live
 from kvtide.wire.protocol import PageRoute, parse_target
@@ -17,7 +17,7 @@ from kvtide.wire.protocol import PageRoute, parse_target
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
-    def __init__(self, live: Live, doors: Doors, turns: Turns, sites: Sites) -> None:
+    def __init__(self, live: Live, doors: ConnectionLimits, turns: Turns, sites: AllowedHosts) -> None:
         self._live = live
         self._sites = sites
         self._doors = doors

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
-from kvtide.server.http.connection import Stream
-from kvtide.server.http.mover import Body, Following, Progress
+from kvtide.server.http.connection import Connection
+from kvtide.server.http.mover import Body, BodyProgress, Following
 from kvtide.server.http.workers import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.pace import Pace
+from kvtide.server.pace import ProgressBudget
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
@@ -34,14 +34,14 @@ _LATE_S_MAX = 2.0
 
 
 @dataclass(slots=True)
-class Order:
+class SendOrder:
     """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
 
     `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
     `share` says whose share of the link it takes; empty for the tenant's.
     """
 
-    stream: Stream
+    stream: Connection
     head: bytes
     lent: LentObject
     part: ByteRange
@@ -50,7 +50,7 @@ class Order:
     client: str
     share: str
     priority: int
-    pace: Pace
+    pace: ProgressBudget
     on_start: Callable[[], None]
     is_in_the_way: Callable[[], bool]
     # Whether sending would wait for the disk.
@@ -97,7 +97,7 @@ class Sender:
         # Runs when the scheduler's link has room again.
         self._timer: asyncio.TimerHandle | None = None
 
-    async def send(self, order: Order) -> float:
+    async def send(self, order: SendOrder) -> float:
         """Send head and body; return how long they waited for a slot. RequestRefused (429) if nothing was sent.
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
@@ -131,7 +131,7 @@ class Sender:
         finally:
             self._leave(send)
 
-    def _enqueue(self, order: Order, size: int) -> Send:
+    def _enqueue(self, order: SendOrder, size: int) -> Send:
         # Where nobody shows a token a tenant is what anybody calls himself.
         tenant, now_s = "" if order.share else order.tenant, self._loop.time()
         for run in self._runs.values():
@@ -148,7 +148,7 @@ class Sender:
         self.scheduler.cancel(send)
         self._pump()
 
-    async def _resumed(self, order: Order) -> None:
+    async def _resumed(self, order: SendOrder) -> None:
         """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds.
 
         Those wait for as long as a reader of a busy machine may be late.
@@ -162,7 +162,7 @@ class Sender:
                 break
         raise TimeoutError
 
-    async def _granted(self, send: Send, order: Order, position: int) -> _Run:
+    async def _granted(self, send: Send, order: SendOrder, position: int) -> _Run:
         """Wait for a slice; go on behind it, up to a bound, if nobody else waits for a slot."""
         piece = await self._slice(send, order)
         settings, size = self.scheduler.settings, piece.size
@@ -214,7 +214,7 @@ class Sender:
             self._next(run)
         self.scheduler.finish(run.piece, max(0, sent - run.done), self._loop.time())
 
-    async def _slice(self, send: Send, order: Order) -> Slice:
+    async def _slice(self, send: Send, order: SendOrder) -> Slice:
         waiting: asyncio.Future[Slice] = self._loop.create_future()
         self._waiting[send] = waiting
         self._pump()
@@ -251,7 +251,7 @@ class Sender:
         due_s = self.scheduler.next_grant_s()
         self._timer = None if due_s is None else self._loop.call_at(due_s, self._pump)
 
-    async def _send_run(self, order: Order, position: int, run: _Run) -> int:
+    async def _send_run(self, order: SendOrder, position: int, run: _Run) -> int:
         """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
         stream, file, stop = order.stream, order.lent.file, position + run.size
         slice_bytes = self.scheduler.settings.slice_bytes
@@ -273,14 +273,14 @@ class Sender:
             sent = await body.end(follow.due_s)
         except EOFError:
             raise ConnectionAbortedError("the object was evicted while it was sent") from None
-        follow.due_s(Progress(sent, self._loop.time()))
+        follow.due_s(BodyProgress(sent, self._loop.time()))
         return sent
 
-    def _paced(self, order: Order, sent: int) -> int:
+    def _paced(self, order: SendOrder, sent: int) -> int:
         order.pace.moved(sent, self._loop.time())
         return sent
 
-    async def _send_encrypted(self, order: Order, file: FilePart, count: int) -> int:
+    async def _send_encrypted(self, order: SendOrder, file: FilePart, count: int) -> int:
         done = 0
         while done < count:
             wanted = min(_TLS_READ_BYTES, count - done)

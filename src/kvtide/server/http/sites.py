@@ -15,7 +15,7 @@ from kvtide.errors import RequestRefused
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
 
 
-class Sites:
+class AllowedHosts:
     """Checks the names in requests, or lets all pass where names are no protection: tokens are."""
 
     def __init__(self, is_checked: bool) -> None:

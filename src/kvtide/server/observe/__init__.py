@@ -3,7 +3,7 @@
 from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, AccessLog, write_log
 from kvtide.server.observe.health import Health
 from kvtide.server.observe.outlook import Outlook
-from kvtide.server.observe.pages import PAGES, Observatory, Pages
+from kvtide.server.observe.pages import PAGES, Observability, Observatory
 
 __all__ = [
     "ACCESS_LOGGER",
@@ -11,8 +11,8 @@ __all__ = [
     "PAGES",
     "AccessLog",
     "Health",
+    "Observability",
     "Observatory",
     "Outlook",
-    "Pages",
     "write_log",
 ]

@@ -79,7 +79,7 @@ class Observatory:
             self.events.append(kind, own.namespace, own.key.hex(), self._tier_names[tier])
 
 
-class Pages:
+class Observability:
     """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
 
     def __init__(

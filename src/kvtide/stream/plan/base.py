@@ -187,7 +187,7 @@ class Plan(NamedTuple):
     reason: Reason
 
 
-class Policy(Protocol):
+class StreamPolicy(Protocol):
     """Decides what to do next; holds no state that planning changes."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:

@@ -15,7 +15,7 @@ from kvtide.types import BlockKey, ObjectId
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CatalogEntry:
     """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction.
 
     `seal` is the checksum of its live header as it was last seen, so that a read need not parse the header again.
@@ -34,8 +34,8 @@ class Catalog:
         """order: what ranks the objects, from when their first copy is known until the last one is not."""
         self._order = order
         self._lock = threading.Lock()
-        self._by_id: dict[ObjectId, list[Entry]] = {}
-        self._by_segment: dict[int, dict[int, Entry]] = {}
+        self._by_id: dict[ObjectId, list[CatalogEntry]] = {}
+        self._by_segment: dict[int, dict[int, CatalogEntry]] = {}
         self._used_bytes = 0
         # Whether a checkpoint would say something new; whoever loads or saves one clears it.
         self.is_changed = False
@@ -51,7 +51,7 @@ class Catalog:
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._by_id
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CatalogEntry) -> None:
         """Note a copy. What was known at its place is forgotten; the newest copy is found first."""
         header = entry.header
         with self._lock:
@@ -67,7 +67,7 @@ class Catalog:
             copies.append(entry)
             self.is_changed = True
 
-    def find(self, object_id: ObjectId) -> Entry | None:
+    def find(self, object_id: ObjectId) -> CatalogEntry | None:
         """Return a copy of the object, or None."""
         with self._lock:
             copies = self._by_id.get(object_id)
@@ -78,12 +78,12 @@ class Catalog:
         entry = self.find(object_id)
         return None if entry is None else (entry.header.segment, entry.header.size)
 
-    def copies(self, object_id: ObjectId) -> list[Entry]:
+    def copies(self, object_id: ObjectId) -> list[CatalogEntry]:
         """Return every copy of the object."""
         with self._lock:
             return list(self._by_id.get(object_id, ()))
 
-    def note_use(self, entry: Entry, now_ms: int) -> None:
+    def note_use(self, entry: CatalogEntry, now_ms: int) -> None:
         """Note that a copy was read."""
         with self._lock:
             entry.uses += 1
@@ -92,13 +92,13 @@ class Catalog:
             entry.last_use_ms = now_ms
             self.is_changed = True
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CatalogEntry) -> None:
         """Forget a copy; one that is not known any more is ignored."""
         with self._lock:
             if self._by_segment.get(entry.header.segment, {}).get(entry.header.offset) is entry:
                 self._remove(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: CatalogEntry) -> None:
         self.is_changed = True
         header = entry.header
         places = self._by_segment[header.segment]
@@ -115,7 +115,7 @@ class Catalog:
             if self._order is not None:
                 self._order.leave(header.id)
 
-    def in_segment(self, number: int) -> list[Entry]:
+    def in_segment(self, number: int) -> list[CatalogEntry]:
         """Return a segment's entries in the order of their offsets."""
         with self._lock:
             places = self._by_segment.get(number, {})
@@ -129,12 +129,12 @@ class Catalog:
                 self._remove(entry)
             return [entry.header.id for entry in entries if entry.header.id not in self._by_id]
 
-    def newest(self) -> list[Entry]:
+    def newest(self) -> list[CatalogEntry]:
         """Return one entry for each object."""
         with self._lock:
             return [copies[-1] for copies in self._by_id.values()]
 
-    def add_all(self, entries: Iterable[Entry]) -> None:
+    def add_all(self, entries: Iterable[CatalogEntry]) -> None:
         """Note several copies."""
         for entry in entries:
             self.add(entry)

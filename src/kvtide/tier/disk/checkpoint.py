@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.record import RecordHeader, SegmentHeader
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
@@ -28,7 +28,7 @@ class SegmentSummary(NamedTuple):
 
     header: SegmentHeader
     tail: int
-    entries: list[Entry]
+    entries: list[CatalogEntry]
 
 
 def pack_checkpoint(summaries: list[SegmentSummary]) -> bytes:
@@ -79,7 +79,7 @@ def _entry(
     size: int,
     stored_ms: int,
     last_use_ms: int,
-) -> Entry:
+) -> CatalogEntry:
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
     label = ObjectLabel(codec, parent, start)
-    return Entry(RecordHeader(object_id, label, segment, sequence, offset, size, stored_ms), last_use_ms)
+    return CatalogEntry(RecordHeader(object_id, label, segment, sequence, offset, size, stored_ms), last_use_ms)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtide.errors import TierUnavailable
-from kvtide.tier.disk.catalog import Catalog, Entry
+from kvtide.tier.disk.catalog import Catalog, CatalogEntry
 from kvtide.tier.disk.checkpoint import SegmentSummary, pack_checkpoint, parse_checkpoint
 from kvtide.tier.disk.opened import OpenSegments
 from kvtide.tier.disk.segment import Scan, scan_segment, segment_name, segment_number
@@ -207,7 +207,7 @@ class SegmentDirectory:
         self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
         for header in scan.records:
             if header.state is RecordState.LIVE:
-                self._catalog.add(Entry(header, header.stored_ms))
+                self._catalog.add(CatalogEntry(header, header.stored_ms))
 
     def _forget(self, number: int) -> None:
         del self.segments[number]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 
 from kvtide.evict import EvictionOrder
-from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.record import record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -104,12 +104,12 @@ def _count(given_up: Counter[int], place: tuple[int, int] | None, sizes: Collect
         given_up[place[0]] += record_bytes(place[1])
 
 
-def bytes_of(entries: list[Entry]) -> int:
+def bytes_of(entries: list[CatalogEntry]) -> int:
     """Return the bytes that entries take with their headers."""
     return sum(record_bytes(entry.header.size) for entry in entries)
 
 
-def fitting(entries: list[Entry], room: int) -> list[Entry]:
+def fitting(entries: list[CatalogEntry], room: int) -> list[CatalogEntry]:
     """Return the leading entries whose records fit into `room` bytes."""
     kept = []
     for entry in entries:

@@ -22,7 +22,7 @@ from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import BufferPool, aligned_buffer
 from kvtide.tier.demote import Offer
-from kvtide.tier.disk.catalog import Catalog, Entry
+from kvtide.tier.disk.catalog import Catalog, CatalogEntry
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.disk.eviction import GivenUp, bytes_of, fitting
 from kvtide.tier.disk.lineage import Lineage
@@ -145,7 +145,7 @@ class SegmentLog:
             return self.knows(object_id)
         return True
 
-    def find(self, object_id: ObjectId) -> Entry | None:
+    def find(self, object_id: ObjectId) -> CatalogEntry | None:
         """Return where the object is, looking at what other processes did if we don't know it."""
         entry = self.catalog.find(object_id)
         if entry is None:
@@ -157,7 +157,7 @@ class SegmentLog:
         """Learn what other processes did."""
         self._directory.refresh()
 
-    def read(self, entry: Entry, buffer: memoryview, offset: int) -> RecordState | None:
+    def read(self, entry: CatalogEntry, buffer: memoryview, offset: int) -> RecordState | None:
         """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that was read.
 
         None if another record, or none, is there: the copy was evicted or its header is damaged.
@@ -168,7 +168,7 @@ class SegmentLog:
         except (FileNotFoundError, EOFError):
             return None
 
-    def lend(self, entry: Entry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+    def lend(self, entry: CatalogEntry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
         """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
 
         Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
@@ -183,11 +183,11 @@ class SegmentLog:
         with self._write_lock:
             self._append(object_id, body)
 
-    def _append(self, object_id: ObjectId, body: Buffer) -> Entry:
+    def _append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
         label = object_label(body)
         return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
-    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> Entry:
+    def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> CatalogEntry:
         assert self._pool is not None
         now_ms = self._now_ms()
         number = writer.header.number
@@ -198,7 +198,7 @@ class SegmentLog:
             # What stands behind the tail now is unknown: nothing may follow it.
             self._retire_writer()
             raise
-        entry = Entry(header, now_ms, seal=seal)
+        entry = CatalogEntry(header, now_ms, seal=seal)
         self.catalog.add(entry)
         return entry
 
@@ -321,10 +321,10 @@ class SegmentLog:
     def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
         return object_id.key in ancestors or self._is_pinned(object_id.key)
 
-    def _is_hot(self, entry: Entry) -> bool:
+    def _is_hot(self, entry: CatalogEntry) -> bool:
         return entry.uses > 0 if self.given_up is None else entry.header.id not in self.given_up
 
-    def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[Entry]) -> bool:
+    def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[CatalogEntry]) -> bool:
         try:
             with self._directory.unused_segment(number) as descriptor:
                 if descriptor is None:
@@ -347,14 +347,14 @@ class SegmentLog:
             if len(self.catalog.copies(entry.header.id)) == 1:
                 self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
 
-    def _copy_out(self, entry: Entry, buffer: memoryview) -> bool:
+    def _copy_out(self, entry: CatalogEntry, buffer: memoryview) -> bool:
         try:
             return self.read(entry, buffer, 0) is RecordState.LIVE
         except OSError as error:
             _log.debug("%s is lost with its segment: %s", entry.header.id, error)
             return False
 
-    def _move(self, entry: Entry, writer: SegmentWriter) -> None:
+    def _move(self, entry: CatalogEntry, writer: SegmentWriter) -> None:
         body = aligned_buffer(entry.header.size)
         if self._copy_out(entry, body):
             moved = self._append_to(writer, entry.header.id, body, entry.header.label)
@@ -384,7 +384,7 @@ class SegmentLog:
                 self._remove_copies(copies if is_good else [entry])
             return is_good
 
-    def _remove_copies(self, copies: list[Entry]) -> None:
+    def _remove_copies(self, copies: list[CatalogEntry]) -> None:
         for entry in copies:
             self._directory.mark_removed(entry.header)
             self.catalog.remove(entry)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import BufferPool, aligned_buffer, copy_bytes, is_aligned
-from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.disk.opened import OpenSegments
 from kvtide.tier.files import Files
 from kvtide.tier.lend import FilePart, LentObject
@@ -219,7 +219,7 @@ class RecordReader:
         # For a header and the page that an object ends in; as many as there ever were readers at once.
         self._ends: deque[memoryview] = deque()
 
-    def read(self, entry: Entry, buffer: memoryview, offset: int) -> RecordState | None:
+    def read(self, entry: CatalogEntry, buffer: memoryview, offset: int) -> RecordState | None:
         """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that they are of.
 
         None if another record than the expected one, or none, is there; EOFError if the file ends before it does. The

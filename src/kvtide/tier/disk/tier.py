@@ -15,11 +15,11 @@ from typing import TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder
-from kvtide.index import Record
+from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.demote import Offer
-from kvtide.tier.disk.catalog import Entry
+from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.disk.directory import side_file_bytes_max
 from kvtide.tier.disk.journal import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.disk.log import SegmentLog
@@ -111,7 +111,7 @@ class DiskTier:
         return self._guarded("read", lambda: self._read(object_id, buffer, offset))
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
-        def read(entry: Entry) -> tuple[RecordState | None, int]:
+        def read(entry: CatalogEntry) -> tuple[RecordState | None, int]:
             size = max(0, min(len(buffer), entry.header.size - offset))
             return self._log.read(entry, buffer[:size], min(offset, entry.header.size)), size
 
@@ -131,12 +131,12 @@ class DiskTier:
             self._note_hit(entry)
         return lent
 
-    def _note_hit(self, entry: Entry) -> None:
+    def _note_hit(self, entry: CatalogEntry) -> None:
         self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
         self._count(hits=1)
 
     def _found(
-        self, object_id: ObjectId, action: Callable[[Entry], tuple[RecordState | None, _Result]]
+        self, object_id: ObjectId, action: Callable[[CatalogEntry], tuple[RecordState | None, _Result]]
     ) -> _Result | None:
         for _ in range(READ_TRIES_MAX):
             entry = self._log.find(object_id)
@@ -150,7 +150,7 @@ class DiskTier:
         self._count(misses=1)
         return None
 
-    def _forget(self, entry: Entry, state: RecordState | None) -> None:
+    def _forget(self, entry: CatalogEntry, state: RecordState | None) -> None:
         _log.debug("%s is no longer at its place: %s", entry.header.id, state)
         self._log.catalog.remove(entry)
         self._log.refresh()
@@ -208,7 +208,7 @@ class DiskTier:
         for entry in self._log.catalog.newest():
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[ListedBlock]:
         """Yield every object with its parent, from the records' headers; what was no object when it came is left out.
 
         Nothing is read: headers were when their segments were scanned.
@@ -216,7 +216,7 @@ class DiskTier:
         self._guarded("list", self._log.refresh)
         for entry in self._log.catalog.newest():
             if entry.header.label != NO_LABEL:
-                yield Record(*entry.header.id, BlockKey(entry.header.label.parent))
+                yield ListedBlock(*entry.header.id, BlockKey(entry.header.label.parent))
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""

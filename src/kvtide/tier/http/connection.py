@@ -34,7 +34,7 @@ class Endpoint:
         return self.path or f"{self.host}:{self.port}"
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """An answer read to its end. `size` bytes of it are in the caller's buffer; `body` has them if they are not."""
 
     status: int
@@ -75,7 +75,7 @@ class Patience:
         return max(until_s - now_s, 1e-3)
 
 
-class Link:
+class HttpConnection:
     """A connection for one exchange at a time. Everything that goes wrong is OSError or RequestRefused (502)."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -117,7 +117,7 @@ class Link:
                 # It is not connected any more: what we wanted.
                 return
 
-    def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> Answer:
+    def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> HttpAnswer:
         """Send a request and read its answer; of a 200 or 206 the body goes into `into`, if one is given.
 
         Never more bytes than `into` has: an answer that is longer is refused.
@@ -144,7 +144,7 @@ class Link:
         if not answer.is_kept_alive or self._pending:
             self.close()
             self._sock = None
-        return Answer(answer.status, answer.headers, length, small)
+        return HttpAnswer(answer.status, answer.headers, length, small)
 
     @property
     def is_open(self) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
-from kvtide.tier.http.connection import Answer, Patience
+from kvtide.tier.http.connection import HttpAnswer, Patience
 from kvtide.tier.http.peer import Call, Peer
 
 HEDGES_MAX = 2
@@ -75,7 +75,7 @@ class Hedges:
             self._workers.shutdown(wait=True, cancel_futures=True)
         self._workers = None
 
-    def read(self, first: Peer, replica: Peer | None, call: Call, buffer: memoryview, deadline_s: float) -> Answer:
+    def read(self, first: Peer, replica: Peer | None, call: Call, buffer: memoryview, deadline_s: float) -> HttpAnswer:
         """Send `call`, whose answer goes into `buffer`, to `first`; also to the replica, if there is one, once late.
 
         TierUnavailable if nobody answers.
@@ -98,7 +98,7 @@ class Hedges:
         self.times.note(len(buffer), self._clock.monotonic_s() - started_s)
         return answer
 
-    def _answer_of(self, second: _Second, buffer: memoryview, deadline_s: float) -> Answer:
+    def _answer_of(self, second: _Second, buffer: memoryview, deadline_s: float) -> HttpAnswer:
         assert second.future is not None and second.scratch is not None
         try:
             answer = second.future.result(max(0.0, deadline_s - self._clock.monotonic_s()))
@@ -120,7 +120,7 @@ class Hedges:
         second.call.into = second.scratch[: second.size]
         second.future = self._workers.submit(self._run, second, deadline_s)
 
-    def _run(self, second: _Second, deadline_s: float) -> Answer:
+    def _run(self, second: _Second, deadline_s: float) -> HttpAnswer:
         try:
             answer = second.replica.call(second.call, Patience(self._clock, deadline_s, self._silence_s_max))
             # The first read ends where it is, and whoever waits for it takes our answer.
@@ -155,6 +155,6 @@ class _Second:
     replica: Peer
     size: int
     scratch: memoryview | None = None
-    future: Future[Answer] | None = None
+    future: Future[HttpAnswer] | None = None
     # The worker that fills the buffer, and the caller that takes it from there.
     users: set[bool] = field(default_factory=lambda: {True, False})

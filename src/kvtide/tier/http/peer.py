@@ -14,7 +14,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.deadline import caller_deadline_s
-from kvtide.tier.http.connection import Answer, Endpoint, Link, Patience
+from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
 from kvtide.wire.http import pack_request_head
 from kvtide.wire.protocol import DEADLINE_HEADER
 
@@ -63,10 +63,10 @@ class Call:
         self.received = 0
         self.tag = ""
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: HttpConnection | None = None
         self.is_aborted = False
 
-    def use(self, link: Link) -> None:
+    def use(self, link: HttpConnection) -> None:
         """Note the connection that it goes over. ConnectionAbortedError if it was aborted before."""
         with self._lock:
             if self.is_aborted:
@@ -92,7 +92,7 @@ class Call:
         rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
         return [*others, rest], self.into[self.received :]
 
-    def keep(self, link: Link) -> None:
+    def keep(self, link: HttpConnection) -> None:
         """Count what an exchange brought before it failed."""
         if self.start is None or self.into is None or not link.tag:
             return
@@ -101,7 +101,7 @@ class Call:
         else:
             self.received, self.tag = 0, ""
 
-    def whole(self, answer: Answer) -> Answer:
+    def whole(self, answer: HttpAnswer) -> HttpAnswer:
         """Return an answer for the rest as one for all of it.
 
         ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
@@ -137,7 +137,7 @@ class Peer:
         self._clock = clock
         self._sleep = sleep
         self._changed = threading.Condition()
-        self._idle: list[Link] = []
+        self._idle: list[HttpConnection] = []
         self._lent = 0
         self._is_open = False
 
@@ -155,7 +155,7 @@ class Peer:
         for link in idle:
             link.close()
 
-    def call(self, call: Call, patience: Patience) -> Answer:
+    def call(self, call: Call, patience: Patience) -> HttpAnswer:
         """Send a request until an answer comes that is worth having. TierUnavailable if none does."""
         if not self.breaker.allows():
             raise TierUnavailable(f"{self.endpoint} failed {self._settings.faults_max} times in a row; left alone")
@@ -187,7 +187,7 @@ class Peer:
         self._sleep(wait_s)
         return True
 
-    def _try(self, call: Call, patience: Patience) -> Answer:
+    def _try(self, call: Call, patience: Patience) -> HttpAnswer:
         """Send a request once; once more if a connection had been closed while it was idle."""
         while True:
             link, is_fresh = self._take(patience)
@@ -213,7 +213,7 @@ class Peer:
                     raise
         return call.whole(answer)
 
-    def _take(self, patience: Patience) -> tuple[Link, bool]:
+    def _take(self, patience: Patience) -> tuple[HttpConnection, bool]:
         with self._changed:
             while self._is_open and self._lent >= self._settings.connections_max:
                 self._changed.wait(patience.left_s())
@@ -222,9 +222,9 @@ class Peer:
             self._lent += 1
             if self._idle:
                 return self._idle.pop(), False
-            return Link(self.endpoint), True
+            return HttpConnection(self.endpoint), True
 
-    def _give_back(self, link: Link, is_usable: bool) -> None:
+    def _give_back(self, link: HttpConnection, is_usable: bool) -> None:
         with self._changed:
             self._lent -= 1
             is_kept = is_usable and self._is_open

@@ -11,7 +11,7 @@ import threading
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.http.connection import Endpoint, Link, Patience
+from kvtide.tier.http.connection import Endpoint, HttpConnection, Patience
 from kvtide.tier.http.servers import Servers, object_target, servers_of
 from kvtide.tier.source import Take
 from kvtide.types import ObjectId
@@ -33,7 +33,7 @@ class RangeSource:
         self._headers = headers
         self._clock = clock
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
+        self._idle: list[HttpConnection] = []
         self._is_closed = False
 
     @property
@@ -58,7 +58,7 @@ class RangeSource:
                     raise TierUnavailable(f"{self.name} is closed")
                 link = self._idle.pop() if self._idle else None
             is_fresh = link is None
-            link = link or Link(self._endpoint)
+            link = link or HttpConnection(self._endpoint)
             watch = _Watch(self._clock, deadline_s, link, memoryview(bytearray(stop - start)), take)
             try:
                 return self._exchange(link, is_fresh, watch, object_id, start)
@@ -72,7 +72,7 @@ class RangeSource:
                     return True
                 raise TierUnavailable(f"{self.name}: {error or type(error).__name__}") from error
 
-    def _exchange(self, link: Link, is_fresh: bool, watch: _Watch, object_id: ObjectId, start: int) -> bool:
+    def _exchange(self, link: HttpConnection, is_fresh: bool, watch: _Watch, object_id: ObjectId, start: int) -> bool:
         if is_fresh:
             link.open(watch)
         left_ms = max(1, int(1000 * (watch.deadline_s - self._clock.monotonic_s())))
@@ -105,7 +105,7 @@ class RangeSource:
 class _Watch(Patience):
     """Hands over what has come each time that the link waits, and ends the exchange when no more is wanted."""
 
-    def __init__(self, clock: Clock, deadline_s: float, link: Link, into: memoryview, take: Take) -> None:
+    def __init__(self, clock: Clock, deadline_s: float, link: HttpConnection, into: memoryview, take: Take) -> None:
         super().__init__(clock, deadline_s)
         self.into = into
         self.handed = 0

@@ -22,7 +22,7 @@ from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.deadline import caller_deadline_s
-from kvtide.tier.http.connection import Answer, Patience
+from kvtide.tier.http.connection import HttpAnswer, Patience
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings
 from kvtide.tier.http.servers import asked_name, object_target, servers_of
@@ -136,7 +136,7 @@ class HttpTier:
             self._misses += came is None
         return came
 
-    def _ranged(self, answer: Answer, offset: int, wanted: int) -> int | None:
+    def _ranged(self, answer: HttpAnswer, offset: int, wanted: int) -> int | None:
         """Return how many bytes came, None for an absent object. TierUnavailable if they are not those asked for."""
         if answer.status == 404:
             return None
@@ -150,7 +150,7 @@ class HttpTier:
             raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
         return answer.size
 
-    def _read(self, call: Call, buffer: memoryview) -> Answer:
+    def _read(self, call: Call, buffer: memoryview) -> HttpAnswer:
         peers = self._in_order()
         deadline_s = self._deadline_s(len(buffer))
         replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
@@ -255,14 +255,14 @@ class HttpTier:
         """Return the peers, those that work first."""
         return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
 
-    def _ask(self, peer: Peer, call: Call) -> Answer:
+    def _ask(self, peer: Peer, call: Call) -> HttpAnswer:
         return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
 
     def _deadline_s(self, size: int) -> float:
         own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
         return min(own_s, caller_deadline_s())
 
-    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> Answer:
+    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> HttpAnswer:
         """Return the answer of the first peer that gives one."""
         for peer in self._in_order()[:-1]:
             try:
@@ -279,7 +279,7 @@ class HttpTier:
                 self._faults += 1
             raise
 
-    def _refused(self, method: str, answer: Answer) -> TierUnavailable:
+    def _refused(self, method: str, answer: HttpAnswer) -> TierUnavailable:
         error = _refusal(method, answer)
         with self._lock:
             self._faults += not isinstance(error, WrongServer)
@@ -292,14 +292,14 @@ class HttpTier:
         self.hedges.check()
 
 
-def _refusal(method: str, answer: Answer) -> TierUnavailable:
+def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
     if answer.status == 307:
         return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
     text = answer.body[:200].decode(errors="replace").strip()
     return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
 
 
-def _decoded(answer: Answer, kind: type[_Result]) -> _Result:
+def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
     try:
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

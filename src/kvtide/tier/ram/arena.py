@@ -16,7 +16,7 @@ _FRAME_BYTES_MAX = 64 << 10
 _FRAMES_WANTED = 4096
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Frames `[start, stop)`."""
 
     start: int
@@ -38,7 +38,7 @@ class Frames:
         self.frame_bytes = frame_bytes
         self.frames = bytes_max // self.frame_bytes
         # Ordered, with a gap between any two: neighbours are one run.
-        self._free = [Run(0, self.frames)] if self.frames else []
+        self._free = [Span(0, self.frames)] if self.frames else []
         self._free_frames = self.frames
 
     def frames_of(self, size: int) -> int:
@@ -50,7 +50,7 @@ class Frames:
         """Return how many frames are free."""
         return self._free_frames
 
-    def take(self, size: int) -> list[Run] | None:
+    def take(self, size: int) -> list[Span] | None:
         """Take frames for an object: one run if there is one, else the longest ones. None if too few are free."""
         wanted = self.frames_of(size)
         if wanted > self._free_frames:
@@ -63,15 +63,15 @@ class Frames:
                 position = max(range(len(self._free)), key=lambda i: self._free[i].stop - self._free[i].start)
             run = self._free[position]
             cut = min(run.stop, run.start + wanted)
-            taken.append(Run(run.start, cut))
+            taken.append(Span(run.start, cut))
             wanted -= cut - run.start
             if cut == run.stop:
                 del self._free[position]
             else:
-                self._free[position] = Run(cut, run.stop)
+                self._free[position] = Span(cut, run.stop)
         return taken
 
-    def give_back(self, runs: list[Run]) -> None:
+    def give_back(self, runs: list[Span]) -> None:
         """Make frames free again. Whoever reads them still must not."""
         for run in runs:
             self._free_frames += run.stop - run.start
@@ -82,9 +82,9 @@ class Frames:
             if position and self._free[position - 1].stop == start:
                 position -= 1
                 start = self._free.pop(position).start
-            self._free.insert(position, Run(start, stop))
+            self._free.insert(position, Span(start, stop))
 
-    def check(self, taken: list[Run]) -> None:
+    def check(self, taken: list[Span]) -> None:
         """AssertionError unless the free frames and these are all frames, each once."""
         everything = sorted([*self._free, *taken])
         assert sum(run.stop - run.start for run in everything) == self.frames
@@ -100,7 +100,7 @@ class Arena(Frames):
         super().__init__(bytes_max, frame_bytes)
         self.memory = aligned_buffer(self.frames * self.frame_bytes)
 
-    def views(self, runs: list[Run], size: int) -> list[memoryview]:
+    def views(self, runs: list[Span], size: int) -> list[memoryview]:
         """Return the memory of an object of this size."""
         views = []
         for run in runs:

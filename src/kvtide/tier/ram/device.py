@@ -21,7 +21,7 @@ from kvtide.types import ObjectId
 _log = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
+class DevicePiece(NamedTuple):
     """Bytes of this machine's, and where they lie in a room."""
 
     start: int
@@ -31,10 +31,10 @@ class Piece(NamedTuple):
 class DeviceRoom(Protocol):
     """Memory of a device. Safe to use from several threads, on different bytes. DeviceFault if the device fails."""
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[DevicePiece]) -> None:
         """Copy to the device. Done on return."""
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: Sequence[DevicePiece]) -> None:
         """Copy from the device. Done on return."""
 
     def close(self) -> None:
@@ -53,14 +53,14 @@ class _DeviceFrames(Frames):
         super().__init__(bytes_max, frame_bytes)
         self.room = device.reserve(self.frames * self.frame_bytes)
 
-    def pieces(self, resident: Resident, buffer: memoryview, offset: int = 0) -> list[Piece]:
+    def pieces(self, resident: Resident, buffer: memoryview, offset: int = 0) -> list[DevicePiece]:
         """Return where the bytes of an object from `offset` on lie, as many as the buffer holds."""
         found, skip, left = [], offset, min(len(buffer), resident.size - offset)
         for run in resident.runs:
             start, stop = run.start * self.frame_bytes, run.stop * self.frame_bytes
             size = min(max(0, stop - start - skip), left)
             if size > 0:
-                found.append(Piece(start + skip, buffer[:size]))
+                found.append(DevicePiece(start + skip, buffer[:size]))
                 buffer, left = buffer[size:], left - size
             skip = max(0, skip - (stop - start))
         return found

@@ -18,7 +18,7 @@ from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder, RankedOrder
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, OnRemoved, TierStats
 from kvtide.tier.demote import Offer
-from kvtide.tier.ram.arena import Frames, Run, frame_bytes_for
+from kvtide.tier.ram.arena import Frames, Span, frame_bytes_for
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, ObjectId
@@ -31,7 +31,7 @@ FramesT = TypeVar("FramesT", bound=Frames)
 class Resident:
     """An object in its frames; `leases` are those who read it."""
 
-    runs: list[Run]
+    runs: list[Span]
     size: int
     last_use_s: float
     leases: int = 0
@@ -199,7 +199,7 @@ class FramedTier(ABC, Generic[FramesT]):
     def _may_go(self, object_id: ObjectId) -> bool:
         return not self._residents[object_id].leases and not self._is_pinned(object_id.key)
 
-    def _make_room(self, frames: FramesT, size: int) -> list[Run]:
+    def _make_room(self, frames: FramesT, size: int) -> list[Span]:
         victims: list[ObjectId] = []
         missing = frames.frames_of(size) - frames.free_frames
         if missing > 0:

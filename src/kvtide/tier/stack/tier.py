@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvtide.evict import Ranking, RecencyRanking
-from kvtide.index import Record
+from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
 from kvtide.tier.base import (
+    AdmittingTier,
     Buffer,
     Checked,
     Forcible,
@@ -31,7 +32,6 @@ from kvtide.tier.base import (
     Recorded,
     Replacing,
     Reporting,
-    SelectiveTier,
     Tier,
     TierStats,
 )
@@ -247,7 +247,7 @@ class TierStack:
         return None
 
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
-        return [tier for tier in tiers if not isinstance(tier, SelectiveTier) or tier.would_admit(object_id, size)]
+        return [tier for tier in tiers if not isinstance(tier, AdmittingTier) or tier.would_admit(object_id, size)]
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store in the slowest tier that is written at once, and in faster ones that admit it. True if one has it.
@@ -365,7 +365,7 @@ class TierStack:
                         seen.add(info.id)
                     yield info
 
-    def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
+    def records(self) -> Iterator[tuple[int, Iterator[ListedBlock]]]:
         """Yield the tiers that keep objects over a restart, by number, with what each has."""
         for tier in self._open:
             if isinstance(tier, Recorded):

@@ -23,7 +23,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.valkey.resp import WAIT_S_MIN, RespSocket
-from kvtide.tier.valkey.url import Address, ValkeyTarget
+from kvtide.tier.valkey.url import ValkeyAddress, ValkeyTarget
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Topology(NamedTuple):
 
     cluster: RedisCluster | None
     single: redis.Redis | None
-    address: Address
+    address: ValkeyAddress
 
 
 class _Link(NamedTuple):
@@ -74,9 +74,9 @@ class ValkeyNodes:
             **target.tls_settings(),
         }
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[_Link]] = {}
-        self._lent: dict[Address, int] = {}
-        self._breakers: dict[Address, Breaker] = {}
+        self._idle: dict[ValkeyAddress, list[_Link]] = {}
+        self._lent: dict[ValkeyAddress, int] = {}
+        self._breakers: dict[ValkeyAddress, Breaker] = {}
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
         self._wanted = threading.Event()
@@ -105,7 +105,7 @@ class ValkeyNodes:
             link.connection.disconnect()
         _close(topology)
 
-    def owner(self, key: bytes) -> Address:
+    def owner(self, key: bytes) -> ValkeyAddress:
         """Return the server that owns a key as far as we know. TierUnavailable without a map, or a hole in it."""
         topology = self._topology
         if topology is None:
@@ -118,9 +118,9 @@ class ValkeyNodes:
         except (RedisError, LookupError) as error:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
-        return Address(str(node.host), int(node.port))
+        return ValkeyAddress(str(node.host), int(node.port))
 
-    def note_moved(self, slot: int, address: Address) -> None:
+    def note_moved(self, slot: int, address: ValkeyAddress) -> None:
         """Take a server's word for who owns a slot, and ask for the whole map."""
         topology = self._topology
         if topology is not None and topology.cluster is not None:
@@ -132,7 +132,7 @@ class ValkeyNodes:
         self._wanted.set()
 
     @contextmanager
-    def connection(self, address: Address) -> Iterator[RespSocket]:
+    def connection(self, address: ValkeyAddress) -> Iterator[RespSocket]:
         """Lend a connection that is authenticated and idle, for no longer than the caller waits.
 
         TierUnavailable if it can't be had, or fails meanwhile.
@@ -152,7 +152,7 @@ class ValkeyNodes:
             if not is_whole:
                 link.connection.disconnect()
 
-    def _take(self, address: Address, deadline_s: float) -> _Link:
+    def _take(self, address: ValkeyAddress, deadline_s: float) -> _Link:
         left_s = deadline_s - self._clock.monotonic_s()
         if left_s < WAIT_S_MIN:
             raise TierUnavailable(f"the caller's deadline passed before {address} could be asked")
@@ -176,13 +176,13 @@ class ValkeyNodes:
             is_cut = is_late and left_s / HANDSHAKE_WAITS < self._target.options.wait_s_max
             raise self._fault(address, error, is_cut) from error
 
-    def _breaker(self, address: Address) -> Breaker:
+    def _breaker(self, address: ValkeyAddress) -> Breaker:
         with self._lock:
             if address not in self._breakers:
                 self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
             return self._breakers[address]
 
-    def _new_link(self, address: Address, wait_s_max: float) -> _Link:
+    def _new_link(self, address: ValkeyAddress, wait_s_max: float) -> _Link:
         kind = redis.SSLConnection if self._target.is_tls else redis.Connection
         waits = {name: min(wait_s_max, self._settings[name]) for name in ("socket_timeout", "socket_connect_timeout")}
         settings = {**self._settings, **waits}
@@ -191,7 +191,7 @@ class ValkeyNodes:
         # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
         return _Link(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
 
-    def _give_back(self, address: Address, link: _Link | None) -> None:
+    def _give_back(self, address: ValkeyAddress, link: _Link | None) -> None:
         with self._lock:
             self._lent[address] -= 1
             if link is not None and not self._closing.is_set():
@@ -200,7 +200,7 @@ class ValkeyNodes:
         if link is not None:
             link.connection.disconnect()
 
-    def _fault(self, address: Address, error: Exception, is_cut: bool) -> TierUnavailable:
+    def _fault(self, address: ValkeyAddress, error: Exception, is_cut: bool) -> TierUnavailable:
         breaker = self._breaker(address)
         if is_cut and not breaker.is_open:
             # It says nothing of the server.
@@ -266,7 +266,7 @@ class ValkeyNodes:
         assert problem is not None
         raise problem
 
-    def _unfit(self, address: Address, said: Mapping[str, Any]) -> TierUnavailable | None:
+    def _unfit(self, address: ValkeyAddress, said: Mapping[str, Any]) -> TierUnavailable | None:
         """Return why a server that is in no cluster can't be used, by what it says of itself; None if it can."""
         if said.get("redis_mode") == "sentinel":
             return TierUnavailable(f"{address} is a Sentinel and keeps no data; the URL names the servers themselves")

@@ -21,7 +21,7 @@ from kvtide.tier.deadline import caller_deadline_s, until
 from kvtide.tier.removals import Removals
 from kvtide.tier.valkey.nodes import ValkeyNodes
 from kvtide.tier.valkey.resp import Refusal, pack_command
-from kvtide.tier.valkey.url import Address, parse_valkey_url
+from kvtide.tier.valkey.url import ValkeyAddress, parse_valkey_url
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 REDIRECTS_MAX = 5
@@ -181,7 +181,7 @@ class ValkeyTier:
         raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
 
     def _exchange(
-        self, address: Address, request: Sequence[Sequence[Buffer]], is_asking: bool, buffer: memoryview
+        self, address: ValkeyAddress, request: Sequence[Sequence[Buffer]], is_asking: bool, buffer: memoryview
     ) -> list[int | Refusal | None]:
         with self._nodes.connection(address) as connection:
             asking = pack_command(b"ASKING") if is_asking else []
@@ -201,13 +201,13 @@ class ValkeyTier:
 
         Servers are asked at the same time. Who is redirected is asked again alone.
         """
-        owned: dict[Address, list[int]] = {}
+        owned: dict[ValkeyAddress, list[int]] = {}
         for position, object_id in enumerate(object_ids):
             owned.setdefault(self._nodes.owner(self._key(object_id)), []).append(position)
 
         deadline_s = caller_deadline_s()
 
-        def ask(address: Address) -> list[int | None] | TierUnavailable:
+        def ask(address: ValkeyAddress) -> list[int | None] | TierUnavailable:
             mine = owned[address]
             ids, into = [object_ids[position] for position in mine], [buffers[position] for position in mine]
             with until(deadline_s):
@@ -228,7 +228,7 @@ class ValkeyTier:
         return replies
 
     def _ask_owner(
-        self, address: Address, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
+        self, address: ValkeyAddress, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
     ) -> list[int | None] | TierUnavailable:
         try:
             came = self._pipelined(address, command, [self._key(object_id) for object_id in object_ids], buffers)
@@ -240,7 +240,7 @@ class ValkeyTier:
             return error
 
     def _pipelined(
-        self, address: Address, command: bytes, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, address: ValkeyAddress, command: bytes, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[int | Refusal | None]:
         """Keep PIPELINED_MAX commands under way: the server holds at most so many values for us."""
         replies: list[int | Refusal | None] = []
@@ -255,13 +255,13 @@ class ValkeyTier:
                 replies.append(connection.receive_string(buffer) if is_string else connection.receive(buffer))
         return replies
 
-    def _redirected(self, refusal: Refusal, address: Address) -> tuple[Address, bool]:
+    def _redirected(self, refusal: Refusal, address: ValkeyAddress) -> tuple[ValkeyAddress, bool]:
         """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""
         if refusal.code in {"MOVED", "ASK"}:
             words = refusal.text.split()
             host, colon, port = words[-1].rpartition(":")
             if len(words) == 3 and words[1].isdigit() and colon and port.isdigit():
-                there = Address(host or address.host, int(port))
+                there = ValkeyAddress(host or address.host, int(port))
                 if refusal.code == "MOVED":
                     self._nodes.note_moved(int(words[1]), there)
                 return there, refusal.code == "ASK"

@@ -16,7 +16,7 @@ _PORT = 6379
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-class Address(NamedTuple):
+class ValkeyAddress(NamedTuple):
     """Where a server listens."""
 
     host: str
@@ -54,7 +54,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ValkeyTarget:
     """A parsed URL. `shown` names it without the password."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[ValkeyAddress, ...]
     username: str | None
     password: str | None
     database: int
@@ -97,9 +97,9 @@ def parse_valkey_url(url: str) -> ValkeyTarget:
     )
 
 
-def _address(text: str, shown: str) -> Address:
+def _address(text: str, shown: str) -> ValkeyAddress:
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     host, port = (host, port) if colon else (host or port, str(_PORT))
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"expected HOST:PORT[,HOST:PORT…], as in valkey://localhost:6379, got {text!r} in {shown}")
-    return Address(host.strip("[]"), int(port))
+    return ValkeyAddress(host.strip("[]"), int(port))
