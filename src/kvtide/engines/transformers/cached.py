@@ -36,7 +36,7 @@ from kvtide.engines.transformers.selective import (
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
 from kvtide.engines.transformers.ways import RestoreWay, Ways
 from kvtide.fetch import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
-from kvtide.keys import block_keys
+from kvtide.keys import LatestKeys
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.stream.plan import PrefillMeter, PrefillSpeed
 from kvtide.tier import ScoreRanking
@@ -80,6 +80,7 @@ class CachedModel:
         self.last: GenerateReport | None = None
         self._clock = clock
         self._identity = ModelIdentity(model, settings)
+        self._keys = LatestKeys(settings.block_tokens)
         self._meter = PrefillMeter()
         self._streaming: tuple[Streaming, ContextLoader] | None = None
         self._importance: tuple[SparseSettings, Learner, CodecRegistry] | None = None
@@ -266,7 +267,7 @@ class CachedModel:
             _log.warning("running without the cache: %s", reason)
 
     def _metas(self, tokens: _Tokens, is_latest: bool = False) -> list[BlockMeta]:
-        keys = block_keys(self.namespace, tokens, self.layout.tokens)
+        keys = self._keys.of(self.namespace, tokens)
         parents = [BlockKey(self.namespace), *keys]
         ids = [self.cache.tiers.named(ObjectId(self.namespace, key), is_latest) for key in keys]
         return [
