@@ -287,7 +287,7 @@ def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
 ) -> None:
     cache = cache_for(server.url, LosslessCodec())
     stored, may_store = threading.Event(), threading.Event()
-    monkeypatch.setattr(cache, "_store_block", lambda block: (stored.set(), may_store.wait(WAIT_S)))
+    monkeypatch.setattr(cache._placer, "store", lambda block: (stored.set(), may_store.wait(WAIT_S)))
     layout = BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16)
     with cache:
         meta = BlockMeta(cache.tiers.named(ONE), BlockKey(SPACE), 0, layout, "made up")

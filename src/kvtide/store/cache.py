@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
-import threading
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,29 +16,22 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
+from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.config import Limits
-from kvtide.errors import TierUnavailable, UnencodableBlock
-from kvtide.index import TIERS_MAX, Index, LruPolicy, RadixIndex, RestoreReport
+from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
-from kvtide.store.loading import QUALITY_SLACK, BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
+from kvtide.store.loading import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
+from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, wants_latest
-from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 if TYPE_CHECKING:
     from kvtide.tier.ram.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
-# The queue counts as a tier in the index, behind all real ones.
-_QUEUE = TIERS_MAX - 1
-# A block that was found too coarse is not looked up again for so long, unless this process stores it.
-COARSE_S = 60.0
-COARSE_MAX = 1 << 14
 
 
 class CacheStats(NamedTuple):
@@ -96,33 +86,29 @@ class Cache:
     ) -> None:
         self.tiers = tiers
         self.index = index
-        self._codec = codec
-        self._quality = codec.quality if quality is None else quality
+        quality = codec.quality if quality is None else quality
         self._clock = clock
         self._limits = limits
-        self._loader = Loader(
-            tiers, index, self._quality, registry, clock, limits.load_threads, self.guarded, self._queued
-        )
+        self._guard = FaultGuard()
+        self._loader = Loader(tiers, index, quality, registry, clock, limits.load_threads, self._guard, self._queued)
         self._storer: Storer | None = None
         self._pid = 0
-        self._lock = threading.Lock()
-        # Blocks that were found too coarse, and when.
-        self._coarse: OrderedDict[ObjectId, float] = OrderedDict()
-        self._counts: Counter[str] = Counter()
+        self._coarse = CoarseBlocks(clock)
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
+        self._placer = Placer(tiers, index, codec, quality, limits, self._guard, self._coarse, self.decisions)
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
-        assert len(self.tiers.tier_names) <= _QUEUE
+        assert len(self.tiers.tier_names) <= QUEUE_TIER
         self.tiers.observe(_Placement(self.index))
-        self.guarded("open", self.tiers.open, None)
+        self._guard("open", self.tiers.open, None)
         started_s = self._clock.monotonic_s()
-        report = self.guarded("list", self._restore, RestoreReport(0, 0))
+        report = self._guard("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._loader.open()
-        self._storer = Storer(self._store_block, self._tell_decisions, self._limits.store_queue_bytes_max)
+        self._storer = Storer(self._placer, self._limits.store_queue_bytes_max)
         self._storer.open()
         self._pid = os.getpid()
         atexit.register(self.close)
@@ -143,11 +129,11 @@ class Cache:
         atexit.unregister(self.close)
         assert self._storer is not None
         for meta in self._storer.close(self._limits.close_s_max):
-            self.index.remove(meta.id.key, _QUEUE)
-        self._tell_decisions()
+            self.index.remove(meta.id.key, QUEUE_TIER)
+        self._placer.tell_decisions()
         self._loader.close()
         self._storer = None
-        self.guarded("close", self.tiers.close, None)
+        self._guard("close", self.tiers.close, None)
 
     def __enter__(self) -> Self:
         self.open()
@@ -164,7 +150,7 @@ class Cache:
         A hint: blocks may be gone when they are loaded. Blocks that wait to be stored are found, and those that another
         process stored.
         """
-        return self.guarded("look up", partial(self._match, ids), 0) if self.is_open else 0
+        return self._guard("look up", partial(self._match, ids), 0) if self.is_open else 0
 
     def _match(self, ids: Sequence[ObjectId]) -> int:
         self.tiers.note_request(ids)
@@ -173,9 +159,7 @@ class Cache:
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
-        oldest_s = self._clock.monotonic_s() - COARSE_S
-        coarse = (i for i, each in enumerate(ids[:known]) if self._coarse.get(each, -math.inf) > oldest_s)
-        return next(coarse, known) if self._coarse else known
+        return self._coarse.first_of(ids[:known])
 
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
         # Read once: `close` takes it away at any moment.
@@ -205,35 +189,27 @@ class Cache:
             return LoadReport(0, 0, MissReason.CLOSED)
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
         load = partial(self._loader.load, metas, Sinks(sink, take, layer_sink), give_up_s)
-        report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
+        report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
-            self._note_coarse(metas[report.blocks].id)
+            self._coarse.note(metas[report.blocks].id)
         why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
         for position, meta in enumerate(metas):
             decided = (Choice.LOAD, Why.IN_TIME) if position < report.blocks else (Choice.ABANDONED, why)
             self.decisions.add(*decided, meta.layout.tokens, meta.id.namespace)
         return report
 
-    def _note_coarse(self, object_id: ObjectId) -> None:
-        with self._lock:
-            self._coarse[object_id] = self._clock.monotonic_s()
-            self._coarse.move_to_end(object_id)
-            if len(self._coarse) > COARSE_MAX:
-                self._coarse.popitem(last=False)
-
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many leading ones wait now.
 
         The first that does not fit ends it: blocks behind a gap could not be matched.
         """
-        return self.guarded("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
+        return self._guard("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
 
     def _queue(self, blocks: Sequence[PendingBlock]) -> int:
         storer = self._storer
         for count, block in enumerate(blocks):
             if storer is None or not self._queue_one(storer, block):
-                with self._lock:
-                    self._counts["dropped"] += len(blocks) - count
+                self._placer.counts.add(dropped=len(blocks) - count)
                 return count
         return len(blocks)
 
@@ -245,7 +221,7 @@ class Cache:
         try:
             source = block.capture()
             # Before the storing thread may be done with it.
-            self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, _QUEUE, cost=block.cost)
+            self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER, cost=block.cost)
         except BaseException:
             storer.release(meta)
             raise
@@ -264,83 +240,17 @@ class Cache:
         self.index.check()
         self.tiers.check()
 
-    def _tell_decisions(self) -> None:
-        self.guarded("tell decisions", partial(self.decisions.tell, self.tiers.note_decisions), None)
-
-    def _store_block(self, block: QueuedBlock) -> None:
-        pack = partial(self._packed, block)
-        self.guarded("store", partial(self._place, block.meta, pack, block.cost), False)
-        self.index.remove(block.meta.id.key, _QUEUE)
-
-    def _packed(self, block: QueuedBlock) -> bytearray | None:
-        """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
-        meta, bits = block.meta, block.source()
-        for codec in (self._codec, LosslessCodec()):
-            if codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max:
-                continue
-            try:
-                # A block computed on top of blocks of this quality is no better, however it is encoded.
-                return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile, self._quality)
-            except UnencodableBlock as error:
-                with self._lock:
-                    self._counts["unencodable"] += 1
-                    is_first = self._counts["unencodable"] == 1
-                level = logging.WARNING if is_first else logging.DEBUG
-                _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
-        return None
-
     def keep(self, meta: BlockMeta, packed: bytes) -> bool:
         """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
-        return self.is_open and self.guarded("keep", partial(self._place, meta, lambda: packed), False)
-
-    def _stored_quality(self, object_id: ObjectId) -> float | None:
-        """Return the quality of the object that is here, inf for one that can't be read, None if none is."""
-        if not self.tiers.contains(object_id):
-            return None
-        if self._quality == 0:
-            # Namespaces of exact blocks have no others.
-            return 0.0
-        head = bytearray(HEADER_BYTES)
-        size = self.tiers.get_into(object_id, memoryview(head))
-        return object_quality(head[: size or 0])
-
-    def _place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
-        """Store an object unless one as good is here; put it in the place of a coarser one."""
-        here = self._stored_quality(meta.id)
-        if here is None or here > self._quality * (1 + QUALITY_SLACK):
-            packed, put = pack(), self.tiers.put_from if here is None else self.tiers.replace
-            is_stored = packed is not None and put(meta.id, packed)
-            with self._lock:
-                self._coarse.pop(meta.id, None)
-                self._counts["stored" if is_stored else "dropped"] += 1
-                self._counts["raw_bytes"] += is_stored * meta.layout.raw_bytes
-                self._counts["bytes"] += len(packed) if is_stored and packed else 0
-            if not is_stored:
-                return False
-        for number, tier in enumerate(self.tiers.places(meta.id)):
-            if number:
-                self.index.place(meta.id.key, tier)
-            else:
-                self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
-        return True
+        return self.is_open and self._guard("keep", partial(self._placer.place, meta, lambda: packed), False)
 
     def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        """Run an action; whatever goes wrong in it is counted, logged once for each verb, and becomes `fallback`."""
-        try:
-            return action()
-        except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
-            with self._lock:
-                self._counts[f"fault {verb}"] += 1
-                is_first = self._counts[f"fault {verb}"] == 1
-            if is_first:
-                is_expected = isinstance(error, TierUnavailable)
-                _log.warning("can't %s, served as a miss: %s", verb, error, exc_info=None if is_expected else error)
-            return fallback
+        """Run what an engine does with the cache beside its verbs; a fault in it becomes `fallback`."""
+        return self._guard(verb, action, fallback)
 
     def stats(self) -> CacheStats:
         """Return the counters."""
-        with self._lock:
-            counts = self._counts.copy()
+        counts = self._placer.counts.all()
         loaded = self._loader.loaded()
         return CacheStats(
             blocks_loaded=loaded.blocks,

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.config import step_back
@@ -18,7 +18,7 @@ from kvtide.types import ObjectId
 
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
 STORE_NICE = 10
-# A storing thread without work calls `idle` so often.
+# A storing thread without work tells decisions so often.
 IDLE_S = 5.0
 # A thread that is still storing a block when `close` has waited its time gets so much longer.
 END_S_MAX = 1.0
@@ -55,19 +55,26 @@ class Admission(Enum):
     REFUSED = "no room, no thread, or closing"
 
 
+class Storing(Protocol):
+    """What is done with queued blocks. Raises nothing."""
+
+    def store(self, block: QueuedBlock) -> None:
+        """Store a block."""
+
+    def tell_decisions(self) -> None:
+        """Do what is to be done now and then."""
+
+
 class Storer:
-    """Calls `store` for one block after another, in a thread of its own that gives way to others.
+    """Has one block after another stored, in a thread of its own that gives way to others.
 
-    Neither `store` nor `idle`, which is called now and then without work, may raise.
-
-        reserve(meta)       its bytes count from here on
-        append(block)       look-ups find it from here on
-        store(block)        until this returns
+    reserve(meta)       its bytes count from here on
+    append(block)       look-ups find it from here on
+    store(block)        until this returns
     """
 
-    def __init__(self, store: Callable[[QueuedBlock], None], idle: Callable[[], None], bytes_max: int) -> None:
-        self._store = store
-        self._idle = idle
+    def __init__(self, placer: Storing, bytes_max: int) -> None:
+        self._placer = placer
         self._bytes_max = bytes_max
         self._changed = threading.Condition()
         self._queue: deque[QueuedBlock] = deque()
@@ -164,8 +171,8 @@ class Storer:
                     return
                 block = self._queue.popleft() if has_work else None
             if block is None:
-                self._idle()
+                self._placer.tell_decisions()
                 continue
-            self._store(block)
+            self._placer.store(block)
             with self._changed:
                 self._release(block.meta)
