@@ -93,8 +93,12 @@ class ServerProcess:
         self.port = int(line.rsplit(":", 1)[1])
 
     @property
+    def address(self) -> ListenAddress:
+        return ListenAddress("127.0.0.1", self.port)
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}"
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -115,8 +119,8 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(*arguments: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments)
+def server_process(*arguments: str, port: int = 0) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, port=port)
     try:
         yield server
     finally:

@@ -78,7 +78,7 @@ def invalidate(region: str, namespace: Namespace) -> None:
 
 
 def ask(
-    server: RunningServer, method: str, what: int | str, body: bytes | None = None, **headers: str
+    server: RunningServer | ServerProcess, method: str, what: int | str, body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
     """Ask for an object by number, or for a path. A header `Own_X` goes as `X`, others with our prefix."""
     name = object_id(what) if isinstance(what, int) else None
@@ -93,5 +93,5 @@ def ask(
     return answer, content
 
 
-def put(server: RunningServer, number: int, size: int = 1000, **headers: str) -> None:
+def put(server: RunningServer | ServerProcess, number: int, size: int = 1000, **headers: str) -> None:
     assert ask(server, "PUT", number, object_bytes(number, size), **headers)[0].status == 201

@@ -1,0 +1,37 @@
+"""Fixtures of the doors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from tests.doors.user import Regions, serving, status
+from tests.server.conftest import certificates
+from tests.server.worlds import put
+from tools.capabilities import summary
+
+from kvtide_lab.bench.services import free_ports, wait_until
+
+__all__ = ["certificates", "regions"]
+
+
+@pytest.fixture(scope="session")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regions]:
+    ports = free_ports(3)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    folders = [tmp_path_factory.mktemp(name) for name in ("centre", "quick", "slow")]
+    settings = [f'regions = ["{urls[1]}", "{urls[2]}"]', "", "sync_bytes_s_max = 1"]
+    flags = [[], *(["--central", urls[0], "--manifest", str(folder / "manifest")] for folder in folders[1:])]
+    with ExitStack() as stack:
+        places = zip(folders, settings, flags, ports, strict=True)
+        made = Regions(*(stack.enter_context(serving(f, s, *words, port=port)) for f, s, words, port in places))
+        # A first object goes at once, whatever the rate.
+        put(made.slow, 0)
+        wait_until(lambda: status(made.centre, "GET", 0, Local="1") == 200, "the first object to be synchronised", 20)
+        yield made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end of a run that had doors how many are left."""
+    terminalreporter.write_line(summary())

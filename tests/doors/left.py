@@ -1,0 +1,119 @@
+"""What has no door yet: no user can switch it on, or no test goes through the option."""
+
+from __future__ import annotations
+
+from tests.doors.capability import Left, Source
+
+_STREAMED = "streamed loads through attach and the connectors"
+
+LEFT = (
+    Left(
+        "amount and number of what is sent at a time",
+        "slots slice_bytes tenant_slots_max",
+        "a test on a server process",
+        Source.CACHEGEN,
+    ),
+    Left("stream a prefix to a deadline", "attach(start_within_s=1.0)", _STREAMED, Source.CACHEGEN),
+    Left("level of each chunk by the bandwidth", 'policy="cachegen"', _STREAMED, Source.CACHEGEN),
+    Left("compute what would come too late", 'policy="two-ended"', _STREAMED, Source.CACHEGEN),
+    Left("read only the base on a slow link", 'policy="layered"', _STREAMED, Source.OURS),
+    Left("anchors first, then deltas", 'policy="anchor-first"', _STREAMED, Source.CACHEGEN),
+    Left(
+        "deltas one by one on a slow link", 'policy="deltas"', f"a plan that sends so, and {_STREAMED}", Source.CACHEGEN
+    ),
+    Left(
+        "levels of one context together",
+        'codec="cachegen:1-4"',
+        "several levels under one key, chosen by streamed loads",
+        Source.CACHEGEN,
+    ),
+    Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
+    Left(
+        "quality of what was streamed",
+        "kvtide-lab bench stream",
+        "the model's judgement in place of a table of losses",
+        Source.CACHEGEN,
+    ),
+    Left(
+        "the three insights on a model",
+        "kvtide-lab bench insights",
+        "a bench of variance by distance, loss by layers, entropy by grouping",
+        Source.CACHEGEN,
+    ),
+    Left(
+        "groups of five tokens, bins by layer number",
+        'codec="cachegen-…"',
+        "a variant of the codec with that grouping",
+        Source.CACHEGEN,
+    ),
+    Left("quotas in an engine's memory and disk", "limits by tenant salt", "quotas that local tiers ask", Source.OURS),
+    Left("blocks that stay longer", "priority of a namespace", "hints that rankings ask", Source.OURS),
+    Left(
+        "completion by codec, hit and miss",
+        "kvtide-lab bench engine",
+        "rows of each codec over a server",
+        Source.ASCEND,
+    ),
+    Left(
+        "published codecs on a GPU",
+        '"codec": "cachegen:2", "device_kernels": true',
+        "kernels for these codecs",
+        Source.ASCEND,
+    ),
+    Left("encode stored blocks anew", "kvtide recompress", "a command that decodes and encodes a store", Source.ASCEND),
+    Left("lossy codecs in vLLM", '"codec": "tide:5e-3"', "a test on the real engine", Source.ASCEND),
+    Left(
+        "profiles of other models in vLLM",
+        '"profiles": […]',
+        "profiles that lie in the store under the model's name",
+        Source.OURS,
+    ),
+    Left("importance in vLLM", '"importance": 0.25', "sparse loads in the connector", Source.IMPRESS),
+    Left(
+        "three heads choose, and their agreement guards",
+        "importance=Importance(FirstHeads(3), HeadsAgree())",
+        "selectors and guards among the public names, and a guide",
+        Source.IMPRESS,
+    ),
+    Left(
+        "importance says what stays in memory",
+        "importance=0.25",
+        "a test with a memory that is too small",
+        Source.IMPRESS,
+    ),
+    Left("chunks move up, not objects", "importance=0.25", "tiers that hold parts of objects", Source.IMPRESS),
+    Left(
+        "joined reads of chunks",
+        'attach(model, "s3://…", importance=0.25)',
+        "one request for neighbouring chunks",
+        Source.IMPRESS,
+    ),
+    Left("refinements of single chunks", 'codec="tide-chunked"', "an object format for them", Source.IMPRESS),
+    Left(
+        "swaps beside computing",
+        "kvtide-lab bench offload",
+        "a GPU, and a run that computes meanwhile",
+        Source.OFFLOADING,
+    ),
+    Left("swapping by streams in an engine", "device_kernels", "an engine that swaps by them", Source.OFFLOADING),
+    Left("all ways to offload, side by side", "kvtide-lab bench offload", "a full run of the seven", Source.OFFLOADING),
+    Left(
+        "layers within the step on a GPU",
+        '"load": "layers"',
+        "pages of a device that are filled by layers",
+        Source.OFFLOADING,
+    ),
+    Left("multiprocessors of the kernels", "device_multiprocessors", "a GPU", Source.OFFLOADING),
+    Left("blocks that are not full", "block_tokens", "keys of partial blocks", Source.PREFIX),
+    Left(
+        "items a second, measured", "kvtide-lab sim prompts", "the generator in front of a real engine", Source.PREFIX
+    ),
+    Left("never slower than computing, in transformers", "attach(model, …)", "one judge for every engine", Source.OURS),
+    Left(
+        "fingerprint, queue and threads of vLLM",
+        "fingerprint store_queue_bytes_max load_threads",
+        "tests in vLLM's environment",
+        Source.OURS,
+    ),
+    Left("Google's store", "gs://", "a bucket there to test on", Source.OURS),
+)

@@ -1,0 +1,330 @@
+"""Doors of stores and servers: store URLs, `kvtide serve` and its settings."""
+
+from __future__ import annotations
+
+from tests.doors.capability import Capability, Source
+
+_SERVER = "docs/operations.md: A server of our own"
+_CLIENTS = "docs/operations.md: Clients"
+_LEAVES = "docs/operations.md: What leaves first"
+_VALKEY = "docs/operations.md: Valkey and Redis"
+_POOL = "docs/operations.md: A pool of kvtide servers"
+_REGIONS = "docs/operations.md: Regions and a centre"
+_BUCKETS = "docs/operations.md: Buckets: S3, Google, Azure"
+_SENDING = "docs/operations.md: Sharing a server's link"
+_QUOTAS = "docs/operations.md: Quotas"
+_WATCHING = "docs/operations.md: Watching a server"
+_GRANTS = "docs/security.md: Who asks"
+_PROCESS = "server process"
+_HEADERS = "docs/protocol.md: Request headers"
+
+STORES = (
+    Capability("a server behind an engine", "http://host:7421", "README.md: Serve", _PROCESS, Source.CACHEGEN),
+    Capability("replicas", "http://one:7421,two:7421", _CLIENTS, "two server processes", Source.OURS),
+    Capability(
+        "late reads go to the replica too",
+        "http://one:7421,two:7421",
+        _CLIENTS,
+        "two servers, one of them slow",
+        Source.OURS,
+        "tests/faults/test_server_faults.py::test_late_read_is_answered_by_the_replica",
+    ),
+    Capability(
+        "go on at another server",
+        "http://EAST:7421,WEST:7421",
+        _REGIONS,
+        "two servers, one of them breaks off",
+        Source.CACHEGEN,
+        "tests/tier/test_roaming.py::test_other_region_sends_only_the_rest",
+    ),
+    Capability("a socket of this machine", "http+unix:///run/kvtide.sock", _CLIENTS, _PROCESS, Source.CACHEGEN),
+    Capability(
+        "several tiers, and what is evicted",
+        "disk:///var/cache/kvtide http://host:7421?write=evicted",
+        _CLIENTS,
+        _PROCESS,
+        Source.CACHEGEN,
+    ),
+    Capability("token of a client", "?token_file=/etc/kvtide/token", _CLIENTS, _PROCESS, Source.OURS),
+    Capability("TLS and certificates of clients", "?ca_file=…&cert_file=…&key_file=…", _CLIENTS, _PROCESS, Source.OURS),
+    Capability(
+        "engines find what other regions have", "?force_latest=1", _CLIENTS, "two regions, a centre", Source.CACHEGEN
+    ),
+    Capability("what leaves memory first", "memory://?policy=lru", _LEAVES, _PROCESS, Source.CACHEGEN),
+    Capability("what leaves the disk first", "disk:///var/cache/kvtide?policy=…", _LEAVES, _PROCESS, Source.OURS),
+    Capability("the report's pool of freed blocks", "?policy=pool", _LEAVES, _PROCESS, Source.PREFIX),
+    Capability(
+        "policies as simulated",
+        "?policy= slru arc s3fifo sieve reuse gdsf",
+        _LEAVES,
+        "memory tier beside the simulator",
+        Source.OURS,
+        "tests/evict/test_order.py::test_real_tier_keeps_block_by_block_what_the_simulator_says",
+    ),
+    Capability("Valkey and Redis", "valkey://… prefix", _VALKEY, "Valkey", Source.OURS),
+    Capability("lifetime in Valkey", "ttl_s", _VALKEY, "Valkey", Source.OURS),
+    Capability("largest value in Valkey", "value_bytes_max", _VALKEY, "Valkey", Source.OURS),
+    Capability(
+        "a Valkey cluster",
+        "valkey://… HOST",
+        _VALKEY,
+        "cluster of six",
+        Source.OURS,
+        "tests/tier/test_valkey.py::test_objects_spread_over_all_primaries",
+    ),
+    Capability(
+        "S3 bucket",
+        "s3://BUCKET",
+        _BUCKETS,
+        "SeaweedFS",
+        Source.CACHEGEN,
+        "tests/tier/test_s3.py::test_long_object_moves_in_parts",
+    ),
+    Capability(
+        "Azure container",
+        "az://",
+        _BUCKETS,
+        "Azurite",
+        Source.OURS,
+        "tests/tier/test_azure.py::test_long_object_moves_in_parts",
+    ),
+    Capability("a pool of servers", "pool://HOST:PORT,HOST:PORT", _POOL, "three server processes", Source.CACHEGEN),
+    Capability("copies in a pool", "pool://… replicas", _POOL, "two server processes", Source.CACHEGEN),
+    Capability("placement by remainder", "kind=mod", _POOL, "two server processes", Source.CACHEGEN),
+    Capability(
+        "a file with the pool's map", "pool+file:///PATH weight", _POOL, "two server processes", Source.CACHEGEN
+    ),
+    Capability(
+        "a pool by names",
+        "pool+dns://NAME:PORT",
+        _POOL,
+        "made-up answers of a name server",
+        Source.CACHEGEN,
+        "tests/tier/test_pool.py::test_names_addresses_are_servers",
+    ),
+    Capability(
+        "a pool that registers itself",
+        "pool+etcd://HOST:PORT",
+        _POOL,
+        "etcd",
+        Source.CACHEGEN,
+        "tests/tier/test_membership_etcd.py::test_members_come_and_go_and_everybody_sees_one_map",
+    ),
+    Capability(
+        "the pool's server on this machine first",
+        "host socket_path",
+        _POOL,
+        "five servers",
+        Source.CACHEGEN,
+        "tests/tier/test_pool.py::test_server_of_this_machine_is_read_through_its_socket",
+    ),
+    Capability(
+        "a pool under TLS",
+        "scheme=https",
+        _POOL,
+        "two servers",
+        Source.OURS,
+        "tests/server/test_pool_reach.py::test_pool_of_servers_under_tls_is_used_by_one_url",
+    ),
+)
+
+SERVE = (
+    Capability(
+        "tiers of a server",
+        "kvtide serve --tier memory:// --tier disk:///var/lib/kvtide",
+        _SERVER,
+        _PROCESS,
+        Source.CACHEGEN,
+    ),
+    Capability("tokens and scopes", "[[grants]] scopes token_sha256", _GRANTS, _PROCESS, Source.OURS),
+    Capability("tenants on a server", "[[grants]] tenant", _GRANTS, _PROCESS, Source.OURS),
+    Capability("largest object", "object_bytes_max", _SERVER, _PROCESS, Source.OURS),
+    Capability("memory of a server", "memory_bytes_max", _SERVER, _PROCESS, Source.CACHEGEN),
+    Capability("requests of a tenant", "tenant_requests_s_max", _SERVER, _PROCESS, Source.OURS),
+    Capability("connections of a tenant", "tenant_connections_max", _SERVER, _PROCESS, Source.OURS),
+    Capability("idle connections and slow heads", "head_s_max", _SERVER, _PROCESS, Source.OURS),
+    Capability(
+        "buffers of a tenant",
+        "tenant_buffer_bytes_max",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/attacks/test_bodies.py::test_tenants_never_take_all_buffers",
+    ),
+    Capability(
+        "slowest body",
+        "rate_bytes_s_min",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/attacks/test_bodies.py::test_upload_that_stands_still_ends_however_large_it_is",
+    ),
+    Capability(
+        "guesses of tokens",
+        "stranger_requests_s_max",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/attacks/test_connections.py::test_strangers_of_one_address_are_answered_no_faster_than_their_rate",
+    ),
+    Capability(
+        "threads of a tenant",
+        "io_threads",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/attacks/test_threads.py::test_slow_reads_of_one_tenant_leave_threads_to_others",
+    ),
+    Capability(
+        "shutdown that balancers can follow",
+        "drain_delay_s",
+        _SERVER,
+        _PROCESS,
+        Source.OURS,
+        "tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken",
+    ),
+    Capability("quota of bytes and objects", "bytes_max objects_max", _QUOTAS, _PROCESS, Source.OURS),
+    Capability("lifetime by tenant", "ttl_s", _QUOTAS, _PROCESS, Source.OURS),
+    Capability("byte-fair sending", 'policy = "vtc" or "drr"', _SENDING, _PROCESS, Source.OURS),
+    Capability("the report's lottery", 'policy = "lottery"', _SENDING, _PROCESS, Source.CACHEGEN),
+    Capability("first come, first served", 'policy = "fifo"', _SENDING, _PROCESS, Source.OURS),
+    Capability("bodies of a tenant at a time", "tenant_sends_max", _SENDING, _PROCESS, Source.OURS),
+    Capability("rate of the link", "link_bits_s", _SENDING, _PROCESS, Source.CACHEGEN),
+    Capability(
+        "shares by weight",
+        "sending.weights",
+        _SENDING,
+        "the server's scheduler",
+        Source.OURS,
+        "tests/server/test_reload.py::test_weights_change_under_waiting_bodies",
+    ),
+    Capability("settings without a restart", "kill -HUP", _SERVER, _PROCESS, Source.OURS),
+    Capability("health on a port of its own", "--health HOST:PORT", _SERVER, _PROCESS, Source.OURS),
+    Capability("access log", "--access-log FILE", _SERVER, _PROCESS, Source.OURS),
+    Capability("audit log", "--audit-log FILE", _SERVER, _PROCESS, Source.OURS),
+    Capability("clients behind a proxy", "trusted_proxies proxy_header", _SERVER, _PROCESS, Source.OURS),
+    Capability("metrics", "GET /metrics", _WATCHING, _PROCESS, Source.OURS),
+    Capability(
+        "dashboard, status and history", "GET /  GET /v1/status  GET /v1/history", _WATCHING, _PROCESS, Source.OURS
+    ),
+    Capability("events", "GET /events", "docs/operations.md: Events", _PROCESS, Source.OURS),
+    Capability(
+        "ranges, tags and look-ups by curl",
+        "GET /v1/{namespace}/{key}",
+        "docs/protocol.md: The server's protocol, version 1",
+        "curl",
+        Source.OURS,
+        "tests/server/test_protocol_page.py::test_curl_says_what_the_page_shows",
+    ),
+    Capability(
+        "deadline of a request",
+        "Kvtide-Deadline-Ms: N",
+        "docs/protocol.md: Request headers",
+        "server",
+        Source.OURS,
+        "tests/attacks/test_threads.py::test_deadline_holds_while_a_tier_hangs",
+    ),
+    Capability("read through from the centre", "--central", _REGIONS, "two regions, a centre", Source.CACHEGEN),
+    Capability("synchronise with the centre", "sync_bytes_s_max", _REGIONS, "two regions, a centre", Source.CACHEGEN),
+    Capability(
+        "go on synchronising after a restart",
+        "--manifest /var/kvtide/manifest",
+        _REGIONS,
+        "two servers",
+        Source.CACHEGEN,
+        "tests/server/test_regions.py::test_manifest_goes_on_after_a_restart",
+    ),
+    Capability("force the latest", "Kvtide-Force-Latest: 1", _REGIONS, "two regions, a centre", Source.CACHEGEN),
+    Capability(
+        "bound on staleness", "Kvtide-Max-Staleness: SECONDS", _REGIONS, "two regions, a centre", Source.CACHEGEN
+    ),
+    Capability(
+        "connections in all",
+        "connections_max",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/server/test_gateway.py::test_connections_above_the_bound_are_turned_away",
+    ),
+    Capability(
+        "buffers in all",
+        "buffer_bytes_max",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/server/test_gateway.py::test_buffers_that_are_all_in_use_are_a_503",
+    ),
+    Capability(
+        "readers that take nothing",
+        "stall_s_max",
+        _SERVER,
+        "server",
+        Source.OURS,
+        "tests/server/test_gateway.py::test_stalled_reader_leaves_its_slot_to_others",
+    ),
+    Capability("order within a tenant", "Priority: u=N", _HEADERS, _PROCESS, Source.OURS),
+    Capability(
+        "hit rate as clients say it",
+        "Kvtide-Decisions:",
+        _HEADERS,
+        "server",
+        Source.OURS,
+        "tests/server/test_gateway.py::test_what_clients_decided_is_counted_and_nonsense_refused",
+    ),
+    Capability(
+        "tokens that expire",
+        "expires_s",
+        _GRANTS,
+        "server",
+        Source.OURS,
+        "tests/server/test_security.py::test_grant_expires_by_the_clock",
+    ),
+    Capability(
+        "certificates renewed in place",
+        "[tls]",
+        _SERVER,
+        _PROCESS,
+        Source.OURS,
+        "tests/server/test_reload.py::test_certificate_is_renewed_and_connections_stay",
+    ),
+    Capability(
+        "listen for everybody",
+        "--open-to-all",
+        _GRANTS,
+        "settings",
+        Source.OURS,
+        "tests/server/test_security.py::test_listening_for_others_needs_grants_or_the_flag",
+    ),
+    Capability(
+        "regions that ask for tenants",
+        "on_behalf_of",
+        "docs/security.md: Whose is a namespace",
+        "two regions, a centre",
+        Source.OURS,
+        "tests/server/test_region_records.py::test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name",
+    ),
+    Capability(
+        "where a pool reaches a server",
+        "--advertise HOST:PORT",
+        _POOL,
+        "settings",
+        Source.OURS,
+        "tests/server/test_pool_reach.py::test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where",
+    ),
+    Capability(
+        "etcd under TLS with a user",
+        "pool+etcds:// etcd_ca_file etcd_user_file",
+        _POOL,
+        "etcd",
+        Source.OURS,
+        "tests/server/test_pool_reach.py::test_etcd_under_tls_lets_its_user_in_and_nobody_else",
+    ),
+    Capability(
+        "invalidation reaches engines",
+        "kvtide invalidate NAMESPACE",
+        _REGIONS,
+        "engine and server",
+        Source.OURS,
+        "tests/tier/test_invalidation.py::test_a_running_engine_loses_what_was_invalidated_and_nothing_else",
+    ),
+)

@@ -1,0 +1,210 @@
+"""Doors of `attach`: each option shows in tokens, bytes or answers on a tiny Llama."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted_on
+from tests.doors.register import door
+from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
+
+from kvtide.codec import CodecRegistry
+from kvtide.config import Limits
+from kvtide.engines import installed_profiles
+from kvtide.engines.transformers import attach, converted_folder, load_model, load_tokenizer, model_layout
+
+RAW_BYTES_MIN = RESTORED * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, values, float32
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that another process has filled, losslessly."""
+    store = tmp_path_factory.mktemp("exact")
+    answer(tiny_model, store, PROMPT)
+    return store
+
+
+def read_bytes(model: Any, store: Path, codec: str, **options: Any) -> int:
+    """Store and restore with a codec; return the bytes that were read."""
+    answer(model, store, PROMPT, codec=codec, **options)
+    warm = answer(model, store, PROMPT, codec=codec, **options)
+    assert warm.hit_tokens == RESTORED
+    return warm.read_bytes
+
+
+@door("restore a stored prefix")
+def test_another_process_restores_every_full_block(tiny_model: Any, exact: Path) -> None:
+    warm = answer(tiny_model, exact, PROMPT)
+    assert (warm.hit_tokens, warm.stats.blocks_loaded) == (RESTORED, 6)
+    assert torch.equal(warm.output, tiny_model.generate(PROMPT, max_new_tokens=4, do_sample=False))
+
+
+@door("restore what was answered")
+def test_the_next_turn_restores_the_answer_too(tiny_model: Any, tmp_path: Path) -> None:
+    with attach(tiny_model, str(tmp_path), block_tokens=BLOCK) as cached:
+        turn = cached.generate(PROMPT, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+        assert cached.flush(20)
+    assert answer(tiny_model, tmp_path, turn).hit_tokens == 112
+
+
+@door("memory alone")
+def test_memory_alone_restores_in_the_same_process(tiny_model: Any) -> None:
+    with attach(tiny_model, "memory://", block_tokens=BLOCK) as cached:
+        cached.generate(PROMPT, max_new_tokens=1)
+        assert cached.flush(20) and cached.hit_tokens(PROMPT) == RESTORED
+        assert cached.cache.stats().tiers[0].used_bytes > 0
+
+
+@door("lossless codec")
+def test_lossless_is_smaller_and_exact(tiny_model: Any, exact: Path) -> None:
+    warm = answer(tiny_model, exact, PROMPT, codec="lossless")
+    assert RAW_BYTES_MIN / 2 < warm.read_bytes < 0.95 * RAW_BYTES_MIN
+    assert warm.hit_tokens == RESTORED
+
+
+@door("raw codec")
+def test_raw_stores_bytes_as_they_are(tiny_model: Any, tmp_path: Path) -> None:
+    assert RAW_BYTES_MIN <= read_bytes(tiny_model, tmp_path, "raw") < 1.2 * RAW_BYTES_MIN
+
+
+@door("tide codec and its quality")
+def test_tide_takes_the_loss_that_is_accepted(tiny_model: Any, tmp_path: Path) -> None:
+    profile = fitted_on(tiny_model, model_layout(tiny_model, BLOCK), PROMPT)
+    fine, rough = (read_bytes(tiny_model, tmp_path / q, f"tide:{q}", profiles=[profile]) for q in ("1e-3", "1e-1"))
+    assert rough < fine < RAW_BYTES_MIN / 2
+
+
+class Real(NamedTuple):
+    """SmolLM2-135M, 270 tokens of text, and options of `attach` for short blocks without hashing all weights."""
+
+    model: Any
+    prompt: torch.Tensor
+    options: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def real() -> Real:
+    folder = converted_folder()
+    text = "\n".join(topics[name] for name in sorted(topics)[:12])
+    prompt = load_tokenizer(folder)(text, return_tensors="pt").input_ids[:, :270]
+    return Real(load_model(folder), prompt, {"fingerprint": b"real", "block_tokens": 64})
+
+
+@door("installed profiles of tide-light, tide-deep")
+@pytest.mark.real_model
+def test_the_real_model_has_profiles(real: Real, tmp_path: Path) -> None:
+    shares = []
+    for name in ("tide-light:5e-3", "tide-deep:5e-3"):
+        with attach(
+            real.model, str(tmp_path / name), codec=name, profiles=installed_profiles(), **real.options
+        ) as cached:
+            cached.generate(real.prompt[:, :66], max_new_tokens=1)
+            assert cached.flush(60)
+            stats = cached.cache.stats()
+        shares.append(stats.bytes_stored / stats.raw_bytes_stored)
+    assert 1 / 8 > shares[0] > shares[1] > 0
+
+
+@door("load what matters")
+@pytest.mark.real_model
+def test_importance_reads_less_than_the_whole(real: Real, tmp_path: Path) -> None:
+    for is_warm in (False, True):
+        with attach(
+            real.model, str(tmp_path), importance=0.25, profiles=installed_profiles(), **real.options
+        ) as cached:
+            cached.generate(real.prompt, max_new_tokens=2)
+            assert cached.flush(60) and cached.last.hit_tokens == is_warm * 256
+            selected = cached.last.selected
+    assert not selected.is_fallback
+    assert 0 < selected.tokens_share < 0.5 and selected.read_bytes < selected.whole_bytes
+
+
+@door("CacheGen's codec and its levels")
+def test_cachegen_has_levels(tiny_model: Any, tmp_path: Path) -> None:
+    fine, rough = (read_bytes(tiny_model, tmp_path / level, f"cachegen:{level}") for level in "14")
+    assert rough < fine < RAW_BYTES_MIN
+
+
+@door("prefix coder")
+def test_coder_of_the_published_codecs_is_chosen(tiny_model: Any, tmp_path: Path) -> None:
+    rans, prefix = (read_bytes(tiny_model, tmp_path / coder, f"cachegen:2:{coder}") for coder in ("rans", "prefix"))
+    assert rans != prefix and prefix < RAW_BYTES_MIN
+
+
+@door("chunkwise codec")
+def test_chunkwise_has_levels(tiny_model: Any, tmp_path: Path) -> None:
+    fine, rough = (read_bytes(tiny_model, tmp_path / level, f"chunkwise:{level}") for level in "13")
+    assert rough < fine < RAW_BYTES_MIN
+
+
+@door("never coarser than asked")
+def test_a_coarser_block_is_a_miss_and_is_replaced(tiny_model: Any, tmp_path: Path) -> None:
+    hits = [answer(tiny_model, tmp_path, PROMPT, codec=codec).hit_tokens for codec in ("cachegen:4", "cachegen:1")]
+    assert hits == [0, 0]
+    assert answer(tiny_model, tmp_path, PROMPT, codec="cachegen:4").hit_tokens == RESTORED
+    assert answer(tiny_model, tmp_path, PROMPT, codec="cachegen:1").hit_tokens == RESTORED
+
+
+@door("lossy apart from exact")
+def test_lossy_blocks_are_never_served_as_exact(tiny_model: Any, tmp_path: Path) -> None:
+    answer(tiny_model, tmp_path, PROMPT, codec="cachegen:1")
+    assert answer(tiny_model, tmp_path, PROMPT).hit_tokens == 0
+
+
+@door("tenants by salt")
+def test_another_salt_finds_nothing(tiny_model: Any, tmp_path: Path) -> None:
+    hits = [answer(tiny_model, tmp_path, PROMPT, tenant_salt=salt).hit_tokens for salt in (b"a", b"b", b"a")]
+    assert hits == [0, 0, RESTORED]
+
+
+@door("fingerprint of one's own")
+def test_models_of_one_name_share_blocks(tiny_model: Any, tmp_path: Path) -> None:
+    other = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        other.lm_head.weight.add_(1)
+    hits = [answer(model, tmp_path, PROMPT, fingerprint=b"one").hit_tokens for model in (tiny_model, other)]
+    assert hits == [0, RESTORED]
+    assert answer(other, tmp_path, PROMPT).hit_tokens == 0
+
+
+@door("say that weights changed")
+def test_a_model_that_was_changed_unseen_finds_nothing_old(tiny_model: Any, exact: Path) -> None:
+    with attach(copy.deepcopy(tiny_model), str(exact), block_tokens=BLOCK) as cached:
+        assert cached.hit_tokens(PROMPT) == RESTORED
+        cached.model.lm_head.weight.data[5, 5] += 1
+        cached.weights_changed()
+        assert cached.hit_tokens(PROMPT) == 0
+
+
+@door("bound of the disk")
+def test_disk_holds_no_more_than_its_bound(tiny_model: Any, tmp_path: Path) -> None:
+    limits = Limits(disk_bytes_max=RAW_BYTES_MIN // 2, memory_bytes_max=1)
+    stats = answer(tiny_model, tmp_path, PROMPT, limits=limits).stats
+    disk = next(tier for tier in stats.tiers if tier.name == "disk")
+    assert disk.objects < 6 and disk.used_bytes <= RAW_BYTES_MIN // 2
+
+
+@door("bound of the memory")
+def test_memory_holds_no_more_than_its_bound(tiny_model: Any) -> None:
+    limits = Limits(memory_bytes_max=RAW_BYTES_MIN // 2)
+    memory = answer(tiny_model, "memory://", PROMPT, limits=limits).stats.tiers[0]
+    assert 0 < memory.objects < 6 and memory.used_bytes <= RAW_BYTES_MIN // 2
+
+
+@door("bound of what waits to be stored")
+def test_what_finds_no_room_in_the_queue_is_dropped(tiny_model: Any, tmp_path: Path) -> None:
+    stats = answer(tiny_model, tmp_path, PROMPT, limits=Limits(store_queue_bytes_max=1)).stats
+    assert (stats.blocks_dropped, stats.blocks_stored) == (6, 0)
+
+
+@door("bound of what encoding takes")
+def test_without_memory_to_encode_blocks_are_stored_losslessly(tiny_model: Any, tmp_path: Path) -> None:
+    enough_for_lossless = CodecRegistry().make("lossless").scratch_bytes(model_layout(tiny_model, BLOCK))
+    bounds = (Limits(), Limits(encode_scratch_bytes_max=enough_for_lossless))
+    rough, whole = (read_bytes(tiny_model, tmp_path / str(n), "cachegen:4", limits=bounds[n]) for n in range(2))
+    assert rough < whole

@@ -1,0 +1,125 @@
+"""Doors of the `kvtide` command: what it says and does about a store and about servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.doors.register import door
+from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, answer, grant, kvtide, serving, status
+from tests.server.worlds import put
+from tests.servers import server_process
+from tests.stores import stored_records
+from typer.testing import CliRunner
+
+from kvtide.cli.app import app
+from kvtide.server.auth import token_digest
+from kvtide.testing.tier_suite import object_id
+
+SPACE = object_id(1).namespace.hex()
+
+
+@pytest.fixture
+def store(filled: Path, tmp_path: Path) -> Path:
+    """A copy of a store with the prompt's blocks."""
+    return Path(shutil.copytree(filled, tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("filled") / "store"
+    answer(tiny_model, store, PROMPT, codec="cachegen:3")
+    return store
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    (tmp_path / "tokens").write_text(json.dumps(PROMPT[0].tolist()))
+    return tmp_path / "tokens"
+
+
+@door("what a store holds")
+def test_stats_counts_objects_and_tokens(store: Path) -> None:
+    (row,) = kvtide("stats", "--store", store)["rows"]
+    assert (row["objects"], row["tokens"], row["codec"].split("-")[0]) == (BLOCKS, RESTORED, "cachegen")
+
+
+@door("objects of a store")
+def test_ls_shows_each_object_and_verify_reads_all_of_it(store: Path) -> None:
+    record = stored_records(store)[0]
+    record.write_body(record.body()[:-1] + bytes([record.body()[-1] ^ 1]))
+    assert [bool(row["problem"]) for row in kvtide("ls", "--store", store)["rows"]] == [False] * BLOCKS
+    assert sum(bool(row["problem"]) for row in kvtide("ls", "--verify", "--store", store)["rows"]) == 1
+
+
+@door("remove objects")
+def test_rm_removes_by_digits_and_all(store: Path) -> None:
+    key = stored_records(store)[0].header.id.key.hex()
+    kvtide("rm", key[:12], "--store", store)
+    assert len(stored_records(store)) == BLOCKS - 1
+    kvtide("rm", "--all", "--store", store)
+    assert stored_records(store) == []
+
+
+def explained(store: Path, tokens: Path, *words: Any) -> Any:
+    space = stored_records(store)[0].header.id.namespace.hex()
+    return kvtide(
+        "explain", "--tokens", tokens, "--namespace", space, "--block-tokens", BLOCK, "--store", store, *words
+    )
+
+
+@door("why a prompt missed")
+def test_explain_names_the_first_block_that_is_missing(store: Path, tokens: Path) -> None:
+    whole = explained(store, tokens)
+    kvtide("rm", stored_records(store)[0].header.id.key.hex(), "--store", store)
+    assert whole["hit_tokens"] == RESTORED
+    assert explained(store, tokens)["hit_tokens"] < RESTORED
+
+
+@door("whether loading pays")
+def test_explain_weighs_a_link_against_computing(store: Path, tokens: Path) -> None:
+    said = [explained(store, tokens, "--link-mbit-s", rate, "--prefill-tokens-s", 1000) for rate in (0.001, 1e5)]
+    assert [each["decision"]["way"] for each in said] == ["recompute", "load"]
+
+
+@door("whether the quality is enough")
+def test_explain_counts_coarse_blocks_as_missing(store: Path, tokens: Path) -> None:
+    assert explained(store, tokens, "--quality", 1.0)["hit_tokens"] == RESTORED
+    assert explained(store, tokens, "--quality", 1e-6)["hit_tokens"] == 0
+
+
+@door("what is installed")
+def test_doctor_looks_at_this_machine(store: Path) -> None:
+    rows = kvtide("doctor", "--store", store)["rows"]
+    assert any(str(store) in str(row) for row in rows) and len(rows) > 5
+
+
+@door("make a token")
+def test_token_comes_with_the_digest_for_the_server(tmp_path: Path) -> None:
+    lines = CliRunner().invoke(app, ["token"]).stdout.splitlines()
+    token, digest = (line.partition(" = ")[2] for line in lines)
+    settings = grant("search").replace(token_digest(TOKENS["search"]), digest)
+    with serving(tmp_path, settings) as server:
+        assert status(server, "GET", 1, Own_Authorization=f"Bearer {token}") == 404
+
+
+@door("invalidate a namespace")
+def test_invalidated_blocks_are_misses() -> None:
+    with server_process() as server:
+        put(server, 1)
+        assert status(server, "GET", 1) == 200
+        assert kvtide("invalidate", SPACE, "--server", server.url)["generation"] == 1
+        assert status(server, "GET", 1) == 404
+
+
+@door("records and their backup")
+def test_alias_comes_back_from_a_backup(tmp_path: Path) -> None:
+    file = tmp_path / "backup"
+    with server_process() as one, server_process() as other:
+        kvtide("record", "alias", "chat", SPACE, "--server", one.url)
+        kvtide("record", "--backup", file, "--server", one.url)
+        kvtide("record", "--restore", file, "--server", other.url)
+        assert kvtide("record", "alias", "chat", "--server", other.url)["value"] == SPACE

@@ -1,0 +1,299 @@
+"""Doors of `kvtide serve`: each flag or setting shows in what a process of its own answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.doors.register import door
+from tests.doors.user import Regions, bearer, grant, metric, serving, status
+from tests.server.worlds import ask, put
+from tests.servers import ServerProcess
+
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide_lab.bench.services import free_ports, wait_until
+
+OPEN = 'tiers = ["memory://"]\n'
+BOTH = grant("search") + grant("chat")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with grants for two tenants."""
+    with serving(tmp_path_factory.mktemp("server"), BOTH) as server:
+        yield server
+
+
+@door("tiers of a server")
+def test_disk_of_a_server_is_warm_after_a_restart(tmp_path: Path) -> None:
+    flags = ("--tier", "memory://", "--tier", f"disk://{tmp_path / 'store'}")
+    for found in (404, 200):
+        with serving(tmp_path, "", *flags) as server:
+            assert status(server, "GET", 1) == found
+            assert status(server, "PUT", 1, object_bytes(1)) in {200, 201}
+            assert server.terminate() == 0
+
+
+@door("tokens and scopes")
+def test_token_and_scope_are_asked_for(tmp_path: Path) -> None:
+    with serving(tmp_path, grant("search", '"read"')) as server:
+        asked = ({}, {"Own_Authorization": "Bearer wrong"}, bearer("search"))
+        assert [status(server, "GET", 1, **who) for who in asked] == [401, 401, 404]
+        assert status(server, "PUT", 1, object_bytes(1), **bearer("search")) == 403
+
+
+@door("tenants on a server")
+def test_tenants_do_not_see_each_other(server: ServerProcess) -> None:
+    put(server, 1, **bearer("search"))
+    assert [status(server, "GET", 1, **bearer(who)) for who in ("search", "chat")] == [200, 404]
+
+
+@door("largest object")
+def test_larger_object_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, "[limits]\nobject_bytes_max = 2000\n") as server:
+        assert [status(server, "PUT", 1, object_bytes(1, size)) for size in (2001, 2000)] == [413, 201]
+
+
+@door("memory of a server")
+def test_memory_of_a_server_is_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path, "[limits]\nmemory_bytes_max = 200000\n") as server:
+        for number in range(40):
+            status(server, "PUT", number, object_bytes(number, 10_000))
+        assert 0 < metric(server, 'kvtide_tier_used_bytes{tier="memory"}') <= 200_000
+        assert metric(server, 'kvtide_tier_evictions_total{tier="memory"}') >= 20
+
+
+@door("requests of a tenant")
+def test_tenant_that_asks_too_often_waits(tmp_path: Path) -> None:
+    with serving(tmp_path, f"[limits]\ntenant_requests_s_max = 2.0\n{BOTH}") as server:
+        assert 429 in [status(server, "GET", 1, **bearer("search")) for _ in range(9)]
+        assert status(server, "GET", 1, **bearer("chat")) == 404
+
+
+@door("connections of a tenant")
+def test_connections_of_an_address_are_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path, "[limits]\ntenant_connections_max = 2\n") as server, ExitStack() as stack:
+        for _ in range(2):
+            connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+            stack.callback(connection.close)
+            connection.request("GET", "/v1")
+            assert connection.getresponse().status == 200
+        assert status(server, "GET", "/v1") in {429, 503}
+
+
+@door("idle connections and slow heads")
+def test_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+    limits = "[limits]\nhead_s_max = 0.2\n"
+    with serving(tmp_path, limits) as server, socket.create_connection(("127.0.0.1", server.port), 10) as silent:
+        assert silent.recv(1) == b""
+
+
+@door("quota of bytes and objects")
+def test_put_above_the_quota_names_it(tmp_path: Path) -> None:
+    quotas = '[quotas.search]\nbytes_max = 5000\n[quotas."*"]\nobjects_max = 1\n'
+    with serving(tmp_path, quotas + BOTH) as server:
+        refused = {}
+        for who in ("search", "chat"):
+            put(server, 1, 4000, **bearer(who))
+            refused[who] = ask(server, "PUT", 2, object_bytes(2, 4000), **bearer(who))
+        assert [answer.status for answer, _ in refused.values()] == [507, 507]
+        assert b"bytes_max is 5000" in refused["search"][1] and b"objects_max is 1" in refused["chat"][1]
+
+
+@door("lifetime by tenant")
+def test_objects_of_a_tenant_expire(tmp_path: Path) -> None:
+    with serving(tmp_path, f"[quotas.search]\nttl_s = 0.5\n{BOTH}") as server:
+        for who in ("search", "chat"):
+            put(server, 1, **bearer(who))
+        wait_until(lambda: status(server, "GET", 1, **bearer("search")) == 404, "the object to expire", 20)
+        assert status(server, "GET", 1, **bearer("chat")) == 200
+
+
+def order_of_ends(folder: Path, sending: str, last: str = "chat", **headers: str) -> list[str]:
+    """Let one tenant ask for three large bodies, then `last` for a small one; return what was done when."""
+    limits = "slots = 1\nslice_bytes = 65536\nlink_bits_s = 32e6\n"
+    with serving(folder, f"[sending]\n{limits}{sending}\n{BOTH}") as server, ThreadPoolExecutor(4) as threads:
+        put(server, 1, 1 << 20, **bearer("search"))
+        put(server, 2, 1 << 16, **bearer(last))
+        done: list[str] = []
+
+        def get(name: str, number: int, who: str, **headers: str) -> None:
+            assert ask(server, "GET", number, **bearer(who), **headers)[0].status == 200
+            done.append(name)
+
+        futures = [threads.submit(get, "large", 1, "search") for _ in range(3)]
+        wait_until(lambda: metric(server, "kvtide_waiting_sends", **bearer("chat")) >= 2, "bodies to wait", 20)
+        for future in [*futures, threads.submit(get, "small", 2, last, **headers)]:
+            future.result(30)
+        return done
+
+
+@door("byte-fair sending")
+@pytest.mark.parametrize("policy", ["vtc", "drr"])
+def test_small_body_does_not_wait_for_another_tenants_large_ones(tmp_path: Path, policy: str) -> None:
+    assert order_of_ends(tmp_path, f'policy = "{policy}"') == ["small", "large", "large", "large"]
+
+
+@door("the report's lottery")
+def test_lottery_draws_who_waits_with_little(tmp_path: Path) -> None:
+    assert order_of_ends(tmp_path, 'policy = "lottery"')[-1] == "large"
+
+
+@door("first come, first served")
+def test_fifo_sends_in_order_of_arrival(tmp_path: Path) -> None:
+    assert order_of_ends(tmp_path, 'policy = "fifo"') == ["large", "large", "large", "small"]
+
+
+@door("order within a tenant")
+def test_urgent_body_goes_before_the_tenants_others(tmp_path: Path) -> None:
+    assert order_of_ends(tmp_path, "", "search", Own_Priority="u=0")[0] == "small"
+    assert order_of_ends(tmp_path, "", "search", Own_Priority="u=7")[-1] == "small"
+
+
+@door("bodies of a tenant at a time")
+def test_tenant_with_too_many_bodies_is_told_to_wait(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, f"[sending]\nlink_bits_s = 4e6\ntenant_sends_max = 1\n{BOTH}") as server,
+        ExitStack() as stack,
+    ):
+        for who in ("search", "chat"):
+            put(server, 1, 1 << 20, **bearer(who))
+        first = HTTPConnection("127.0.0.1", server.port, timeout=20)
+        stack.callback(first.close)
+        path = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
+        first.request("GET", path, headers={"Authorization": bearer("search")["Own_Authorization"]})
+        assert first.getresponse().status == 200
+        assert [status(server, "GET", 1, **bearer(who)) for who in ("search", "chat")] == [429, 200]
+
+
+@door("rate of the link")
+def test_bodies_go_no_faster_than_the_link_is_said_to_be(tmp_path: Path) -> None:
+    with serving(tmp_path, "[sending]\nlink_bits_s = 4e6\nslice_bytes = 65536\n") as server:
+        put(server, 1, 500_000)
+        started_s = time.monotonic()
+        assert len(ask(server, "GET", 1)[1]) == 500_000
+        assert time.monotonic() - started_s > 0.3
+
+
+@door("settings without a restart")
+def test_hangup_reads_the_file_anew(tmp_path: Path) -> None:
+    with serving(tmp_path, "[limits]\nobject_bytes_max = 2000\n") as server:
+        assert status(server, "PUT", 1, object_bytes(1, 3000)) == 413
+        (tmp_path / "kvtide.toml").write_text("[limits]\nobject_bytes_max = 4000\n")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: status(server, "PUT", 1, object_bytes(1, 3000)) in {200, 201}, "the new bound", 20)
+
+
+@door("health on a port of its own")
+def test_health_tells_what_is_there(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with serving(tmp_path, "", "--health", f"127.0.0.1:{port}"):
+        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/readyz")
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["parts"]) == (200, {"tier memory": True})
+        connection.close()
+
+
+def lines(path: Path, count: int) -> list[Any]:
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, "lines of the log", 20)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@door("access log")
+def test_each_request_has_a_line(tmp_path: Path) -> None:
+    with serving(tmp_path, grant("search"), "--access-log", str(tmp_path / "log")) as server:
+        put(server, 1, **bearer("search"))
+        (line,) = lines(tmp_path / "log", 1)
+    assert (line["tenant"], line["method"], line["status"]) == ("search", "PUT", 201)
+    assert line["received_bytes"] == 1000
+
+
+@door("audit log")
+def test_each_delete_has_a_line(tmp_path: Path) -> None:
+    with serving(tmp_path, "", "--audit-log", str(tmp_path / "log")) as server:
+        put(server, 1)
+        assert status(server, "DELETE", 1) == 204
+        (line,) = lines(tmp_path / "log", 1)
+    assert object_id(1).key.hex() in json.dumps(line)
+
+
+@door("clients behind a proxy")
+def test_client_behind_a_proxy_is_known(tmp_path: Path) -> None:
+    settings = 'trusted_proxies = ["127.0.0.1"]\nproxy_header = "x-forwarded-for"\n'
+    with serving(tmp_path, settings, "--access-log", str(tmp_path / "log")) as server:
+        status(server, "GET", 1, Own_X_Forwarded_For="10.1.2.3")
+        assert lines(tmp_path / "log", 1)[0]["address"] == "10.1.2.3"
+
+
+@door("metrics")
+def test_metrics_count_what_was_read(server: ServerProcess) -> None:
+    name = 'kvtide_object_reads_total{result="found",tenant="search"}'
+    put(server, 2, **bearer("search"))
+    before = metric(server, name, **bearer("chat"))
+    status(server, "GET", 2, **bearer("search"))
+    assert metric(server, name, **bearer("chat")) == before + 1
+
+
+@door("dashboard, status and history")
+def test_pages_show_the_server_to_admins(server: ServerProcess) -> None:
+    for path, word in (("/", b"<html"), ("/v1/status", b'"tiers"'), ("/v1/history", b"[")):
+        answer, body = ask(server, "GET", path, **bearer("chat"))
+        assert (answer.status, word in body) == (200, True)
+        assert status(server, "GET", path) == 401
+
+
+@door("events")
+def test_router_hears_what_is_stored(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), 10) as reader:
+        reader.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        heard = reader.recv(4096)
+        put(server, 1)
+        while object_id(1).key.hex().encode() not in heard:
+            heard += reader.recv(4096)
+        assert b"event: stored" in heard
+
+
+@door("read through from the centre")
+def test_region_reads_what_only_the_centre_has(regions: Regions) -> None:
+    put(regions.centre, 1)
+    answer, body = ask(regions.quick, "GET", 1)
+    assert (answer.status, body) == (200, object_bytes(1))
+    assert float(answer.headers["Kvtide-As-Of"]) > 0
+
+
+@door("synchronise with the centre")
+def test_centre_gets_what_a_region_stores_at_its_rate(regions: Regions) -> None:
+    # A first one would go at once, whatever the rate.
+    numbers = (2, 3)
+    for number in numbers:
+        put(regions.quick, number)
+    wait_until(lambda: all(status(regions.centre, "GET", n, Local="1") == 200 for n in numbers), "both to be there", 20)
+
+
+@door("force the latest")
+def test_latest_is_found_before_it_is_synchronised(regions: Regions) -> None:
+    put(regions.slow, 4)
+    assert status(regions.quick, "GET", 4) == 404
+    assert status(regions.quick, "GET", 4, Force_Latest="1") == 200
+
+
+@door("bound on staleness")
+def test_region_says_when_it_knows_too_little(regions: Regions) -> None:
+    put(regions.quick, 5)
+    regions.centre.process.send_signal(signal.SIGSTOP)
+    try:
+        assert status(regions.quick, "GET", 5) == 200
+        assert status(regions.quick, "GET", 6, Max_Staleness="0") == 503
+    finally:
+        regions.centre.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: status(regions.quick, "GET", 6, Max_Staleness="9") == 404, "the centre to be back", 20)
