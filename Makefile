@@ -5,10 +5,21 @@ INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wil
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-vllm lint bench install clean
+.PHONY: check check-bytes check-rest demo test test-vllm lint bench install clean
 
 demo: .venv/installed
 	$(BIN)/kvtide demo
+
+# What a minute of two cores can say of a change: no torch, no processes, no servers.
+check: .venv/installed
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-bytes check-rest lint
+
+BYTES := tests/codec tests/stream tests/wire
+check-bytes: .venv/installed
+	@$(BIN)/python -m pytest -q --quick $(BYTES)
+
+check-rest: .venv/installed
+	@$(BIN)/python -m pytest -q --quick $(addprefix --ignore=,$(BYTES))
 
 test: .venv/installed
 	$(BIN)/python -m pytest
