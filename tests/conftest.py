@@ -66,7 +66,8 @@ def pytest_runtest_logfinish(nodeid: str) -> Generator[None]:
     result = yield
     if nodeid in _FAILED:
         _FAILED.clear()
-        sys.last_exc = sys.last_value = sys.last_traceback = None
+        for name in ("last_exc", "last_value", "last_traceback"):
+            setattr(sys, name, None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gc.collect()
