@@ -46,20 +46,20 @@ def test_broken_rule_is_found(
     assert message in capsys.readouterr().out
 
 
-def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path) -> None:
+def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("keys", "block"):
         (tmp_path / "kvtide").mkdir(exist_ok=True)
         (tmp_path / "kvtide" / f"{name}.py").write_text('"""Docstring."""\n\n\nclass Same:\n    """One."""\n')
-    found = run_tidy(tmp_path / "kvtide")
-    assert "class Same is in block.py already" in found.stdout
+    tidy.main(str(tmp_path / "kvtide"))
+    assert "class Same is in block.py already" in capsys.readouterr().out
 
 
-def test_import_past_a_door_is_found(tmp_path: Path) -> None:
+def test_import_past_a_door_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kvtide" / "tier" / "disk").mkdir(parents=True)
     (tmp_path / "kvtide" / "tier" / "disk" / "log.py").write_text('"""Docstring."""\n')
     (tmp_path / "kvtide" / "explain.py").write_text('"""Docstring."""\n\nfrom kvtide.tier.disk.log import SegmentLog\n')
-    found = run_tidy(tmp_path / "kvtide")
-    assert "tier.disk.log is inside tier.disk/" in found.stdout
+    tidy.main(str(tmp_path / "kvtide"))
+    assert "tier.disk.log is inside tier.disk/" in capsys.readouterr().out
 
 
 def test_documents_name_only_files_that_exist() -> None:
