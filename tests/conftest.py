@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,13 @@ from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 from kvtide.store.cache import Cache, cache_for
+from tests.lanes import is_quick
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+_FAILED: set[str] = set()
 NIGHTLY_FACTOR = 30
 # Skips that stay skips where KVTIDE_NO_SKIPS makes failures of all others: what can't be installed here.
 HARDWARE_REASONS = (
@@ -31,6 +36,14 @@ HARDWARE_REASONS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
+    parser.addoption("--quick", action="store_true", help="only modules that need no torch and start no process")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out, before it is imported, what `make check` has no time for."""
+    tests = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    # None: others are asked.
+    return True if config.getoption("--quick") and not any(map(is_quick, tests)) else None
 
 
 def _refuse_skip(report: Any) -> None:
@@ -45,6 +58,25 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     _refuse_skip(report)
     return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_logfinish(nodeid: str) -> Generator[None]:
+    """After a failure, collect what its traceback kept alive: its open sockets are not the next tests' warnings."""
+    result = yield
+    if nodeid in _FAILED:
+        _FAILED.clear()
+        for name in ("last_exc", "last_value", "last_traceback"):
+            setattr(sys, name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _FAILED.add(report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,7 +110,9 @@ def open_cache() -> Iterator[Callable[..., Cache]]:
     opened: list[Cache] = []
 
     def open_one(store: Path | str, codec: str = "lossless", **limits: Any) -> Cache:
-        cache = cache_for(str(store), CodecRegistry().make(codec), limits=Limits(**limits))
+        # Small segments: some file systems let a search for records read all the space that one reserves.
+        bounds = Limits(**{"disk_bytes_max": 1 << 30, **limits})
+        cache = cache_for(str(store), CodecRegistry().make(codec), limits=bounds)
         cache.open()
         opened.append(cache)
         return cache

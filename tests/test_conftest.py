@@ -47,3 +47,30 @@ def test_module_that_skips_itself_is_a_failure_too(pytester: pytest.Pytester, mo
     pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
     pytester.makepyfile("import pytest\npytest.importorskip('no_such_module')\ndef test_fine(): ...")
     pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(errors=1)
+
+
+def test_one_failure_is_one_failure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failing test leaves open is not blamed on those after it."""
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.makepyfile(
+        """
+        import gc, socket
+
+        def test_leaves_a_socket():
+            class Tier:
+                def __init__(self):
+                    self.itself, self.socket = self, socket.socket()
+            tier = Tier()
+            assert not tier
+
+        def test_fine():
+            pass
+
+        def test_collects():
+            gc.collect()
+        """
+    )
+    # A process of its own: what records a run in this one keeps its tracebacks alive.
+    monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parent.parent))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-W", "error")
+    result.assert_outcomes(passed=2, failed=1)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import tidy
+
 ROOT = Path(__file__).parent.parent
 
 
-def run_tidy(package: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "tidy.py"), str(package)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("package", ["src/kvtide", "lab/kvtide_lab"])
-def test_source_keeps_the_house_rules(package: str) -> None:
-    found = run_tidy(ROOT / package)
-    assert (found.stdout, found.returncode) == ("", 0)
+def test_source_keeps_the_house_rules(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = tidy.main(str(ROOT / package))
+    assert (capsys.readouterr().out, status) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -41,29 +36,30 @@ def test_source_keeps_the_house_rules(package: str) -> None:
         ("novel.py", "x = 1", "no import rank"),
     ],
 )
-def test_broken_rule_is_found(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_broken_rule_is_found(
+    tmp_path: Path, name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "kvtide" / name
     path.parent.mkdir(parents=True)
     path.write_text(f'"""Docstring."""\n{text}\n')
-    found = run_tidy(tmp_path / "kvtide")
-    assert message in found.stdout
-    assert found.returncode == 1
+    assert tidy.main(str(tmp_path / "kvtide")) == 1
+    assert message in capsys.readouterr().out
 
 
-def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path) -> None:
+def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("keys", "block"):
         (tmp_path / "kvtide").mkdir(exist_ok=True)
         (tmp_path / "kvtide" / f"{name}.py").write_text('"""Docstring."""\n\n\nclass Same:\n    """One."""\n')
-    found = run_tidy(tmp_path / "kvtide")
-    assert "class Same is in block.py already" in found.stdout
+    tidy.main(str(tmp_path / "kvtide"))
+    assert "class Same is in block.py already" in capsys.readouterr().out
 
 
-def test_import_past_a_door_is_found(tmp_path: Path) -> None:
+def test_import_past_a_door_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kvtide" / "tier" / "disk").mkdir(parents=True)
     (tmp_path / "kvtide" / "tier" / "disk" / "log.py").write_text('"""Docstring."""\n')
     (tmp_path / "kvtide" / "explain.py").write_text('"""Docstring."""\n\nfrom kvtide.tier.disk.log import SegmentLog\n')
-    found = run_tidy(tmp_path / "kvtide")
-    assert "tier.disk.log is inside tier.disk/" in found.stdout
+    tidy.main(str(tmp_path / "kvtide"))
+    assert "tier.disk.log is inside tier.disk/" in capsys.readouterr().out
 
 
 def test_documents_name_only_files_that_exist() -> None:

@@ -14,7 +14,8 @@ from tests.servers import RunningServer, running_server
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
-from kvtide.store.cache import PendingBlock, cache_for
+from kvtide.store import PendingBlock
+from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_id, read_all
 from kvtide.tier.base import Buffer
 from kvtide.tier.disk.tier import DiskTier

@@ -32,7 +32,7 @@ def test_listing_goes_in_slices_and_no_further_than_somebody_waits_for_it(path: 
 
     with running_server(grants=GRANTS) as server:
         ask(server, "PUT", OBJECT, body=object_bytes(1))
-        server.store.objects = endless
+        server.store.objects = endless  # type: ignore[method-assign]
         assert ask(server, "GET", path, "attacker", Kvtide_Deadline_Ms="200")[0].status == 504
         ask(server, "GET", OBJECT)
         before = yielded
@@ -46,7 +46,7 @@ def test_listing_over_several_slices_is_whole_and_in_order() -> None:
     ids = [ObjectId(tenant_namespace("victim", object_id(1).namespace), object_id(n).key) for n in range(2000)]
     others = [ObjectId(Namespace(bytes(32)), object_id(n).key) for n in range(2000)]
     with running_server(grants=GRANTS) as server:
-        server.store.objects = lambda: iter(
+        server.store.objects = lambda: iter(  # type: ignore[method-assign]
             [ObjectInfo(each, 7, 0.0) for pair in zip(ids, others, strict=True) for each in pair]
         )
         first = json.loads(ask(server, "GET", SPACE)[1])["objects"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
@@ -45,7 +45,7 @@ RELAY = Grant(
 )
 
 
-def by(name: str) -> dict[str, str]:
+def by(name: str) -> dict[str, Any]:
     return {"Own_Authorization": f"Bearer {TOKENS[name]}"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, ask, head, path_of
@@ -32,7 +33,7 @@ OBJECT = path_of(object_id(1))
     ],
 )
 def test_open_server_answers_no_page_of_another_site(host: str, origin: str | None, status: int) -> None:
-    headers = {"Host": host, **({"Origin": origin} if origin else {})}
+    headers: dict[str, Any] = {"Host": host, **({"Origin": origin} if origin else {})}
     with running_server() as server:
         assert ask(server, "GET", "/v1", "", **headers)[0].status == status
 

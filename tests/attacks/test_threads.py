@@ -111,12 +111,12 @@ def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes |
 
 def test_deadline_counts_from_the_first_byte_and_ends_an_upload() -> None:
     with running_server() as server, server.connect() as sock:
-        sock.sendall(head("PUT", OBJECT, Content_Length=1000, Kvtide_Deadline_Ms=300)[:-2])
-        time.sleep(0.2)
+        sock.sendall(head("PUT", OBJECT, Content_Length=1000, Kvtide_Deadline_Ms=1500)[:-2])
+        time.sleep(1.2)
         started_s = time.monotonic()
         sock.sendall(b"\r\nx")
         assert sock.recv(1000).startswith(b"HTTP/1.1 504 ")
-        assert time.monotonic() - started_s < 0.29
+        assert time.monotonic() - started_s < 1.4
 
 
 def test_look_ups_of_many_keys_cost_as_many_requests() -> None:

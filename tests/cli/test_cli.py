@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,11 +46,15 @@ def test_stats_counts_by_namespace(store: Path) -> None:
     assert [(row["objects"], row["tokens"], row["codec"][:8]) for row in result["rows"]] == [(3, 48, "lossless")]
 
 
-def test_ls_shows_good_and_broken_objects(store: Path) -> None:
+def test_ls_shows_good_and_broken_objects(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     stored_records(store)[0].write_body(b"garbage")
     rows = kvtide_json("ls", "--store", store)["rows"]
     assert sorted(bool(row["problem"]) for row in rows) == [False, False, True]
-    assert "[0, 16)" in kvtide("ls", "--store", store).stdout or "16" in kvtide("ls", "--store", store).stdout
+    spans = re.findall(r"\[\d+, \d+\)", kvtide("ls", "--store", store).stdout)
+    assert sorted(spans) == sorted(
+        f"[{row['start']}, {row['start'] + row['tokens']})" for row in rows if not row["problem"]
+    )
 
 
 def test_ls_verify_finds_a_flipped_bit_that_the_header_does_not_show(store: Path) -> None:

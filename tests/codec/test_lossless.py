@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_a_constant_block_takes_a_few_bytes(dtype: KVDtype, pattern: int) -> Non
 @every_dtype
 def test_noise_is_stored_with_its_headers_alone(dtype: KVDtype) -> None:
     meta = meta_of(dtype, tokens=256)
-    whole = np.random.default_rng(2).integers(0, 2 ** (8 * dtype.item_bytes), size=meta.layout.shape)
+    whole: Any = np.random.default_rng(2).integers(0, 2 ** (8 * dtype.item_bytes), size=meta.layout.shape)
     sections = check_round_trip(meta, whole.astype(meta.layout.bits_dtype))
     if dtype is not KVDtype.FLOAT16:
         assert stored_bytes(sections) == meta.layout.raw_bytes + meta.layout.layers * 8 * dtype.item_bytes
@@ -90,7 +91,8 @@ def test_every_bit_pattern_survives(dtype: KVDtype, data: st.DataObject) -> None
     word = st.integers(0, 2 ** (8 * dtype.item_bytes) - 1)
     few = data.draw(st.lists(word, min_size=1, max_size=80))
     picks = np.random.default_rng(data.draw(st.integers(0, 2**32))).integers(0, len(few), size=meta.layout.shape)
-    check_round_trip(meta, np.array(few, dtype=meta.layout.bits_dtype)[picks])
+    bits: Any = np.array(few, dtype=meta.layout.bits_dtype)[picks]
+    check_round_trip(meta, bits)
 
 
 @every_dtype
@@ -106,7 +108,7 @@ def test_rare_exponents_escape(dtype: KVDtype) -> None:
 
 def test_float32_that_holds_bfloat16_pays_about_a_bit_more_than_bfloat16() -> None:
     narrow = normal_bits(KVDtype.BFLOAT16, tokens=256)
-    wide = narrow.astype(np.uint32) << 16
+    wide = narrow.astype(np.uint32) << np.uint32(16)
     wide_sections = check_round_trip(meta_of(KVDtype.FLOAT32, tokens=256), wide)
     narrow_sections = check_round_trip(meta_of(KVDtype.BFLOAT16, tokens=256), narrow)
     # The sign's plane is coded, the one between is constant, and the mantissa's plane wastes the bit that is always 0.

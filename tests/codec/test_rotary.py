@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.codec.rotary.families import FAMILIES, UNROTATED_FAMILIES
-from kvtide.codec.rotary.rotary import Pairs, Rotary, RotaryTables
+from kvtide.codec.rotary.families import FAMILIES, UNROTATED_FAMILIES, Pairs
+from kvtide.codec.rotary.rotary import Rotary, RotaryTables
 from kvtide.codec.rotary.scaling import ROPE_TYPES, Frequencies
 from kvtide.errors import CorruptPayload
 
@@ -107,7 +107,7 @@ YARN_MORE = [
     {"attention_factor": 1.3},
     {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
 ]
-CASES = [(name, {}) for name in SCALINGS] + [("yarn", more) for more in YARN_MORE]
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SCALINGS] + [("yarn", more) for more in YARN_MORE]
 
 
 @pytest.mark.parametrize(("rope_type", "more"), CASES)
@@ -153,7 +153,7 @@ def test_every_rope_type_of_the_reference_is_known() -> None:
 
 def test_length_dependent_types_say_how_far_they_hold() -> None:
     config = {**PLAIN, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert Rotary.from_config(config).kinds[0].steady_tokens == 256  # type: ignore[union-attr]
+    assert Rotary.from_config(config).kinds[0].steady_tokens == 256
 
 
 def test_older_configs_say_the_same() -> None:

@@ -11,7 +11,7 @@ from kvtide.block import BlockBits
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked
 from kvtide.codec.tide.model import TideModel
-from kvtide.codec.tide.values import KeyRotation, StoredLayers
+from kvtide.codec.tide.values import Floats, KeyRotation, StoredLayers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, smooth_bits
 
@@ -26,14 +26,17 @@ STORED = StoredLayers(BITS[:LAYERS], LAYOUT.dtype, 0, KeyRotation(META, MODEL.ro
 CODED = encode_chunked(MODEL, PATH, TIDE.steps, META, STORED, CHUNKS)
 
 
-def decoded(runs: dict[int, list[bytes]], base: bytes | memoryview = CODED.base) -> BlockBits:
+Runs = dict[int, list[bytes | memoryview]]
+
+
+def decoded(runs: Runs, base: bytes | memoryview = CODED.base) -> BlockBits:
     out = np.empty_like(BITS[:LAYERS])
     target = StoredLayers(out, LAYOUT.dtype, 0, KeyRotation(META, MODEL.rotary, is_back=False))
     decode_chunked(MODEL, PATH, ChunkedRange(base, runs), CHUNKS, target)
     return out
 
 
-def tide_at(refinements: int) -> BlockBits:
+def tide_at(refinements: int) -> Floats:
     sections = [each for each in TIDE.encode(META, BITS) if each.id.refinement <= refinements]
     out = np.empty_like(BITS)
     TIDE.decode(META, sections, out)
@@ -67,7 +70,8 @@ def test_sections_that_do_not_fit_are_refused() -> None:
     other = TideCodec(PROFILE, 1e-2, 1)
     foreign = encode_chunked(MODEL, PATH, other.steps, META, STORED, CHUNKS)
     run = list(CODED.chunks[0])
-    for bad in ({0: [*run, run[0]]}, {0: [foreign.chunks[0][0]]}, {0: [run[0][:-1]]}, {0: [b""]}):
+    refused: tuple[Runs, ...] = ({0: [*run, run[0]]}, {0: [foreign.chunks[0][0]]}, {0: [run[0][:-1]]}, {0: [b""]})
+    for bad in refused:
         with pytest.raises(CorruptPayload):
             decoded(bad)
 

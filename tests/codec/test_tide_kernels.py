@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,12 +22,12 @@ def block_of(values: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], int]:
     return values.reshape(-1).view(np.uint8), (1, *values.shape[:2], 1, values.shape[2]), 1
 
 
-def no_turns(tokens: int) -> tuple:
+def no_turns(tokens: int) -> tuple[Any, ...]:
     nothing = np.empty((1, tokens, 0), dtype=np.float32)
     return nothing, nothing, np.zeros(1, dtype=np.uint8), 0, False
 
 
-def no_apart(channels: int) -> tuple:
+def no_apart(channels: int) -> tuple[Any, ...]:
     shape = (1, 2, 0, 1)
     return np.empty(0, np.uint16), np.empty(shape, np.uint16), np.empty((*shape, channels), np.int8)
 
@@ -115,8 +117,8 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     coded = (out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER)
     bits, shape, code = block_of(back)
     _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
-    expected = twin.restore(out, classes, pulls, places, mean, factor, matrix)
-    assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), expected)
+    restored = twin.restore(out, classes, pulls, places, mean, factor, matrix)
+    assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -220,7 +222,7 @@ def test_tokens_that_are_too_loud_are_put_apart(path: str) -> None:
     matrix = np.eye(8, dtype=np.int16) * np.int16(8192)
     mean, scale = np.zeros(8, dtype=np.float32), np.full(8, 1600, dtype=np.float32)
     out, apart = np.ones((9, 8), dtype=np.int16), np.zeros(9, dtype=np.uint8)
-    rest = (no_turns(9), mean, scale, packed(matrix), (8, 8), NO_CODED, apart, out)
+    rest: tuple[Any, ...] = (no_turns(9), mean, scale, packed(matrix), (8, 8), NO_CODED, apart, out)
     assert _native.tide_project(path, *block_of(values), *rest)
     assert np.flatnonzero(apart).tolist() == [5, 7]
     assert not out.any()

@@ -12,7 +12,6 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary.rotary import Rotary
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
-from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.testing.strategies import block_meta, smooth_bits
 
 # Three ranges of five layers.
@@ -38,6 +37,9 @@ def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profil
 
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     """A profile of what a tiny model makes of a prompt's tokens in many orders."""
+    # Others need no torch.
+    from kvtide.engines.calibrate.judge import block_metas, capture_blocks
+
     rng, ids = np.random.default_rng(1), prompt[0].numpy()
     pairs: list[tuple[BlockMeta, BlockBits]] = []
     for _ in range(24):

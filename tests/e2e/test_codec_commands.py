@@ -12,13 +12,13 @@ import pytest
 
 from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 
 
 def kvtide(*arguments: Any) -> subprocess.CompletedProcess[str]:
     module = "kvtide_lab.cli" if arguments[0] == "bench" else "kvtide.cli"
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
 
 
 def test_own_profile_judges_own_text(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, prom
         for _ in range(4):
             cached._ways = Ways()  # It knows no faster way yet.
             cached.generate(prompt, **GREEDY)
+            assert cached._importance is not None
             learner = cached._importance[1]
             learner.flush(20)
         assert learner.replaced

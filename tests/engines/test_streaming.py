@@ -34,10 +34,10 @@ SPEED = PrefillSpeed(500.0)
 
 
 class SlowPrefill(StreamedPrefill):
-    """Takes a second for each block, unless it is stopped."""
+    """Takes three seconds for each block, unless it is stopped."""
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        for _ in range(100):
+        for _ in range(300):
             time.sleep(0.01)
             if not is_wanted():
                 return False
@@ -217,13 +217,16 @@ def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
     return MadeSource(objects)
 
 
-def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path) -> None:
+def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", SlowPrefill)
     source = stored_elsewhere(stored, tmp_path / "far")
     with attached(stored, tmp_path / "near", source) as cached:
         answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer, stored.plain_answer())
     assert cached.last is not None and cached.last.streamed is not None
-    assert cached.last.hit_tokens == 96 or cached.last.streamed.fetch is None
+    # Slow as computing is here, what is stored elsewhere comes over the link.
+    assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
+    assert cached.last.hit_tokens == 96
 
 
 def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: Path) -> None:
@@ -325,7 +328,7 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
 def test_load_begins_beside_the_pass_that_is_under_way(stored: Stored) -> None:
     source = MadeSource(stored.objects, bytes_per_s=1e6)
     engine, report, _ = stored.load([source], (0.0,), LoadRequest(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
-    # A pass takes a second, everything else much less.
-    assert report.ready_s < 1.0
+    # A pass takes three seconds, everything else much less.
+    assert report.ready_s < 3.0
     assert (report.tokens, report.computed_tokens) == (96, 0)
     assert torch.equal(stored.answer(engine), stored.plain_answer())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.faults.conftest import Tally
@@ -211,7 +212,7 @@ class Story:
         if answer.status in {200, 201}:
             self.stored.append(number)
 
-    def read(self, region: Node, number: int, **headers: str) -> int:
+    def read(self, region: Node, number: int, **headers: Any) -> int:
         answer = asked(region.port, "GET", number, **headers)
         assert answer.took_s < DEADLINE_S, f"GET waited {answer.took_s:.1f} s"
         assert answer.status in {0, 200, 404, 503}, answer

@@ -90,8 +90,10 @@ def test_damaged_answer_is_a_miss_or_right(server: RunningServer, kind: Kind, ta
     direct = client(server.url)
     assert direct.put_from(object_id(1), object_bytes(1, SIZE))
     # The answer's head is some 200 bytes.
-    where = (lambda: rng.randrange(200)) if kind is Kind.LENGTH else (lambda: rng.randrange(SIZE + 200))
-    with ChaosProxy((server.address.host, server.address.port), lambda: Fault(kind, True, where())) as proxy:
+    reach = 200 if kind is Kind.LENGTH else SIZE + 200
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: Fault(kind, True, rng.randrange(reach))
+    ) as proxy:
         for _ in range(FAULTS[kind] * fault_factor):
             through = client(proxy.url)
             found = verified(through, 1)
@@ -110,8 +112,10 @@ def test_damaged_upload_is_stored_whole_or_not_at_all(
 ) -> None:
     rng = random.Random(SEED)
     direct = client(server.url)
-    where = (lambda: rng.randrange(200)) if kind is Kind.LENGTH else (lambda: rng.randrange(SIZE + 200))
-    with ChaosProxy((server.address.host, server.address.port), lambda: Fault(kind, False, where())) as proxy:
+    reach = 200 if kind is Kind.LENGTH else SIZE + 200
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: Fault(kind, False, rng.randrange(reach))
+    ) as proxy:
         for number in range(FAULTS[kind] * fault_factor):
             through = client(proxy.url)
             try:

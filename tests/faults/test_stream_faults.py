@@ -33,13 +33,18 @@ CLOCK = SystemClock()
 SIZES = (100_000, 50_000, 150_000)
 
 
+def _end(server: ServerProcess) -> None:
+    if server.process.poll() is None:
+        server.kill()
+
+
 class Servers:
     """Three servers with the same objects, the first two behind links of their own."""
 
     def __init__(self, folder: Path, objects: dict[ObjectId, bytes], bytes_per_s: float, stack: ExitStack) -> None:
         self.processes = [ServerProcess(*disk_arguments(folder / str(number))) for number in range(3)]
         for process in self.processes:
-            stack.callback(lambda process=process: process.process.poll() is None and process.kill())
+            stack.callback(_end, process)
             tier = http_tier(process.url, CLOCK)
             tier.open()
             assert all(tier.put_from(object_id, data) for object_id, data in objects.items())

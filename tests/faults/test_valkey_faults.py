@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.faults.conftest import Tally
@@ -73,7 +74,7 @@ def open_stack(services: Sequence[BenchService]) -> TierStack:
     return stack
 
 
-def move_slots(source: redis.Redis, target: redis.Redis, start: int, stop: int) -> None:
+def move_slots(source: Any, target: Any, start: int, stop: int) -> None:
     """Move slots [start, stop) by Valkey's own atomic migration."""
     name = target.execute_command("CLUSTER", "MYID")
     source.execute_command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", start, stop - 1, "NODE", name)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
@@ -71,10 +69,7 @@ class FaultyKernels(FaultyStream):
     def __init__(self, kernels: Kernels, switch: Switch) -> None:
         super().__init__(kernels, switch)  # type: ignore[arg-type]  # kernels are a stream too
         self._kernels = kernels
-
-    @property
-    def device(self) -> torch.device:
-        return self._kernels.device
+        self.device = kernels.device
 
     def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
         self._switch.call(f"launch {name}")

@@ -14,7 +14,7 @@ from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.memory import STAGE_BYTES, KernelMemory
 from kvtide.errors import TierUnavailable
-from kvtide.evict.ranking import RecencyRanking
+from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
@@ -89,7 +89,7 @@ def test_objects_in_scattered_frames_come_back(kernels: Kernels) -> None:
 
 def test_stack_moves_what_is_used_to_the_device_and_lets_the_least_used_go(kernels: Kernels, tmp_path: Path) -> None:
     ranking = RecencyRanking()
-    device = DeviceTier(2 * PAGE, ManualClock(0.0), nothing_pinned, KernelMemory(kernels), ranking)
+    device = DeviceTier(2 * PAGE, ManualClock(0.0), nothing_pinned, KernelMemory(kernels), RankedOrder(ranking))
     disk = DiskTier(tmp_path, TIER_BYTES, ManualClock(0.0), nothing_pinned)
     stack = TierStack([device, disk], ranking)
     stack.open()

@@ -96,7 +96,7 @@ def test_streams_that_are_not_whole_are_refused(kernels: Kernels, fault: str) ->
         data[0:4] = b"\xff\xff\0\0"
     else:
         change = 1 if fault == "many escapes" else -1
-        elements = np.resize(elements, len(elements) + change)
+        elements = np.resize(elements, len(elements) + change)  # type: ignore[assignment]
         counts[1] = int(counts[1]) + change
     call = DeviceRans(kernels, tables).prepare_decode(
         Streams(bytes(data), sizes), runs, identity(tables, np.uint16), 700, Escapes(elements, counts)

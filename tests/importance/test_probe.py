@@ -43,8 +43,8 @@ def test_baselines_look_at_no_key() -> None:
     ask = an_ask()
     assert Recency().importance(ask)[0].argmax() == PREFIX - 1
     assert np.array_equal(KnownScores(np.eye(1, PREFIX, 5, dtype=np.float32)).importance(ask)[0].nonzero()[0], [5])
-    draws = [Random(np.random.default_rng(1)).importance(ask) for _ in range(2)]
-    assert np.array_equal(*draws)
+    one, other = (Random(np.random.default_rng(1)).importance(ask) for _ in range(2))
+    assert np.array_equal(one, other)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

@@ -122,7 +122,7 @@ class IndexMachine(RuleBasedStateMachine):
     def _is_in_use(self, key: BlockKey) -> bool:
         run = self.index._tree.run_of(key)
         assert run is not None
-        below = [other for other in self.index._tree.below(run) for other in other.keys[: other.held]]
+        below = [key for other in self.index._tree.below(run) for key in other.keys[: other.held]]
         start = run.keys.index(key)
         return any(other in self.pins for other in below if other not in run.keys[:start])
 

@@ -111,14 +111,16 @@ def _hook(model: Any) -> Undo:
     def steer(module: Any, inputs: Any, output: Any) -> Any:
         return output + 0.5
 
-    return model.model.layers[0].mlp.register_forward_hook(steer).remove
+    undo: Callable[[], None] = model.model.layers[0].mlp.register_forward_hook(steer).remove
+    return undo
 
 
 def _before_hook(model: Any) -> Undo:
     def steer(module: Any, inputs: Any) -> Any:
         return (inputs[0] + 0.5, *inputs[1:])
 
-    return model.model.layers[1].input_layernorm.register_forward_pre_hook(steer).remove
+    undo: Callable[[], None] = model.model.layers[1].input_layernorm.register_forward_pre_hook(steer).remove
+    return undo
 
 
 def _load(model: Any) -> Undo:

@@ -246,10 +246,10 @@ def no_threads(world: World) -> None:
 def _refused_threads() -> Iterator[None]:
     start = threading.Thread.start
 
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    threading.Thread.start = refuse  # type: ignore[method-assign]
+    threading.Thread.start = refuse  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

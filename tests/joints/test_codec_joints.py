@@ -75,11 +75,11 @@ def test_blocks_at_the_end_of_the_range_come_back_finite(dtype: KVDtype, is_alte
 )
 @settings(max_examples=60, deadline=None)
 def test_finite_blocks_come_back_finite(
-    dtype: KVDtype, shape: tuple[int, ...], seed: int, exponents: tuple[int, int], position: int
+    dtype: KVDtype, shape: tuple[int, int, int, int], seed: int, exponents: tuple[int, int], position: int
 ) -> None:
     layout, rng = BlockLayout(*shape, dtype), np.random.default_rng(seed)
     # Any bit patterns whose exponents lie in a range of their own, so that blocks of one scale come too.
-    bits = np.frombuffer(rng.bytes(layout.raw_bytes), dtype=layout.bits_dtype).reshape(layout.shape).copy()
+    bits: Any = np.frombuffer(rng.bytes(layout.raw_bytes), dtype=layout.bits_dtype).reshape(layout.shape).copy()
     mantissa_bits = {FLOAT16: 10, BFLOAT16: 7, FLOAT32: 23}[dtype]
     low, high = sorted(min(each, LARGEST[dtype] >> mantissa_bits) for each in exponents)
     drawn = rng.integers(low, high + 1, size=bits.shape).astype(bits.dtype)

@@ -19,7 +19,8 @@ from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.ways import RestoreWay, Ways
-from kvtide.store.cache import BlockSource, Cache, PendingBlock
+from kvtide.store import BlockSource, PendingBlock
+from kvtide.store.cache import Cache
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

@@ -22,7 +22,8 @@ from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.store.cache import Cache, MissReason, PendingBlock
+from kvtide.store import MissReason, PendingBlock
+from kvtide.store.cache import Cache
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}

@@ -70,7 +70,7 @@ def _shapes(value: Any) -> Any:
 def check_restored(cached: CachedModel, ids: torch.Tensor) -> int:
     """Compare all that is restored of a prompt with its prefill; return the restored tokens."""
     past = cached.restored(ids)
-    tokens = past.get_seq_length()
+    tokens: int = past.get_seq_length()
     if not tokens:
         return 0
     if tokens >= ids.shape[1]:

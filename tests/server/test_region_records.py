@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.server.worlds import World, ask, put
@@ -132,7 +133,7 @@ def tenants(tmp_path: Path) -> Iterator[World]:
         yield World(tmp_path, stack, central, options=options, grants=(*OWN, ASKING))
 
 
-def by(name: str) -> dict[str, str]:
+def by(name: str) -> dict[str, Any]:
     return {"Own_Authorization": f"Bearer {TENANTS[name]}"}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.server.worlds import World, ask, put
@@ -108,7 +109,7 @@ def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
     one, two = slow_world.regions
     put(one, 0)
     put(one, 1)
-    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent", 10)  # type: ignore[union-attr,arg-type]
+    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent", 10)  # type: ignore[arg-type]
     assert ask(two, "GET", 1)[0].status == 404
     answer, content = ask(two, "GET", 1, Force_Latest="1")
     assert (answer.status, content) == (200, object_bytes(1))
@@ -140,11 +141,12 @@ def test_region_that_is_cut_off_goes_on_and_says_since_when(world: World) -> Non
     time.sleep(1.2)
     answer, content = ask(one, "GET", 1)
     assert (answer.status, content) == (200, object_bytes(1))
-    assert float(answer.getheader("Kvtide-As-Of")) <= cut_s
+    assert float(answer.getheader("Kvtide-As-Of") or "inf") <= cut_s
     put(one, 2)
     assert ask(one, "GET", 2)[1] == object_bytes(2)
     assert ask(one, "GET", 1, Max_Staleness="3600")[0].status == 200
-    for headers in ({"Max_Staleness": "0.5"}, {"Force_Latest": "1"}):
+    newest: tuple[dict[str, Any], ...] = ({"Max_Staleness": "0.5"}, {"Force_Latest": "1"})
+    for headers in newest:
         answer, content = ask(one, "GET", 3, **headers)
         assert answer.status == 503
         assert b"centre has not answered" in content or b"can't be had" in content

@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.server.scheduler.base import Flow
+from kvtide.server.scheduler.base import Flow, Owner
 from kvtide.server.scheduler.policies import POLICIES, DrrPolicy, VtcPolicy, policy_named
 from kvtide.testing.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
@@ -170,7 +171,7 @@ def test_next_grant_is_none_unless_the_link_alone_holds_it_up() -> None:
 def test_tenants_that_left_are_remembered_within_a_bound() -> None:
     for policy in (VtcPolicy(SLICE_BYTES), DrrPolicy(SLICE_BYTES)):
         for number in range(5000):
-            flow = Flow(f"tenant-{number}", 1.0)
+            flow = Flow(Owner(f"tenant-{number}"), 1.0)
             policy.enter(flow)
             policy.charge(flow, 10)
             policy.leave(flow)
@@ -224,7 +225,7 @@ def test_loads_say_what_each_tenant_has_here() -> None:
 @pytest.mark.parametrize(
     "changes", [{"slots": 0}, {"slice_bytes": -1}, {"tenant_sends_max": 0}, {"tenant_slots_max": 0}]
 )
-def test_bounds_must_be_positive(changes: dict[str, int]) -> None:
+def test_bounds_must_be_positive(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         SchedulerSettings(**changes)
 

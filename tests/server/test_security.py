@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -135,7 +136,7 @@ def test_grant_expires_by_the_clock(clock: ManualClock) -> None:
         {"tenant": "a", "common_name": "x"},
     ],
 )
-def test_bad_grant_is_refused(fields: dict[str, str]) -> None:
+def test_bad_grant_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="tenant"):
         Grant(**{"scopes": [], "token_sha256": "0" * 64, **fields})
 

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.outcomes import decisions_text
-from kvtide.store.cache import Cache, MissReason, PendingBlock, cache_for
+from kvtide.store import MissReason, PendingBlock
+from kvtide.store.cache import Cache, cache_for
 from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier.disk import DiskTier
@@ -36,9 +38,13 @@ def metas_of(layout: BlockLayout, blocks: int, space: Namespace | None = None) -
     return [BlockMeta(ObjectId(space, keys[i + 1]), keys[i], i * layout.tokens, layout, "test") for i in range(blocks)]
 
 
+def _held(bits: BlockBits) -> Callable[[], BlockBits]:
+    return lambda: bits
+
+
 def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
     contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
-    pending = [PendingBlock(meta, lambda bits=bits: lambda: bits) for meta, bits in zip(metas, contents, strict=True)]
+    pending = [PendingBlock(meta, partial(_held, bits)) for meta, bits in zip(metas, contents, strict=True)]
     assert cache.store(pending) == len(metas)
     assert cache.flush(10)
     return contents

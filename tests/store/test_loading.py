@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
-from kvtide.store import loading
-from kvtide.store.cache import Cache, LoadReport, MissReason, cache_for
+from kvtide.store import LoadReport, MissReason, loading
+from kvtide.store.cache import Cache, cache_for
 from kvtide.testing.strategies import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 
@@ -42,7 +43,8 @@ class Layers:
             self.order.append((position, layer))
 
     def block(self, position: int, layers: int) -> BlockBits:
-        return np.stack([self.found[position, layer] for layer in range(layers)])
+        stacked: Any = np.stack([self.found[position, layer] for layer in range(layers)])
+        return stacked
 
 
 @pytest.fixture(params=[1, 2, 5, 100])
@@ -137,7 +139,7 @@ def test_damage_ends_the_run_and_removes_the_object(
     assert reader.stats().misses == {"corrupt": 1}
     assert {record.header.id for record in stored_records(tmp_path)} == {metas[0].id, metas[2].id}
     # What came of it before is what was stored: nothing wrong is ever handed out.
-    for (position, layer), values in layers.found.items():
+    for (position, layer), values in list(layers.found.items()):
         assert np.array_equal(values, smooth_bits(BIG, position)[layer])
     assert (1, BIG.layers - 1) not in layers.found
 
@@ -188,7 +190,7 @@ def test_load_is_given_up_between_pieces(
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_section_that_is_no_layer_is_refused(codec: str) -> None:
 
-    made = CodecRegistry().make(codec)
+    made: Any = CodecRegistry().make(codec)
     for data in (b"", b"x", bytes(BIG.layer_bytes - 4), bytes(2 * BIG.layer_bytes)):
         with pytest.raises(CorruptPayload):
             made.decode_layer(BIG, Section(SectionId(SectionKind.DATA, 0, 0, 1), data))

@@ -12,7 +12,7 @@ from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, Sco
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ram.arena import Arena, frame_bytes_for
+from kvtide.tier.ram.arena import Arena, Span, frame_bytes_for
 
 PAGE = 4096
 
@@ -79,11 +79,12 @@ def test_closed_tier_finds_and_stores_nothing() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_no_frame_is_lost_or_taken_twice(steps: list[tuple[bool, int]]) -> None:
-    arena, taken = Arena(32 * PAGE, PAGE), []
+    arena, taken = Arena(32 * PAGE, PAGE), list[list[Span]]()
     for is_take, size in steps:
         if is_take or not taken:
+            fits = arena.frames_of(size) <= arena.free_frames
             runs = arena.take(size)
-            assert (runs is None) == (arena.frames_of(size) > arena.free_frames) or runs is not None
+            assert (runs is not None) == fits
             taken += [runs] if runs else []
         else:
             arena.give_back(taken.pop(size % len(taken)))

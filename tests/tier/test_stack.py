@@ -190,7 +190,7 @@ def test_read_that_fails_fails_alone() -> None:
     class FailsFirst(NamedMemory):
         calls = 0
 
-        def get_into(self, *arguments: object) -> int | None:  # type: ignore[override]
+        def get_into(self, *arguments: object) -> int | None:
             self.calls += 1
             is_first = self.calls == 1
             time.sleep(0.2)
@@ -312,13 +312,13 @@ def test_slow_tier_delays_only_its_own_readers() -> None:
 
 
 def test_write_back_tier_follows_and_is_whole_after_flush() -> None:
-    remote = Counting(Slow(NamedMemory("remote", TIER_BYTES), time.sleep, latency_s=0.05))
+    remote = Counting(Slow(NamedMemory("remote", TIER_BYTES), time.sleep, latency_s=0.4))
     stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
     stack.open()
     started_s = time.monotonic()
     for number in range(4):
         assert stack.put_from(object_id(number), object_bytes(number))
-    assert time.monotonic() - started_s < 0.15
+    assert time.monotonic() - started_s < 1.5, "waited for one of the four"
     assert stack.flush(10)
     assert [read_all(remote, number) for number in range(4)] == [object_bytes(number) for number in range(4)]
     stack.close()
@@ -347,7 +347,7 @@ def test_device_memory_and_disk_each_admit_by_rank() -> None:
 
 def test_tier_that_fails_never_hides_the_next_one() -> None:
     class Broken(NamedMemory):
-        def get_into(self, *arguments: object) -> int | None:  # type: ignore[override]
+        def get_into(self, *arguments: object) -> int | None:
             raise TierUnavailable("cable cut")
 
     last = NamedMemory("disk", TIER_BYTES)

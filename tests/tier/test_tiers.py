@@ -127,7 +127,7 @@ def test_stack_serves_from_the_next_tier_when_one_fails(
     class Broken(MemoryTier):
         name = "broken"
 
-        def get_into(self, *arguments: object) -> int | None:  # type: ignore[override]
+        def get_into(self, *arguments: object) -> int | None:
             raise TierUnavailable("cable cut")
 
     stack = TierStack(

@@ -78,7 +78,7 @@ def soak_prompts(tokens: list[int]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def plain(engine: Any, tokens: list[int], soak_prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+def plain(engine: Any, tokens: list[int], soak_prompts: list[list[int]]) -> dict[str, Any]:
     """What vLLM says by itself: to the long prompt, warmed up, and to the soak's."""
     with engine() as process:
         process.ask(tokens[-300:], 2)

@@ -147,7 +147,7 @@ def test_request_says_in_its_transfer_params_that_it_wants_the_latest(params: An
     from kvtide.engines.vllm.connector import KVTideConnector
 
     asked: list[tuple[Any, ...]] = []
-    connector = object.__new__(KVTideConnector)
+    connector: Any = object.__new__(KVTideConnector)
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0)
     kind = dict.fromkeys(("lora_request", "pooling_params", "prompt_embeds", "mm_features", "cache_salt"))
     request = SimpleNamespace(**kind, resumable=False, request_id="r", all_token_ids=[1, 2], kv_transfer_params=params)

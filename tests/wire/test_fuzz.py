@@ -42,6 +42,6 @@ def test_atheris_finds_nothing(name: str, tmp_path: Path) -> None:
         (tmp_path / str(number)).write_bytes(data)
     options = [f"-max_total_time={FUZZ_S}", f"-seed={SEED}", f"-artifact_prefix={tmp_path}/"]
     command = [sys.executable, "-m", "tests.wire.fuzz", name, str(tmp_path), *options]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=FUZZ_S + 200, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "DONE" in run.stderr

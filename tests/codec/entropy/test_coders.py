@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +155,8 @@ def test_wrong_arguments_are_value_errors(coder: EntropyCoder) -> None:
     tables = coder.build(bell_counts())
     streams = tables.encode(symbols, runs)
     values, out = np.tile(IDENTITY, (3, 1)), np.empty_like(symbols)
-    refused = [
+    floats: Any = values.astype(np.float32), out.astype(np.float32)
+    refused: list[Callable[[], object]] = [
         lambda: tables.encode(symbols.astype(np.int8), runs),
         lambda: tables.encode(symbols[:, ::2], runs),
         lambda: tables.encode(symbols, Runs(runs.tables, 50)),
@@ -162,7 +165,7 @@ def test_wrong_arguments_are_value_errors(coder: EntropyCoder) -> None:
         lambda: tables.encode(symbols + np.uint8(32), runs),
         lambda: tables.decode(streams, runs, values[:2], out),
         lambda: tables.decode(streams, runs, values.astype(np.uint16), out),
-        lambda: tables.decode(streams, runs, values.astype(np.float32), out.astype(np.float32)),
+        lambda: tables.decode(streams, runs, *floats),
         lambda: tables.decode(Streams(streams.data, streams.sizes[:1]), runs, values, out),
         lambda: coder.build(np.zeros((1, 32), np.uint64)),
         lambda: coder.build(np.full((1, 32), 2**63, np.uint64)),

@@ -22,7 +22,7 @@ def empty_layers(pages: int = 12, layout: BlockLayout = LAYOUT) -> list[Any]:
 
 def random_block(seed: int, layout: BlockLayout = LAYOUT) -> BlockBits:
     rng = np.random.default_rng(seed)
-    bits: BlockBits = rng.integers(1, 1 << 15, layout.shape).astype(layout.bits_dtype)
+    bits: Any = rng.integers(1, 1 << 15, layout.shape).astype(layout.bits_dtype)
     return bits
 
 

@@ -209,8 +209,9 @@ def test_blocks_kept_as_pages_end_with_their_generation(
         engine.compute("a", PROMPT)
         assert _loads(engine, "b") == 0
         invalidate(server.url, namespace)
-        named, block = engine.worker.cache.tiers.named, ObjectId(namespace, BlockKey(namespace))
-        wait_until(lambda: named(block).name.generation == 1, "the engine to hear of it", 10)
+        block = ObjectId(namespace, BlockKey(namespace))
+        tiers: Any = engine.worker.cache.tiers
+        wait_until(lambda: tiers.named(block).name.generation == 1, "the engine to hear of it", 10)
         hit, _, failed = engine.load("c", PROMPT)
         assert not hit or failed, "stale pages"
         engine.finish("c")
@@ -384,7 +385,7 @@ def test_first_layer_does_not_wait_for_the_others(
         assert (release if first else begin).wait(10)
         scatter(first, *arguments)
 
-    second.pool.scatter_layers = held_back  # type: ignore[method-assign]
+    second.pool.scatter_layers = held_back  # type: ignore[method-assign,assignment]
     second.scheduler.allocated("b", pages, hit, is_in_step=True)
     second.step(tokens=0)
     waiting = threading.Thread(target=second.worker.wait_layer, args=(0,))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines.calibrate.judge import Judge
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import codec_quality
@@ -107,8 +108,8 @@ def test_only_what_is_named_is_judged(subject: Subject) -> None:
 
 def test_exact_bytes_are_judged_once_and_as_perfect(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    judge = codec_quality.Judge.judge
-    monkeypatch.setattr(codec_quality.Judge, "judge", lambda *args: asked.append(1) or judge(*args))
+    judge = Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda *args: asked.append(1) or judge(*args))
     rows = judged(subject, None, ("raw", "lossless")).rows
     assert [(row.kl, row.greedy_match) for row in rows] == [(0.0, 6), (0.0, 6)]
     assert len(asked) == len(subject.ids)

@@ -57,9 +57,25 @@ def test_nursery_that_dies_is_reported(tmp_path: Path) -> None:
         pass
 
 
-def test_settling_waits_for_nothing_where_there_is_nothing(tmp_path: Path) -> None:
+def test_settling_waits_until_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    store = tmp_path / "store"
+
+    def sleep(wait_s: float) -> None:
+        waits.append(wait_s)
+        if store.is_dir() and len(waits) <= 3:
+            (store / str(len(waits))).write_bytes(bytes(8192))
+
+    monkeypatch.setattr("kvtide_lab.bench.engine_peers.time.sleep", sleep)
     settle(None)
-    settle(tmp_path / "absent")
+    assert not waits
+    settle(store)
+    quiet = len(waits)
+    assert 0.5 <= sum(waits) < 1
+    waits.clear()
+    store.mkdir()
+    settle(store)
+    assert len(waits) == quiet + 3
 
 
 def test_dropping_the_page_cache_keeps_the_files(tmp_path: Path) -> None:

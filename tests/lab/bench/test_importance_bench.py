@@ -98,7 +98,7 @@ def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(rando
     ]
     assert all(row.prompts == 2 for row in rows)
     ours = [row for row in rows if row.guard == "neighbours"]
-    assert all(row.fallback_share == 1 and abs(row.kl_fallback) < 1e-6 for row in ours)
+    assert all(row.fallback_share == 1 and row.kl_fallback is not None and abs(row.kl_fallback) < 1e-6 for row in ours)
 
 
 def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvtide_lab.bench import offload
@@ -19,7 +21,7 @@ def test_swaps_are_measured_for_the_studys_shapes() -> None:
 
 
 def test_text_that_is_too_short_is_refused() -> None:
-    def start(**arguments: object) -> None:
+    def start(**arguments: object) -> Any:
         raise AssertionError("no engine is started for a text that does not do")
 
     with pytest.raises(ValueError, match="tokens, got 10"):

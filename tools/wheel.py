@@ -1,0 +1,77 @@
+"""Builds kvtide's wheel and uses it as who installs it does: outside the checkout, in an environment of its own.
+
+Usage: wheel.py   (what the environment lacks, torch above all, it takes from the one that runs this)
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WHEEL_BYTES_MAX = 2 << 20
+# What README's example leaves to the reader: a model and a prompt, here small and random.
+PRELUDE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(1)
+sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+model.generation_config.pad_token_id = 0
+input_ids = torch.randint(1, 256, (1, 600))
+"""
+WHERE = "import kvtide; print(kvtide.__file__)"
+
+
+def readme_example(store: Path) -> str:
+    """Return README's Python example, on a store of its own."""
+    (found,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    example = str(found).replace("disk:///var/cache/kvtide", f"disk://{store}")
+    assert str(store) in example, "README's example names another store"
+    return example
+
+
+def check_wheel(wheel: Path) -> None:
+    """Raise ValueError if the wheel is large or holds profiles."""
+    if wheel.stat().st_size > WHEEL_BYTES_MAX:
+        raise ValueError(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {WHEEL_BYTES_MAX}")
+    profiles = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".kvprofile")]
+    if profiles:
+        raise ValueError(f"{wheel.name} holds profiles: {profiles}")
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Run a command and return what it prints; CalledProcessError if it fails."""
+    return subprocess.run([*map(str, command)], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main() -> None:
+    """Build, check, install and use the wheel."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pip = ("pip", "--quiet", "--disable-pip-version-check")
+        run(sys.executable, "-m", *pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+        (wheel,) = folder.glob("kvtide-*.whl")
+        check_wheel(wheel)
+        venv.create(folder / "venv", with_pip=True)
+        python = folder / "venv" / "bin" / "python"
+        run(python, "-m", *pip, "install", "--no-deps", wheel, cwd=folder)
+        # Behind its own packages; the links to the checkout that lie there are not followed from here.
+        (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+        (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+        where = run(python, "-c", WHERE, cwd=folder).strip()
+        if not Path(where).is_relative_to(packages):
+            raise ValueError(f"kvtide was imported from {where}")
+        run(python.with_name("kvtide"), "doctor", cwd=folder)
+        example = PRELUDE + readme_example(folder / "store")
+        said = [run(python, "-c", example, cwd=folder).strip() for _ in range(2)]
+        if not said[0].startswith("0 tokens") or said[1].startswith("0 tokens"):
+            raise ValueError(f"README's example said {said}")
+        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.2f} MB: {said[1]}")
+
+
+if __name__ == "__main__":
+    main()
