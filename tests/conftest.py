@@ -37,13 +37,17 @@ HARDWARE_REASONS = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
     parser.addoption("--quick", action="store_true", help="only modules that need no torch and start no process")
+    parser.addoption("--rest", action="store_true", help="only the other modules, for who has run --quick already")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out, before it is imported, what `make check` has no time for."""
+    """Leave out, before it is imported, what `make check` has no time for; or what it has taken."""
     tests = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    is_unwanted = (config.getoption("--quick") and not any(map(is_quick, tests))) or (
+        config.getoption("--rest") and collection_path.match("test_*.py") and is_quick(collection_path)
+    )
     # None: others are asked.
-    return True if config.getoption("--quick") and not any(map(is_quick, tests)) else None
+    return True if is_unwanted else None
 
 
 def _refuse_skip(report: Any) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from tests.doors.page import summary
 from tests.doors.user import Regions, serving, status
 from tests.server.conftest import certificates
 from tests.server.worlds import put
-from tools.capabilities import summary
 
 from kvtide_lab.bench.services import free_ports, wait_until
 

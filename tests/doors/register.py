@@ -3,7 +3,7 @@
 Invariant: a capability has one door, a documented option, and one test that goes through it and fails if nothing
 happened. That test carries `@door("name")`, or is named as `proven_by` where it needs more than tests/doors has.
 What has no door yet is in `LEFT`, with what would open it. All of it is docs/capabilities.md:
-`python -m tools.capabilities --write`.
+`python -m tests.doors.page --write`.
 
 To open a door: take the entry out of left.py, add a `Capability` to one of the open_*.py and its test to a test_*.py.
 """

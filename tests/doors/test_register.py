@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from tests.doors.capability import Capability
+from tests.doors.page import PAGE, ROOT, capabilities, marked_tests, page, section, words
 from tests.doors.register import LEFT, door
-from tools.capabilities import PAGE, ROOT, capabilities, marked_tests, page, section, words
 
 
 def functions(file: str) -> set[str]:
@@ -18,7 +18,7 @@ def functions(file: str) -> set[str]:
 
 
 def test_names_are_unique() -> None:
-    names = Counter(each.name for each in (*capabilities(), *LEFT))
+    names = Counter([each.name for each in capabilities()] + [each.name for each in LEFT])
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -52,4 +52,4 @@ def test_unknown_door_is_refused() -> None:
 
 
 def test_page_is_what_the_register_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tools.capabilities --write"
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.doors.page --write"

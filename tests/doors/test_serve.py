@@ -46,7 +46,7 @@ def test_disk_of_a_server_is_warm_after_a_restart(tmp_path: Path) -> None:
 @door("tokens and scopes")
 def test_token_and_scope_are_asked_for(tmp_path: Path) -> None:
     with serving(tmp_path, grant("search", '"read"')) as server:
-        asked = ({}, {"Own_Authorization": "Bearer wrong"}, bearer("search"))
+        asked: tuple[dict[str, Any], ...] = ({}, {"Own_Authorization": "Bearer wrong"}, bearer("search"))
         assert [status(server, "GET", 1, **who) for who in asked] == [401, 401, 404]
         assert status(server, "PUT", 1, object_bytes(1), **bearer("search")) == 403
 
@@ -126,7 +126,7 @@ def order_of_ends(folder: Path, sending: str, last: str = "chat", **headers: str
         put(server, 2, 1 << 16, **bearer(last))
         done: list[str] = []
 
-        def get(name: str, number: int, who: str, **headers: str) -> None:
+        def get(name: str, number: int, who: str, **headers: Any) -> None:
             assert ask(server, "GET", number, **bearer(who), **headers)[0].status == 200
             done.append(name)
 

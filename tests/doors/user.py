@@ -55,7 +55,7 @@ def grant(tenant: str, scopes: str = '"read", "write", "admin"') -> str:
     return f'[[grants]]\ntenant = "{tenant}"\nscopes = [{scopes}]\ntoken_sha256 = "{token_digest(TOKENS[tenant])}"\n'
 
 
-def bearer(tenant: str) -> dict[str, str]:
+def bearer(tenant: str) -> dict[str, Any]:
     return {"Own_Authorization": f"Bearer {TOKENS[tenant]}"}
 
 
@@ -74,7 +74,7 @@ def status(
     return ask(server, method, what, body, **h)[0].status
 
 
-def metric(server: ServerProcess, name: str, **headers: str) -> float:
+def metric(server: ServerProcess, name: str, **headers: Any) -> float:
     """Return a line of `GET /metrics`, 0 if it is not there; of several tiers or tenants their sum."""
     lines = ask(server, "GET", "/metrics", **headers)[1].decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

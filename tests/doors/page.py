@@ -1,6 +1,6 @@
 """Prints docs/capabilities.md from the register of doors in tests/doors, and says how many are left.
 
-Usage: python -m tools.capabilities [--write]   (exit status 1 if the page is not as it should be)
+Usage: python -m tests.doors.page [--write]   (exit status 1 if the page is not as it should be)
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.doors.capability import Capability
 from tests.doors.register import LEFT, OPEN
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "capabilities.md"
 DOORS = "tests/doors"
 
@@ -68,7 +68,7 @@ def page() -> str:
     lines = [
         "# Capabilities",
         f"{summary()}. A capability counts when one documented option switches it on and a test through",
-        "that option fails if it did nothing. Made by `python -m tools.capabilities --write` from `tests/doors`.",
+        "that option fails if it did nothing. Made by `python -m tests.doors.page --write` from `tests/doors`.",
     ]
     for title, group in OPEN.items():
         lines += [
