@@ -183,4 +183,4 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     assert stats["pinned_blocks"] == 0
     assert stats["free_pages"] == stats["pages"]
     middle = len(sizes) // 2
-    assert max(sizes[middle:]) <= 1.02 * max(sizes[1:middle])
+    assert max(sizes[middle:]) <= 1.05 * max(sizes[1:middle])
