@@ -18,6 +18,10 @@ MayGo = Callable[[ObjectId], bool]
 class EvictionOrder(Protocol):
     """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
 
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether `note_request` matters."""
+
     def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         """Note that a prompt asks for these blocks, all of its full ones from the first on."""
 

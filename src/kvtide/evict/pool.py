@@ -107,6 +107,11 @@ class PoolOrder:
     def __len__(self) -> int:
         return len(self._members)
 
+    @property
+    def hears_requests(self) -> bool:
+        """Reads tell all that this order needs."""
+        return False
+
     def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         """Nothing to note: reads tell."""
 

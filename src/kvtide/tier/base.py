@@ -156,6 +156,10 @@ class Reporting(Protocol):
 class Ordered(Protocol):
     """A tier whose objects leave in an order that can be told of requests."""
 
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether `note_request` matters."""
+
     def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Note that a prompt asks for these objects, all of its full blocks from the first on."""
 

@@ -52,6 +52,11 @@ class PolicyOrder:
     def _planted(self, blocks_max: int) -> RadixIndex:
         return RadixIndex(self._clock, self._policy_of, blocks_max)
 
+    @property
+    def hears_requests(self) -> bool:
+        """Requests are what policies over prefixes rank by."""
+        return True
+
     def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         """Note a use of a prefix."""
         with self._lock:

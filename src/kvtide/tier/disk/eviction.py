@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
 
 from kvtide.evict import EvictionOrder
 from kvtide.tier.disk.catalog import CatalogEntry
@@ -31,6 +30,11 @@ class GivenUp:
         # With the parent and the size that they entered with.
         self._given_up: dict[ObjectId, tuple[BlockKey, int]] = {}
         self._entered: dict[ObjectId, tuple[BlockKey, int]] = {}
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether requests matter to the order."""
+        return self._order.hears_requests
 
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
@@ -86,16 +90,24 @@ class GivenUp:
 
         sizes: the bytes of each segment that may go.
         """
+        # Never while this lock is held: the catalog, which knows the places, calls here under its own.
+        given_up = Counter[int]()
         with self._lock:
-            given_up = Counter[int]()
-            for object_id in self._given_up:
-                _count(given_up, place_of(object_id), sizes)
-            with closing(self._order.victims(may_go)) as leaving:
-                while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
-                    if (gone := next(leaving, None)) is None:
+            before = list(self._given_up)
+        for object_id in before:
+            _count(given_up, place_of(object_id), sizes)
+        leaving = self._order.victims(may_go)
+        try:
+            while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
+                with self._lock:
+                    gone = next(leaving, None)
+                    if gone is None:
                         break
                     self._given_up[gone] = self._entered[gone]
-                    _count(given_up, place_of(gone), sizes)
+                _count(given_up, place_of(gone), sizes)
+        finally:
+            with self._lock:
+                leaving.close()
         return sorted(given_up, key=lambda number: -given_up[number] / sizes[number])
 
 

@@ -62,6 +62,11 @@ class DiskTier:
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
 
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether there is an order to which requests matter."""
+        return self._log.given_up is not None and self._log.given_up.hears_requests
+
     def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell the order, if there is one, what a prompt asks for."""
         if self._log.given_up is not None:

@@ -97,6 +97,11 @@ class FramedTier(ABC, Generic[FramesT]):
     def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
         """Fill a buffer of the object's size. False if that fails."""
 
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether requests matter to the order."""
+        return self.order.hears_requests
+
     def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell the order what a prompt asks for."""
         self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids])
