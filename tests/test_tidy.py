@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -60,10 +59,3 @@ def test_import_past_a_door_is_found(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "kvtide" / "explain.py").write_text('"""Docstring."""\n\nfrom kvtide.tier.disk.log import SegmentLog\n')
     tidy.main(str(tmp_path / "kvtide"))
     assert "tier.disk.log is inside tier.disk/" in capsys.readouterr().out
-
-
-def test_documents_name_only_files_that_exist() -> None:
-    for document in ("README.md", "ARCHITECTURE.md"):
-        text = (ROOT / document).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (ROOT / target).exists(), f"{document} links to {target}"

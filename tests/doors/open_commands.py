@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.doors.capability import Capability, Source
 
-_LOOK = "README.md: Look into a store"
-_MEASURE = "README.md: Measure and calibrate"
+_LOOK = "docs/commands.md: Look into a store"
+_MEASURE = "docs/commands.md: Measure and calibrate"
 _REGIONS = "docs/operations.md: Regions and a centre"
 _GRANTS = "docs/security.md: Who asks"
 _TINY = "tiny Llama, random weights"

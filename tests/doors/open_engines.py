@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.doors.capability import Capability, Source
 
-_HF = "README.md: Use it with Hugging Face transformers"
+_HF = "docs/transformers.md: kvtide with Hugging Face transformers"
 _VLLM = "docs/vllm.md: Options (`kv_connector_extra_config`)"
 _TINY = "tiny Llama, random weights"
 _REAL = "SmolLM2-135M"
