@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tidy import OPEN
+
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ROOT / "src" / "kvtide"
 LAB = ROOT / "lab" / "kvtide_lab"
@@ -104,11 +106,16 @@ def code_of(files: Sequence[Source]) -> Code:
 
 
 def exported(file: Source) -> list[str]:
-    """Return the names that a module lists in `__all__`."""
+    """Return the names that others may use: those in `__all__`, or all public ones of a module that is open."""
     for node in file.tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [str(name) for name in ast.literal_eval(node.value)]
-    return []
+    if file.module.partition(".")[2] not in OPEN:
+        return []
+    targets = [node.targets[0] for node in file.tree.body if isinstance(node, ast.Assign)]
+    names = [node.id for node in targets if isinstance(node, ast.Name)]
+    names += [node.name for node in file.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def repeated_classes(files: Iterable[Source]) -> list[str]:

@@ -25,17 +25,9 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "stream.plan.cut"),
-    *(
-        "tier.base",
-        "tier.breaker",
-        "tier.buffers",
-        "tier.deadline",
-        "tier.lend",
-        "tier.records",
-        "tier.source",
-        "tier.wrap",
-    ),
-    *("tier.wrap", "tier.ram.device", "tier.stack.invalidation", "server.http.receive", "server.settings"),
+    *("tier.base", "tier.breaker", "tier.buffers", "tier.deadline", "tier.files", "tier.lend", "tier.records"),
+    *("tier.source", "tier.wrap", "tier.ram.device", "tier.stack.invalidation"),
+    *("server.http.receive", "server.settings"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy")}

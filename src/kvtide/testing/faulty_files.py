@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtide.tier import PAGE_BYTES, FileInfo, Files
+from kvtide.tier import PAGE_BYTES
 from kvtide.tier.base import Buffer
+from kvtide.tier.files import FileInfo, Files
 
 __all__ = ["FAULT_KINDS", "FaultyFiles"]
 

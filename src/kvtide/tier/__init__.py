@@ -3,14 +3,11 @@
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
-from kvtide.tier.files import FileInfo, Files
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
 
 __all__ = [
     "PAGE_BYTES",
-    "FileInfo",
-    "Files",
     "LastingFault",
     "ObjectInfo",
     "Ranking",

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import BinaryIO
 
-from kvtide.tier import Files
+from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
 PENDING_MAX = 1 << 18

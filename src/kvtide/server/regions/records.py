@@ -21,7 +21,7 @@ import xxhash
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
-from kvtide.tier import Files
+from kvtide.tier.files import Files
 from kvtide.types import Namespace
 from kvtide.wire.records import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
 
