@@ -56,6 +56,7 @@ def test_full_quota_is_a_507_that_names_it_and_others_go_on(tiers: tuple[str, ..
         server.service.quotas.check()
     assert f'kvtide_tenant_stored_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
     assert f'kvtide_tenant_quota_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
+    assert 'kvtide_tenant_quota_objects{tenant="*"} 1.0' in metrics
 
 
 def test_quota_holds_over_a_restart_and_a_raised_generation(tmp_path: Path) -> None:

@@ -242,7 +242,10 @@ class QuotaCollector(Collector):
             objects.add_metric([each.tenant], each.objects)
             stored.add_metric([each.tenant], each.bytes)
         most = GaugeMetricFamily("kvtide_tenant_quota_bytes", "Bytes that a tenant may have", labels=["tenant"])
+        most_objects = GaugeMetricFamily("kvtide_tenant_quota_objects", "Objects that it may have", labels=["tenant"])
         for tenant, quota in self._limits().items():
             if quota.bytes_max is not None:
                 most.add_metric([tenant], quota.bytes_max)
-        yield from (objects, stored, most)
+            if quota.objects_max is not None:
+                most_objects.add_metric([tenant], quota.objects_max)
+        yield from (objects, stored, most, most_objects)
