@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.ways import RestoreWay, Ways
+from kvtide.engines.transformers.generation import RestoreWay, Ways
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))

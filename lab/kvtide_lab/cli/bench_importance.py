@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtide.block import KVDtype
-from kvtide.cli.progress import progress_bars
-from kvtide.cli.report import emit
+from kvtide.cli.report import emit, progress_bars
 from kvtide.cli.store import JsonOption
 
 

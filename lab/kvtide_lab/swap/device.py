@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtide.engines.gpu.kernels import Kernels, Staging, address
-from kvtide.engines.gpu.opened import Opened
+from kvtide.engines.gpu.kernels import Kernels, Opened, Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide_lab.swap.pages import Swap, runs
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtide.block import BlockLayout
-from kvtide.engines.gpu.opened import Opened
+from kvtide.engines.gpu.kernels import Opened
 
 
 class Swap:

@@ -14,10 +14,9 @@ from itertools import groupby
 from operator import attrgetter
 
 from kvtide.clock import Clock
-from kvtide.index.base import IndexStats, ListedBlock, Match, RestoreReport
+from kvtide.index.base import IndexStats, ListedBlock, Match, Rebuild, RestoreReport
 from kvtide.index.ledger import Account, Ledger, Rules
 from kvtide.index.policy import EvictionPolicy, Use
-from kvtide.index.rebuild import Rebuild
 from kvtide.index.run import Run
 from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace

@@ -18,8 +18,7 @@ from kvtide.block import BlockMeta
 from kvtide.codec import Codec
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
-from kvtide.engines.gpu.kernels import Kernels, device_faults
-from kvtide.engines.gpu.opened import Opened
+from kvtide.engines.gpu.kernels import Kernels, Opened, device_faults
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel

@@ -6,6 +6,7 @@ Everything is queued on one stream; nothing waits but `Kernels.finish` and what 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, Self
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvtide.config import cache_home
 from kvtide.engines.gpu.cubins import kept_kernels
-from kvtide.engines.gpu.opened import Opened
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 
@@ -27,6 +27,25 @@ ALIGNMENT = 16
 
 # Bytes to be sent, of any shape.
 Part = NDArray[Any] | bytes | memoryview
+
+
+class Opened(ABC):
+    """Opens at the `with` and closes behind it."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Take the resources."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give them back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -6,15 +6,15 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
-from kvtide.engines.paged.gate import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
@@ -29,6 +29,36 @@ IDLE_WAIT_S = 0.005
 COPY_BYTES_MAX = 128 << 20
 
 _Result = TypeVar("_Result")
+
+
+class WriteGate:
+    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._writers = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        with self.changed:
+            is_in = not self.is_closed
+            self._writers += is_in
+        try:
+            yield is_in
+        finally:
+            with self.changed:
+                self._writers -= is_in
+                if self.is_closed:
+                    self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more; return when nobody is inside. Idempotent."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._writers == 0)
 
 
 class LoadOutcome(NamedTuple):

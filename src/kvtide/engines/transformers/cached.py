@@ -23,7 +23,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings, model_layout
-from kvtide.engines.transformers.generation import FirstToken, bypass_reason
+from kvtide.engines.transformers.generation import FirstToken, RestoreWay, Ways, bypass_reason
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.selective import (
@@ -34,7 +34,6 @@ from kvtide.engines.transformers.selective import (
     check_ratio,
 )
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
-from kvtide.engines.transformers.ways import RestoreWay, Ways
 from kvtide.fetch import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
 from kvtide.keys import LatestKeys
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for

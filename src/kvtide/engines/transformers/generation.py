@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
+from kvtide.engines.paged import Speed
 
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
 _NEUTRAL_ARGUMENTS = {
@@ -24,6 +26,33 @@ _NEUTRAL_ARGUMENTS = {
 
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
+# The slower way gets another chance after this long.
+MEMORY_S = 600.0
+
+
+class RestoreWay(Enum):
+    """How a prefix is loaded."""
+
+    PART = "in part"
+    WHOLE = "whole"
+
+
+class Ways:
+    """Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier."""
+
+    def __init__(self) -> None:
+        self._speeds = {(way, is_near): Speed() for way in RestoreWay for is_near in (False, True)}
+
+    def choose(self, is_near: bool, now_s: float) -> RestoreWay:
+        """Return the faster way; first the part, then the whole once, while one of them is unknown."""
+        part, whole = (self._speeds[way, is_near].known(now_s, MEMORY_S) for way in RestoreWay)
+        if part is None:
+            return RestoreWay.PART
+        return RestoreWay.WHOLE if whole is None or whole > part else RestoreWay.PART
+
+    def note(self, way: RestoreWay, is_near: bool, tokens: int, seconds: float, now_s: float) -> None:
+        """Take what a load of so many tokens took; short ones are ignored."""
+        self._speeds[way, is_near].note(tokens, seconds, now_s)
 
 
 class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed

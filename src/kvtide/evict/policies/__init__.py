@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvtide.evict.policies.arc import ArcPolicy
-from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy
+from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy, SlruPolicy
 from kvtide.evict.policies.order import PolicyOf, PolicyOrder
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.evict.policies.s3fifo import S3FifoPolicy
 from kvtide.evict.policies.sieve import SievePolicy
-from kvtide.evict.policies.slru import SlruPolicy
 from kvtide.index import LruPolicy
 
 __all__ = ["POLICIES", "PolicyOf", "PolicyOrder", "policy_named"]

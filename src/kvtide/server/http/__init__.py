@@ -8,10 +8,9 @@ from kvtide.server.http.listeners import bound, listener_on, turn_away
 from kvtide.server.http.mover import Mover
 from kvtide.server.http.rates import Rates
 from kvtide.server.http.receive import take_buffer
-from kvtide.server.http.reception import Reception
+from kvtide.server.http.reception import AllowedHosts, Reception
 from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Shares
-from kvtide.server.http.sites import AllowedHosts
 from kvtide.server.http.turns import Turns
 from kvtide.server.http.workers import Workers
 

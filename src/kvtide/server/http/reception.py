@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Mapping
 
 from kvtide.errors import RequestRefused
 from kvtide.server.http.doors import ConnectionLimits, Guest, account_of
 from kvtide.server.http.exchange import Exchange
 from kvtide.server.http.rates import Rates
-from kvtide.server.http.sites import AllowedHosts
 from kvtide.server.http.turns import HEALTH, STRANGERS, Turns
 from kvtide.server.live import Live
 from kvtide.wire.protocol import PageRoute, parse_target
+
+# Addresses, names without a dot and those below localhost: nobody can own one on the Internet.
+_OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
+
+
+class AllowedHosts:
+    """Checks the names in requests, or lets all pass where names are no protection: tokens are."""
+
+    def __init__(self, is_checked: bool) -> None:
+        self._is_checked = is_checked
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """RequestRefused (421) for a request that a page of another site may have sent."""
+        if not self._is_checked:
+            return
+        host = headers.get("host", "localhost")
+        if not _OURS.fullmatch(host):
+            raise RequestRefused(421, f"this server is not called {host[:80]!r}; --open-to-all takes any name")
+        if headers.get("origin", f"http://{host}").partition("://")[2] != host:
+            raise RequestRefused(421, "a page of another site may not ask this server; --open-to-all lets it")
 
 
 class Reception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib.resources import files
 
 from prometheus_client import CollectorRegistry
 
@@ -13,7 +14,6 @@ from kvtide.server.auth import Scope
 from kvtide.server.http import Exchange, Workers
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
-from kvtide.server.observe.dashboard import DASHBOARD_HEADERS, dashboard_page
 from kvtide.server.observe.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
 from kvtide.server.observe.history import SAMPLE_S, History, Sample, history_body
 from kvtide.server.observe.outlook import Outlook
@@ -36,6 +36,22 @@ PAGES = {
 # How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
 _EVENTS_POLL_S = 0.2
 _HEARTBEAT_S = 15.0
+# Content-Security-Policy of the page: its own script and style, and requests to its own server.
+DASHBOARD_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+DASHBOARD_HEADERS = (
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Content-Security-Policy", DASHBOARD_POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+)
+
+
+def dashboard_page() -> bytes:
+    """Return the page."""
+    return files("kvtide.server").joinpath("dashboard.html").read_bytes()
 
 
 class Observatory:

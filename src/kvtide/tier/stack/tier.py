@@ -38,11 +38,10 @@ from kvtide.tier.base import (
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.lend import Lender, LentObject, is_lender
-from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults
+from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations
 from kvtide.tier.stack.prefetch import Prefetcher
-from kvtide.tier.stack.runs import contained, run_places
 from kvtide.types import Namespace, ObjectId, wants_latest
 
 if TYPE_CHECKING:
