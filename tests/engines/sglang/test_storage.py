@@ -139,5 +139,9 @@ def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None
         backend.register_mem_host_pool_v2(None, "mamba")
     with pytest.raises(ValueError, match="fingerprint"):
         backends(fingerprint="")
+    with pytest.raises(ValueError, match="device_kernels is an option of vLLM's connector"):
+        backends(device_kernels=True)
+    with pytest.raises(ValueError, match="load is an option of vLLM's connector"):
+        backends(load="layers")
     with pytest.raises(ValueError, match="lossless"):
         backends(codec="chunkwise:1")

@@ -36,10 +36,12 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int) -> BlockLayout:
 class ChunkStore:
     """Chunks of one size by name. Opened by its constructor's caller through `cache`; faults are misses.
 
-    `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec.
+    `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec, and
+    for options of engines whose pages kvtide fills.
     """
 
     def __init__(self, settings: ConnectorSettings, layout: BlockLayout, fingerprint: bytes, text: str) -> None:
+        settings.check_chunks()
         codec = CodecRegistry().make(settings.codec)
         if not codec.is_lossless:
             raise ValueError(f"chunks hold bytes of any order: the codec must be lossless or raw, got {settings.codec}")

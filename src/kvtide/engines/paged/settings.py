@@ -74,6 +74,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.device_kernels and kind != "cuda":
             raise ValueError(f"device_kernels is for engines on a CUDA device, this one is on {kind}")
 
+    def check_chunks(self) -> None:
+        """ValueError for options that do nothing where the engine moves bytes of its own to and from us."""
+        for option, is_given in (("device_kernels", self.device_kernels), ("load", self.load != "auto")):
+            if is_given:
+                raise ValueError(f"{option} is an option of vLLM's connector: here the engine itself fills its pages")
+
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""
         return Limits(
