@@ -108,6 +108,16 @@ def test_prompt_leaves_from_its_end(policy: str) -> None:
         assert list(leaving) == found[::-1]
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(3))
+def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, seed: int) -> None:
+    order, found = order_named(policy, ManualClock(0.0), 30 * PAGE), ids(prompt(*range(1, 31)))
+    for position in random.Random(seed).sample(range(30), 30) if seed else reversed(range(30)):
+        order.enter(found[position], found[position - 1].key if position else BlockKey(NS), PAGE)
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert list(leaving) == found[::-1]
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_what_left_is_no_victim_and_may_come_back(policy: str) -> None:
     order, found = filled(policy, 5)

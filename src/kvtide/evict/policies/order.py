@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -9,6 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 from kvtide.clock import Clock
 from kvtide.index import EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
+
+_log = logging.getLogger(__name__)
 
 # Makes a policy for an account that may hold so many blocks.
 PolicyOf = Callable[[int], EvictionPolicy]
@@ -40,6 +43,8 @@ class PolicyOrder:
         self._blocks: dict[BlockKey, ObjectId] = {}
         # Objects that the tree does not hold: the first ones leave first.
         self._orphans: OrderedDict[ObjectId, None] = OrderedDict()
+        # Of these, by the block that they follow, those that entered before it.
+        self._waiting: dict[BlockKey, set[ObjectId]] = {}
         self._announced: OrderedDict[BlockKey, None] = OrderedDict()
         # The end of the latest request, and when it came.
         self._latest: tuple[BlockKey, float] | None = None
@@ -73,15 +78,26 @@ class PolicyOrder:
                 self._announced.popitem(last=False)
 
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        self._insert(tree, namespace, keys, parent)
+        # Objects of blocks that are held now are orphans no more, nor are those that came before the block ahead.
+        held = [key for key in keys if tree.is_held(key)] if self._orphans else []
+        for key in held:
+            if key in self._blocks:
+                self._orphans.pop(self._blocks[key], None)
+            for child in self._waiting.pop(key, ()):
+                if child in self._orphans:
+                    self._insert(tree, child.namespace, [child.key], key)
+                    if tree.is_held(child.key):
+                        held.append(child.key)
+
+    def _insert(
+        self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None
+    ) -> None:
         try:
             self._orphan(tree.insert(namespace, keys, parent))
-        except ValueError:
+        except ValueError as error:
             # A client whose keys are no chain has no prefixes; its objects leave first.
-            return
-        for key in keys if self._orphans else ():
-            object_id = self._blocks.get(key)
-            if object_id is not None and object_id in self._orphans and tree.is_held(key):
-                del self._orphans[object_id]
+            _log.debug("no prefix: %s", error)
 
     def _orphan(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
@@ -113,17 +129,27 @@ class PolicyOrder:
                 self._use(tree, object_id.namespace, [key], parent)
             if not tree.is_held(key):
                 self._orphans[object_id] = None
+                self._waiting.setdefault(parent, set()).add(object_id)
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object; those behind it in its prefix stay, as objects without one."""
         with self._lock:
-            if self._parents.pop(object_id, None) is None or self._tree is None:
-                return
-            self._orphans.pop(object_id, None)
-            if self._blocks.get(object_id.key) == object_id:
-                del self._blocks[object_id.key]
+            if object_id in self._parents and self._forget(object_id) and self._tree is not None:
                 # Deepest first: the first to leave is the end of its prefix.
                 self._orphan(self._tree.remove(object_id.key))
+
+    def _forget(self, object_id: ObjectId) -> bool:
+        """Drop what is known of an object; tell whether it was its block's."""
+        parent = self._parents.pop(object_id)
+        self._orphans.pop(object_id, None)
+        if parent in self._waiting:
+            self._waiting[parent].discard(object_id)
+            if not self._waiting[parent]:
+                del self._waiting[parent]
+        is_block = self._blocks.get(object_id.key) == object_id
+        if is_block:
+            del self._blocks[object_id.key]
+        return is_block
 
     def wants(self, object_id: ObjectId) -> bool:
         """Refuse what was announced and has lost its place since: it is worth less than what is here."""
@@ -159,8 +185,5 @@ class PolicyOrder:
                     self._tree.pin(keys)
                     pinned += keys
             if victim is not None:
-                self._orphans.pop(victim, None)
-                del self._parents[victim]
-                if self._blocks.get(victim.key) == victim:
-                    del self._blocks[victim.key]
+                self._forget(victim)
             return victim
