@@ -120,7 +120,8 @@ def test_objects_of_a_tenant_expire(tmp_path: Path) -> None:
 
 def order_of_ends(folder: Path, sending: str, last: str = "chat", **headers: str) -> list[str]:
     """Let one tenant ask for three large bodies, then `last` for a small one; return what was done when."""
-    limits = "slots = 1\nslice_bytes = 65536\nlink_bits_s = 32e6\n"
+    # The first large body takes a second: the small one has come by then, also on a busy machine.
+    limits = "slots = 1\nslice_bytes = 65536\nlink_bits_s = 8e6\n"
     with serving(folder, f"[sending]\n{limits}{sending}\n{BOTH}") as server, ThreadPoolExecutor(4) as threads:
         put(server, 1, 1 << 20, **bearer("search"))
         put(server, 2, 1 << 16, **bearer(last))
@@ -145,7 +146,9 @@ def test_small_body_does_not_wait_for_another_tenants_large_ones(tmp_path: Path,
 
 @door("the report's lottery")
 def test_lottery_draws_who_waits_with_little(tmp_path: Path) -> None:
-    assert order_of_ends(tmp_path, 'policy = "lottery"')[-1] == "large"
+    # What is large wins both draws in one of a hundred.
+    lasts = [order_of_ends(tmp_path, 'policy = "lottery"')[-1] for _ in range(3)]
+    assert lasts.count("large") >= 2
 
 
 @door("first come, first served")
