@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ from tests.tier.test_stack import nothing_pinned
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
+from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder, order_named
 from kvtide.evict.policies import POLICIES, PolicyOrder, policy_named
 from kvtide.index import RadixIndex
@@ -129,7 +131,7 @@ def test_what_left_is_no_victim_and_may_come_back(policy: str) -> None:
         assert sorted(leaving) == sorted(found)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ORDERS)
 def test_keys_that_are_no_chain_cost_their_owner_alone(policy: str) -> None:
     order, found = filled(policy, 8)
     order.note_request(NS, [found[3].key, found[1].key, found[3].key])
@@ -140,9 +142,37 @@ def test_keys_that_are_no_chain_cost_their_owner_alone(policy: str) -> None:
         assert sorted(leaving) == sorted([*found, other])
 
 
+@pytest.mark.parametrize("policy", ORDERS)
+def test_what_leaves_while_it_is_passed_over_is_gone(policy: str) -> None:
+    order, found = filled(policy, 4)
+    leaving = order.victims(lambda each: each != found[3])
+    yielded = list(itertools.islice(leaving, 2))
+    order.leave(found[3])
+    leaving.close()
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert sorted([*yielded, *leaving]) == sorted(found[:3])
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_put_that_finds_no_room_evicts_nothing(policy: str) -> None:
+    clock = ManualClock(0.0)
+    pinned = {each.key for each in ids(prompt(1, 2))}
+    order = order_named(policy, clock, 4 * PAGE)
+    tier = MemoryTier(4 * PAGE, clock, lambda each: each in pinned, order, frame_bytes=PAGE)
+    tier.open()
+    here = [*ids(prompt(1, 2)), *ids(prompt(3)), *ids(prompt(4))]
+    for each in here:
+        assert tier.put_from(each, b"x" * PAGE)
+    with pytest.raises(TierFull):
+        tier.put_from(ids(prompt(5))[0], b"x" * 3 * PAGE)
+    assert all(map(tier.contains, here))
+    tier.check()
+    tier.close()
+
+
 def test_unknown_policy_is_an_error_at_the_start(tmp_path: Path) -> None:
     for url in ("memory://?policy=best", f"disk://{tmp_path}?policy=best"):
-        with pytest.raises(ValueError, match=r"expected one of .*s3fifo"):
+        with pytest.raises(ValueError, match=r"expected one of .*s3fifo.*, frequency, pool"):
             stack_of(url, Limits(), ManualClock(), nothing_pinned)
     for url in ("memory://?polcy=lru", f"disk://{tmp_path}?polcy=lru"):
         with pytest.raises(ValueError, match="policy=NAME and nothing else"):

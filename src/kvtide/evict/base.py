@@ -47,7 +47,7 @@ class EvictionOrder(Protocol):
         """Return how many objects are here."""
 
 
-# Names that a store's URL or a server's configuration may give as `policy`, beside those of `evict.policies`.
+# The order of memory, of this machine or a device, whose URL names none.
 DEFAULT_POLICY = "frequency"
 
 
@@ -64,4 +64,8 @@ def order_named(name: str, clock: Clock, bytes_max: int, ranking: Ranking | None
         return PoolOrder(clock)
     from kvtide.evict.policies import PolicyOrder, policy_named
 
-    return PolicyOrder(policy_named(name), clock, bytes_max)
+    try:
+        policy_of = policy_named(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, frequency, pool") from None
+    return PolicyOrder(policy_of, clock, bytes_max)

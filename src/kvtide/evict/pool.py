@@ -102,6 +102,7 @@ class PoolOrder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._pool = FreePool(1 << 62)
+        # By `_name`, with the blocks of the prefix up to each.
         self._members: dict[BlockKey, tuple[ObjectId, int]] = {}
 
     def __len__(self) -> int:
@@ -117,21 +118,24 @@ class PoolOrder:
 
     def note_use(self, object_id: ObjectId) -> None:
         """Take a block out of the pool and free it again, now."""
-        found = self._members.get(object_id.key)
-        if found is not None and self._pool.take_back(object_id.key):
-            self._pool.add(object_id.key, self._clock.monotonic_s(), found[1])
+        name = _name(*object_id)
+        if self._pool.take_back(name):
+            self._free(name)
+
+    def _free(self, name: BlockKey) -> None:
+        self._pool.add(name, self._clock.monotonic_s(), self._members[name][1])
 
     def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
         """Free a block that nobody uses yet."""
-        before = self._members.get(parent)
-        depth = 1 if before is None else before[1] + 1
-        self._members[object_id.key] = (object_id, depth)
-        self._pool.add(object_id.key, self._clock.monotonic_s(), depth)
+        name, before = _name(*object_id), self._members.get(_name(object_id.namespace, parent))
+        self._members[name] = (object_id, 1 if before is None else before[1] + 1)
+        self._free(name)
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget a block."""
-        if self._members.pop(object_id.key, None) is not None:
-            self._pool.take_back(object_id.key)
+        name = _name(*object_id)
+        if self._members.pop(name, None) is not None:
+            self._pool.take_back(name)
 
     def wants(self, object_id: ObjectId) -> bool:
         """Want everything: the newest use is the last to leave."""
@@ -143,15 +147,22 @@ class PoolOrder:
 
     def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
         """Yield the pool's first; blocks that may not go come back with the time of now."""
-        kept: list[ObjectId] = []
+        kept: list[BlockKey] = []
         try:
-            while (key := self._pool.evict()) is not None:
-                object_id, _ = self._members[key]
+            while (name := self._pool.evict()) is not None:
+                object_id, _ = self._members[name]
                 if may_go(object_id):
-                    del self._members[key]
+                    del self._members[name]
                     yield object_id
                 else:
-                    kept.append(object_id)
+                    kept.append(name)
         finally:
-            for object_id in kept:
-                self._pool.add(object_id.key, self._clock.monotonic_s(), self._members[object_id.key][1])
+            # Some may have left while the caller had the word, or have come back.
+            for name in kept:
+                if name in self._members and name not in self._pool:
+                    self._free(name)
+
+
+def _name(namespace: Namespace, key: BlockKey) -> BlockKey:
+    """Tell blocks apart that have one key: of a namespace's generations, or of tenants who copy keys."""
+    return BlockKey(namespace + key)

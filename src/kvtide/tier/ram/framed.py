@@ -22,17 +22,18 @@ from kvtide.tier.ram.arena import Frames, Span, frame_bytes_for
 from kvtide.tier.record import PAGE_BYTES
 from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, ObjectId
-from kvtide.wire import ObjectLabel, object_label
+from kvtide.wire import object_label
 
 FramesT = TypeVar("FramesT", bound=Frames)
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An object in its frames; `leases` are those who read it."""
+    """An object in its frames, `parent` the block before it; `leases` are those who read it."""
 
     runs: list[Span]
     size: int
+    parent: BlockKey
     last_use_s: float
     leases: int = 0
     is_dropped: bool = False
@@ -169,7 +170,9 @@ class FramedTier(ABC, Generic[FramesT]):
                 return frames is not None
             if frames.frames_of(size) > frames.free_frames and not self.order.wants(object_id):
                 return False
-            resident = Resident(self._make_room(frames, size), size, self._clock.wall_s())
+            label = object_label(buffer)
+            parent = BlockKey(label.parent if label.start else object_id.namespace)
+            resident = Resident(self._make_room(frames, size), size, parent, self._clock.wall_s())
             self._unlisted.append(resident)
         is_written = False
         try:
@@ -177,12 +180,10 @@ class FramedTier(ABC, Generic[FramesT]):
             is_written = True
         finally:
             with self._lock:
-                is_new = self._settle(frames, object_id, resident, is_written, object_label(buffer))
+                is_new = self._settle(frames, object_id, resident, is_written)
         return is_new
 
-    def _settle(
-        self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool, label: ObjectLabel
-    ) -> bool:
+    def _settle(self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool) -> bool:
         """List an object that was written, if it is still wanted; tell whether it is here."""
         if frames is not self._frames:
             return False
@@ -191,8 +192,7 @@ class FramedTier(ABC, Generic[FramesT]):
             frames.give_back(resident.runs)
             return is_written
         self._residents[object_id] = resident
-        parent = BlockKey(label.parent if label.start else object_id.namespace)
-        self.order.enter(object_id, parent, resident.size)
+        self.order.enter(object_id, resident.parent, resident.size)
         self._used_bytes += resident.size
         assert self._used_bytes <= self._bytes_max
         return True
@@ -214,13 +214,16 @@ class FramedTier(ABC, Generic[FramesT]):
                     missing -= frames.frames_of(self._residents[object_id].size)
                     if missing <= 0:
                         break
+        if missing > 0:
+            # Those in vain come back, as they came: the beginnings of prompts first.
+            for object_id in reversed(victims):
+                self.order.enter(object_id, self._residents[object_id].parent, self._residents[object_id].size)
+            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
         for object_id in victims:
             resident = self._residents[object_id]
             self._offer(object_id, resident.size, partial(self._copy_out, frames, resident))
             self._drop(frames, object_id, "evicted")
             self._evictions += 1
-        if missing > 0:
-            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
         runs = frames.take(size)
         assert runs is not None
         return runs
