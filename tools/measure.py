@@ -11,12 +11,11 @@ import json
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tidy import OPEN
+from tidy import OPEN, repeated_classes
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ROOT / "src" / "kvtide"
@@ -118,17 +117,6 @@ def exported(file: Source) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def repeated_classes(files: Iterable[Source]) -> list[str]:
-    """Return names of public classes that more than one module defines."""
-    names = Counter(
-        node.name
-        for file in files
-        for node in file.tree.body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    return sorted(name for name, count in names.items() if count > 1)
-
-
 def imported(file: Source, known: set[str]) -> Iterator[str]:
     """Yield the package's modules that a file imports when it is imported itself: not in functions, not for types."""
     todo: list[ast.stmt] = list(file.tree.body)
@@ -161,14 +149,16 @@ def closure(entry: str, files: Sequence[Source]) -> list[Source]:
 def measure(wheel: Path | None) -> dict[str, Any]:
     """Return all figures of the tree, and of a wheel."""
     product, lab = sources(PRODUCT), sources(LAB)
+    modules = ((file.path, file.tree) for file in [*product, *lab])
+    repeated = [problem.message for _, problem in repeated_classes(modules, ROOT)]
     kernels = sum(path.read_text(encoding="utf-8").count("\n") for path in PRODUCT.rglob("*.cuh"))
     figures: dict[str, Any] = {
         "product_lines": sum(file.lines for file in product),
         "product_files": len(product),
         "kernel_lines": kernels,
         "exported_names": sum(len(exported(file)) for file in product),
-        "repeated_class_names": len(repeated_classes([*product, *lab])),
-        "repeated": repeated_classes([*product, *lab]),
+        "repeated_class_names": len(repeated),
+        "repeated": repeated,
     }
     for name, entry in ENTRY_POINTS.items():
         found = closure(entry, product)

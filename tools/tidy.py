@@ -6,7 +6,7 @@ Usage: tidy.py SRC_PACKAGE_DIR   (exit status 1 when a rule is broken)
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,11 +166,11 @@ def problems(path: Path, root: Path) -> Iterator[Problem]:
     yield from file_problems(path, text, tree, here)
 
 
-def repeated_classes(root: Path) -> Iterator[tuple[Path, Problem]]:
+def repeated_classes(modules: Iterable[tuple[Path, ast.Module]], root: Path) -> Iterator[tuple[Path, Problem]]:
     """Yield public classes whose name another module has too: one name is one thing."""
     first: dict[str, Path] = {}
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path, tree in modules:
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 other = first.setdefault(node.name, path)
                 if other != path:
@@ -180,8 +180,9 @@ def repeated_classes(root: Path) -> Iterator[tuple[Path, Problem]]:
 def main(argument: str) -> int:
     """Print every problem under a package directory; return the exit status."""
     root = Path(argument).resolve()
-    found = [(path, problem) for path in sorted(root.rglob("*.py")) for problem in problems(path, root)]
-    found += repeated_classes(root)
+    paths = sorted(root.rglob("*.py"))
+    found = [(path, problem) for path in paths for problem in problems(path, root)]
+    found += repeated_classes(((path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths), root)
     for path, problem in found:
         print(f"{path.relative_to(root.parent)}:{problem.lineno}: {problem.message}")
     return 1 if found else 0

@@ -28,7 +28,7 @@ class NamedMemory(MemoryTier):
     """Memory that stands for another place in a stack."""
 
     def __init__(self, name: str, bytes_max: int, ranking: Ranking | None = None) -> None:
-        super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, RankedOrder(ranking) if ranking else None)
+        super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, RankedOrder(ranking))
         self.name = name
 
 

@@ -13,7 +13,7 @@ from statistics import fmean
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.evict import EvictionOrder, RankedOrder, Ranking, RecencyRanking, ScoreRanking
+from kvtide.evict import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.evict.ranking import FrequencyRanking
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -46,13 +46,10 @@ class AblationRow(msgspec.Struct, frozen=True):
     disk_s: float
 
 
-def _order(ranking: Ranking | None) -> EvictionOrder | None:
-    return None if ranking is None else RankedOrder(ranking)
-
-
 class _Place(MemoryTier):
     def __init__(self, name: str, blocks: int, clock: Clock, ranking: Ranking | None) -> None:
-        super().__init__(blocks * OBJECT_BYTES, clock, lambda key: False, _order(ranking), frame_bytes=OBJECT_BYTES)
+        order = RankedOrder(ranking)
+        super().__init__(blocks * OBJECT_BYTES, clock, lambda key: False, order, frame_bytes=OBJECT_BYTES)
         self.name = name
 
 

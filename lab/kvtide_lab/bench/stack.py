@@ -17,7 +17,7 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.evict import EvictionOrder, RankedOrder, RecencyRanking
+from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.evict.ranking import FrequencyRanking
 from kvtide.tier import Ranking, ScoreRanking
 from kvtide.tier.ram import MemoryTier
@@ -117,15 +117,12 @@ def _ratio(share: float, other: float) -> float:
     return share / other if other else 1.0
 
 
-def _order(ranking: Ranking | None) -> EvictionOrder | None:
-    return None if ranking is None else RankedOrder(ranking)
-
-
 class _Place(MemoryTier):
     """A tier of so many blocks in some place of the stack."""
 
     def __init__(self, name: str, blocks: int, clock: Clock, ranking: Ranking | None) -> None:
-        super().__init__(blocks * _OBJECT_BYTES, clock, lambda key: False, _order(ranking), frame_bytes=_OBJECT_BYTES)
+        order = RankedOrder(ranking)
+        super().__init__(blocks * _OBJECT_BYTES, clock, lambda key: False, order, frame_bytes=_OBJECT_BYTES)
         self.name = name
 
 

@@ -12,7 +12,7 @@ _Edge = tuple[Namespace, BlockKey]
 
 
 class Rebuild:
-    """The blocks of a listing by their parents. `listed` counts them, each once."""
+    """The blocks of a listing, in any order, as chains that an index can insert. `listed` counts them, each once."""
 
     def __init__(self, records: Iterable[ListedBlock]) -> None:
         self._children: defaultdict[_Edge, set[BlockKey]] = defaultdict(set)

@@ -209,7 +209,7 @@ class Cache:
         storer = self._storer
         for count, block in enumerate(blocks):
             if storer is None or not self._queue_one(storer, block):
-                self._placer.counts.add(dropped=len(blocks) - count)
+                self._placer.counts.add("dropped", len(blocks) - count)
                 return count
         return len(blocks)
 

@@ -43,10 +43,11 @@ class Counts:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def add(self, **counts: int) -> None:
-        """Add to sums."""
+    def add(self, name: str, count: int = 1) -> int:
+        """Add to a sum and return it."""
         with self._lock:
-            self._counts.update(counts)
+            self._counts[name] += count
+            return self._counts[name]
 
     def all(self) -> Counter[str]:
         """Return all sums."""
@@ -58,18 +59,14 @@ class FaultGuard:
     """The one boundary where a fault of the cache becomes a miss: counted, and logged once for each verb."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.faults: Counter[str] = Counter()
+        self._faults = Counts()
 
     def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         """Run an action; whatever goes wrong in it becomes `fallback`."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
-            with self._lock:
-                self.faults[verb] += 1
-                is_first = self.faults[verb] == 1
-            if is_first:
+            if self._faults.add(verb) == 1:
                 is_expected = isinstance(error, TierUnavailable)
                 _log.warning("can't %s, served as a miss: %s", verb, error, exc_info=None if is_expected else error)
             return fallback
@@ -148,9 +145,7 @@ class Placer:
                 # A block computed on top of blocks of this quality is no better, however it is encoded.
                 return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile, self._quality)
             except UnencodableBlock as error:
-                self.counts.add(unencodable=1)
-                is_first = self.counts.all()["unencodable"] == 1
-                level = logging.WARNING if is_first else logging.DEBUG
+                level = logging.WARNING if self.counts.add("unencodable") == 1 else logging.DEBUG
                 _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
         return None
 
@@ -162,9 +157,11 @@ class Placer:
             is_stored = packed is not None and put(meta.id, packed)
             self._coarse.forget(meta.id)
             if packed is None or not is_stored:
-                self.counts.add(dropped=1)
+                self.counts.add("dropped")
                 return False
-            self.counts.add(stored=1, raw_bytes=meta.layout.raw_bytes, bytes=len(packed))
+            self.counts.add("stored")
+            self.counts.add("raw_bytes", meta.layout.raw_bytes)
+            self.counts.add("bytes", len(packed))
         for number, tier in enumerate(self._tiers.places(meta.id)):
             if number:
                 self._index.place(meta.id.key, tier)

@@ -32,7 +32,10 @@ _Result = TypeVar("_Result")
 
 
 class WriteGate:
-    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share."""
+    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
+
+    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

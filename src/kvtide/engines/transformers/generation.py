@@ -1,4 +1,4 @@
-"""What the cache must know of a call of `generate`: whether it can help, and when the first token is there."""
+"""What the cache must know of a call of `generate`: whether it can help, how to restore, when a token is there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class RestoreWay(Enum):
 
 
 class Ways:
-    """Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier."""
+    """Chooses between loading a prefix in part and whole, by what either took here. Pure: the time is passed in.
+
+    Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier.
+    """
 
     def __init__(self) -> None:
         self._speeds = {(way, is_near): Speed() for way in RestoreWay for is_near in (False, True)}

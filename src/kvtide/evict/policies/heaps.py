@@ -1,4 +1,4 @@
-"""Policies that rank by one number: uses, uses times importance, uses times cost with ageing."""
+"""Policies that rank by one number: uses, uses times importance, uses times cost with ageing, protected last use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _PROTECTED = float(1 << 52)
 
 
 class SlruPolicy(HeapPolicy):
-    """Scans pass through the unprotected part and leave the protected one alone."""
+    """Segmented LRU: runs used twice are protected, up to four fifths of the blocks; the others go first.
+
+    Scans pass through the unprotected part and leave the protected one alone.
+    """
 
     def __init__(self, blocks_max: int) -> None:
         super().__init__()

@@ -35,7 +35,6 @@ class PolicyOrder:
         self._policy_of = policy_of
         self._clock = clock
         self._bytes_max = bytes_max
-        self._blocks_max = blocks_max
         self._lock = threading.RLock()
         self._tree: RadixIndex | None = None
         self._parents: dict[ObjectId, BlockKey] = {}

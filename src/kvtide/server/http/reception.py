@@ -19,7 +19,11 @@ _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w
 
 
 class AllowedHosts:
-    """Checks the names in requests, or lets all pass where names are no protection: tokens are."""
+    """Which web pages may ask a server that asks nobody for a token: its own. All may where tokens protect it.
+
+    A name that an attacker owns may lead to this machine (DNS rebinding), and then a browser takes us for the
+    attacker's own site. It still says the name: as Host, and as Origin where a page of another site asks.
+    """
 
     def __init__(self, is_checked: bool) -> None:
         self._is_checked = is_checked

@@ -8,10 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvtide.evict import EvictionOrder
 from kvtide.tier.record import RecordHeader
 from kvtide.types import BlockKey, ObjectId
+
+if TYPE_CHECKING:
+    from kvtide.tier.disk.eviction import GivenUp
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +33,7 @@ class CatalogEntry:
 class Catalog:
     """Entries by object and by segment. Safe to use from several threads."""
 
-    def __init__(self, order: EvictionOrder | None = None) -> None:
+    def __init__(self, order: GivenUp | None = None) -> None:
         """order: what ranks the objects, from when their first copy is known until the last one is not."""
         self._order = order
         self._lock = threading.Lock()

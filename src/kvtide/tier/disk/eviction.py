@@ -1,4 +1,5 @@
-"""Which segment goes next where an order ranks the objects: the one that has most of what leaves first.
+"""What may leave a disk: the ancestors of what is being stored stay (`Lineage`), and where an order ranks the objects
+the segment goes that has most of what leaves first (`GivenUp`).
 
 Invariant: an object that was given up is still read until its segment goes; a use takes it back.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtide.evict import EvictionOrder
 from kvtide.tier.disk.catalog import Catalog, CatalogEntry
@@ -18,13 +19,18 @@ from kvtide.wire import ObjectLabel
 # A segment goes when this share of its bytes was given up; the rest moves where there is room.
 _GIVEN_UP_SHARE = 0.5
 
+REFUSED_MAX = 4096
+
 # Where an object is: its segment and its bytes there.
 PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
-REFUSED_MAX = 4096
 
 
 class Lineage:
-    """Follows parents through a catalog, across the last REFUSED_MAX blocks that were refused. Its owner locks."""
+    """Follows parents through a catalog, across the last REFUSED_MAX blocks that were refused. Its owner locks.
+
+    Example: blocks A, B, C of a prompt are stored, D found no room and was refused. The ancestors of E, whose parent is
+    D, are A, B and C all the same, because what was refused is remembered with its ancestors.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -56,7 +62,7 @@ class Lineage:
 
 
 class GivenUp:
-    """An order, and the objects that it gave up already. An EvictionOrder itself. Safe to use from several threads."""
+    """An order, and the objects that it gave up already. Safe to use from several threads."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order
@@ -72,9 +78,6 @@ class GivenUp:
 
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
-
-    def __len__(self) -> int:
-        return len(self._entered)
 
     def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         """Note a request, and take back what it asks for."""
@@ -106,18 +109,6 @@ class GivenUp:
             self._entered.pop(object_id, None)
             if self._given_up.pop(object_id, None) is None:
                 self._order.leave(object_id)
-
-    def wants(self, object_id: ObjectId) -> bool:
-        """Tell whether the order wants the object."""
-        return self._order.wants(object_id)
-
-    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
-        """Tell whether the order admits the object."""
-        return self._order.admits(object_id, may_go)
-
-    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
-        """Yield what the order gives up."""
-        return self._order.victims(may_go)
 
     def segments(self, sizes: dict[int, int], place_of: PlaceOf, may_go: Callable[[ObjectId], bool]) -> list[int]:
         """Give up objects until a segment is due; return the segments that have any, those with most first.

@@ -161,18 +161,20 @@ class TierStack:
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
         return self._writer.wait(timeout_s)
 
+    def _hearing(self) -> list[Ordered]:
+        return [tier for tier in self._open if isinstance(tier, Ordered) and tier.hears_requests]
+
     @property
     def hears_requests(self) -> bool:
         """Tell whether requests matter to a tier."""
-        return any(isinstance(tier, Ordered) and tier.hears_requests for tier in self._open)
+        return bool(self._hearing())
 
     def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order."""
-        if object_ids and self.hears_requests:
-            named = [self.named(each) for each in object_ids]
-            for tier in self._open:
-                if isinstance(tier, Ordered) and tier.hears_requests:
-                    tier.note_request(named)
+        hearing = self._hearing() if object_ids else []
+        named = [self.named(each) for each in object_ids] if hearing else []
+        for tier in hearing:
+            tier.note_request(named)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
