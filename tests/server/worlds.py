@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
@@ -62,11 +63,21 @@ def region_processes(folder: Path) -> Iterator[list[str]]:
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     centre = ["--region", urls[1], "--region", urls[2]]
+    servers: list[ServerProcess] = []
     own = [["--central", urls[0], "--manifest", str(folder / f"manifest-{number}")] for number in (1, 2)]
     with ExitStack() as stack:
         for port, arguments in zip(ports, [centre, *own], strict=True):
-            stack.callback(ServerProcess(*arguments, port=port).kill)
+            server = ServerProcess(*arguments, port=port)
+            stack.callback(server.kill)
+            servers.append(server)
+        for server in servers[1:]:
+            # A region says nothing of the latest before it has heard its centre's records; those wait for all regions.
+            wait_until(partial(_knows_the_latest, server), "a region to know the latest")
         yield urls[1:]
+
+
+def _knows_the_latest(server: ServerProcess) -> bool:
+    return ask(server, "HEAD", 0, Force_Latest="1")[0].status == 404
 
 
 def invalidate(region: str, namespace: Namespace) -> None:
