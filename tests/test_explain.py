@@ -11,9 +11,9 @@ from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.fit import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.explain import MatchVerdict, explain, read_header, read_object, weigh
+from kvtide.plan import PrefillSpeed, Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
-from kvtide.stream.plan import PrefillSpeed, Way
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object

@@ -7,7 +7,7 @@ import pytest
 from kvtide.clock import SystemClock
 from kvtide.engines.transformers.streaming import WHY_OF_WAY
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
-from kvtide.stream.plan import Way
+from kvtide.plan import Way
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.journal import RemovalJournal
 from kvtide.types import Namespace

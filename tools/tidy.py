@@ -13,9 +13,9 @@ from typing import NamedTuple
 # A module imports equal or lower ranks only. Names are the first component under the package.
 RANK = {
     **dict.fromkeys(("types", "errors", "clock", "config"), 0),
-    **dict.fromkeys(("keys", "block", "outcomes", "index", "evict", "codec", "importance", "wire", "stream"), 1),
+    **dict.fromkeys(("keys", "block", "outcomes", "index", "evict", "codec", "importance", "wire", "plan"), 1),
     "tier": 2,
-    **dict.fromkeys(("store", "fetch", "explain"), 3),
+    **dict.fromkeys(("store", "explain"), 3),
     **dict.fromkeys(("server", "engines"), 4),
     "cli": 5,
     "testing": 6,
@@ -24,7 +24,7 @@ RANK = {
 }
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
-    *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "stream.plan.cut"),
+    *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
     *("tier.base", "tier.breaker", "tier.buffers", "tier.deadline", "tier.files", "tier.lend", "tier.records"),
     *("tier.source", "tier.wrap", "tier.ram.device", "tier.stack.invalidation"),
     *("server.http.receive", "server.settings"),

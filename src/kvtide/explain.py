@@ -9,8 +9,8 @@ from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
 from kvtide.importance import RECORD_BYTES_MAX, UseRecord, record_id
 from kvtide.keys import TokenIds, block_keys, tokens_array
-from kvtide.store import QUALITY_SLACK
-from kvtide.stream.plan import Chunk, Decision, PrefillSpeed, Request, decide
+from kvtide.plan import Chunk, Decision, PrefillSpeed, Request, decide
+from kvtide.store.load import QUALITY_SLACK
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object

@@ -28,9 +28,9 @@ from kvtide.engines.transformers.selective import (
     kept_tokens,
     weighed_attention,
 )
-from kvtide.fetch.selective import SparseLoad
 from kvtide.importance import AllHeads, ProbeQuestion
 from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Recency
+from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.ram import MemoryTier
 from kvtide.wire import pack_object
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fetch.sources import MadeSource
+from tests.store.load.sources import MadeSource
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
@@ -19,12 +19,12 @@ from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.cached import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming
-from kvtide.fetch import ContextLoader, LoadRequest
-from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
-from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PrefillSpeed, Way
+from kvtide.plan import PrefillSpeed, Way
+from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.store.load import ContextLoader, LoadRequest
+from kvtide.store.load.run import FetchLimits, LinkState
 from kvtide.testing.strategies import namespace
 from kvtide.tier.source import Source
 from kvtide.types import BlockKey, ObjectId

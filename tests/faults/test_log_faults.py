@@ -24,8 +24,8 @@ from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
-from kvtide.store import MissReason
 from kvtide.store.cache import Cache, cache_for
+from kvtide.store.load import MissReason
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all

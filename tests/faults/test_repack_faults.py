@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tests.fetch.test_repack import read
-from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
+from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier
+from tests.store.test_repack import read
 
 from kvtide.clock import SystemClock
-from kvtide.fetch.selective import SparseLoad
+from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.disk import DiskTier
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,7 +26,7 @@ PACKER = """
 import sys
 import numpy as np
 from pathlib import Path
-from tests.fetch.test_selective import CODEC, LAYOUT, METAS
+from tests.store.load.test_sparse import CODEC, LAYOUT, METAS
 from kvtide.clock import SystemClock
 from kvtide.importance import packing_orders
 from kvtide.tier.disk import DiskTier

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.test_streaming import SlowPrefill, Stored
-from tests.fetch.sources import IdleEngine, MadeEngine, made_job, made_objects, parsed
 from tests.servers import ServerProcess, disk_arguments
+from tests.store.load.sources import IdleEngine, MadeEngine, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch import ContextLoader, LoadRequest
-from kvtide.fetch.run import FetchLimits, FetchRun, LinkState
-from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PrefillSpeed, TwoEnded
-from kvtide.stream.plan.layered import Layered
-from kvtide.stream.receiver import Receiver
+from kvtide.plan import PrefillSpeed, TwoEnded
+from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan.layered import Layered
+from kvtide.store.load import ContextLoader, LoadRequest
+from kvtide.store.load.receiver import Receiver
+from kvtide.store.load.run import FetchLimits, FetchRun, LinkState
 from kvtide.tier.http.ranges import range_sources
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId

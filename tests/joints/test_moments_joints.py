@@ -22,8 +22,9 @@ from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.store import MissReason, PendingBlock
+from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache
+from kvtide.store.load import MissReason
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}

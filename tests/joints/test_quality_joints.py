@@ -15,7 +15,7 @@ from tests.stores import stored_records
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.explain import MatchVerdict, explain
-from kvtide.store import MissReason
+from kvtide.store.load import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
 

@@ -20,8 +20,9 @@ from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.outcomes import decisions_text
-from kvtide.store import MissReason, PendingBlock
+from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache, cache_for
+from kvtide.store.load import MissReason
 from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier.disk import DiskTier

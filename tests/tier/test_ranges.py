@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.fetch.sources import made_objects
 from tests.servers import RunningServer, running_server
+from tests.store.load.sources import made_objects
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable

@@ -20,13 +20,13 @@ from kvtide.codec import Profile
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
 from kvtide.codec.tide import TideCodec
-from kvtide.fetch import LoadRequest
-from kvtide.fetch.job import FetchJob, layered_job, level_job
-from kvtide.fetch.run import LinkState
-from kvtide.stream.bandwidth import Estimator, HarmonicRate, LastRate
-from kvtide.stream.plan import PASS_TOKENS, StreamPolicy, TwoEnded, cut
-from kvtide.stream.plan.layered import Layered
-from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan import PASS_TOKENS, StreamPolicy, TwoEnded, cut
+from kvtide.plan.bandwidth import Estimator, HarmonicRate, LastRate
+from kvtide.plan.layered import Layered
+from kvtide.plan.levels import CachegenRule, FixedLevel
+from kvtide.store.load import LoadRequest
+from kvtide.store.load.job import FetchJob, layered_job, level_job
+from kvtide.store.load.run import LinkState
 from kvtide_lab.bench.services import started
 from kvtide_lab.bench.shaped import LATE_S, ShapedProxy
 from kvtide_lab.bench.stream_exact import ExactTimes, exact_times

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.codec import LosslessCodec
-from kvtide.fetch import ContextLoader, LoadRequest
-from kvtide.fetch.job import layered_job
-from kvtide.fetch.run import FetchLimits, LinkState
-from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
-from kvtide.stream.plan.layered import Layered
+from kvtide.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
+from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan.layered import Layered
+from kvtide.store.load import ContextLoader, LoadRequest
+from kvtide.store.load.job import layered_job
+from kvtide.store.load.run import FetchLimits, LinkState
 from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
 from kvtide_lab.sim.links import Link

@@ -16,13 +16,13 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.fetch.bring import LoadedPrefix, StreamedLoad
-from kvtide.fetch.job import FetchJob
-from kvtide.fetch.run import FetchLimits, LinkState
 from kvtide.keys import block_keys
-from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import PASS_TOKENS, PrefillSpeed, StreamPolicy, cut
-from kvtide.stream.plan.levels import FixedLevel
+from kvtide.plan import PASS_TOKENS, PrefillSpeed, StreamPolicy, cut
+from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan.levels import FixedLevel
+from kvtide.store.load.bring import LoadedPrefix, StreamedLoad
+from kvtide.store.load.job import FetchJob
+from kvtide.store.load.run import FetchLimits, LinkState
 from kvtide.tier.http.ranges import range_sources
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.source import read_heads

@@ -11,8 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from kvtide.stream.bandwidth import Estimator
-from kvtide.stream.plan import (
+from kvtide.plan import (
     PASS_TOKENS,
     Fetch,
     Plan,
@@ -25,6 +24,7 @@ from kvtide.stream.plan import (
     leading_pass,
     mean_kl,
 )
+from kvtide.plan.bandwidth import Estimator
 from kvtide_lab.sim.links import Link
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvtide.stream.bandwidth import estimator_named
-from kvtide.stream.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded, cut, cut_for_meeting
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, Layered
-from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded, cut, cut_for_meeting
+from kvtide.plan.bandwidth import estimator_named
+from kvtide.plan.layered import AnchorFirst, ImportanceFirst, Layered
+from kvtide.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.stream import Costs, Outcome, play

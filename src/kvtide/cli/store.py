@@ -23,7 +23,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import Explanation, MatchVerdict, read_header, read_object, read_record, weigh
 from kvtide.explain import explain as explain_prompt
 from kvtide.importance import UseRecord
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.plan import PrefillSpeed
 from kvtide.tier import ObjectInfo, Tier, disk_path
 from kvtide.tier.disk import DiskTier
 from kvtide.types import Namespace

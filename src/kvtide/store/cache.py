@@ -20,7 +20,7 @@ from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
-from kvtide.store.loading import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
+from kvtide.store.load import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of

@@ -20,7 +20,7 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable, UnencodableBlock
 from kvtide.index import TIERS_MAX, Index
 from kvtide.outcomes import DecisionCounter
-from kvtide.store.loading import QUALITY_SLACK
+from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.storing import QueuedBlock
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId

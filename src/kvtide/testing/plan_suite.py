@@ -13,17 +13,7 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtide.stream.plan import (
-    PLAN_FETCHES_MAX,
-    Chunk,
-    Fetch,
-    Plan,
-    PrefillSpeed,
-    Progress,
-    Request,
-    StreamPolicy,
-    is_ready,
-)
+from kvtide.plan import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, PrefillSpeed, Progress, Request, StreamPolicy, is_ready
 
 __all__ = ["PlanSuite", "requests"]
 

@@ -23,8 +23,8 @@ from kvtide.engines.paged.sequence import Namespaces
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.store import loading
 from kvtide.store.cache import Cache
+from kvtide.store.load import whole as loading
 from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.services import wait_until
 

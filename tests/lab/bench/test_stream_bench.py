@@ -11,7 +11,7 @@ from kvtide.codec import Profile
 from kvtide.codec.published.fit import ProfileFitter
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.plan import PrefillSpeed
 from kvtide_lab.bench import stream
 from kvtide_lab.bench.stream import StreamSize
 from kvtide_lab.bench.stream_rig import Speeds

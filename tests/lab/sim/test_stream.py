@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtide.stream.bandwidth import LastRate
-from kvtide.stream.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded
-from kvtide.stream.plan.layered import Layered
-from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded
+from kvtide.plan.bandwidth import LastRate
+from kvtide.plan.layered import Layered
+from kvtide.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named
 from kvtide_lab.sim.stream import Costs, Outcome, play

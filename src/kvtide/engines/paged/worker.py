@@ -18,7 +18,8 @@ from kvtide.codec import Codec
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
-from kvtide.store import BlockSource, Cache, Guarded, LoadReport, MissReason, PendingBlock
+from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.store.load import Guarded, LoadReport, MissReason
 from kvtide.types import BlockKey, ObjectId, Section
 
 # Requests that load at the same time; more wait their turn.

@@ -34,10 +34,10 @@ from kvtide.engines.transformers.selective import (
     check_ratio,
 )
 from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
-from kvtide.fetch import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
 from kvtide.keys import LatestKeys
+from kvtide.plan import PrefillMeter, PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
-from kvtide.stream.plan import PrefillMeter, PrefillSpeed
+from kvtide.store.load import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
 from kvtide.tier import ScoreRanking
 from kvtide.types import BlockKey, Namespace, ObjectId
 

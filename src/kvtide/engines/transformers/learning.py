@@ -16,9 +16,9 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase
-from kvtide.fetch import Repacker, SparseLoad, UseStore
 from kvtide.importance import WRITER_BYTES, Floats
-from kvtide.store import Cache
+from kvtide.store import Cache, Repacker, UseStore
+from kvtide.store.load import SparseLoad
 from kvtide.types import ObjectId
 
 

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.fetch import ContextReport
 from kvtide.outcomes import Choice, DecisionCounter, Why
-from kvtide.stream.plan import Way
+from kvtide.plan import Way
+from kvtide.store.load import ContextReport
 from kvtide.tier.source import Source
 from kvtide.types import Namespace
 

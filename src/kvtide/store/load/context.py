@@ -12,22 +12,12 @@ from typing import NamedTuple
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
-from kvtide.fetch.bring import LoadedBlock, LoadedPrefix, StreamedLoad
-from kvtide.fetch.job import FetchJob, LoadRequest, layered_job
-from kvtide.fetch.keep import PartialLoad
-from kvtide.fetch.lead import SpeculativePrefill, StreamStart
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, LinkState
-from kvtide.stream.plan import (
-    CHUNK_TOKENS,
-    Decision,
-    Reason,
-    StreamPolicy,
-    TwoEnded,
-    Way,
-    cut,
-    cut_for_meeting,
-    decide,
-)
+from kvtide.plan import CHUNK_TOKENS, Decision, Reason, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting, decide
+from kvtide.store.load.backfill import PartialLoad
+from kvtide.store.load.bring import LoadedBlock, LoadedPrefix, StreamedLoad
+from kvtide.store.load.job import FetchJob, LoadRequest, layered_job
+from kvtide.store.load.lead import SpeculativePrefill, StreamStart
+from kvtide.store.load.run import Engine, FetchLimits, FetchReport, LinkState
 from kvtide.tier.source import Source, read_heads
 from kvtide.wire import StoredObject
 

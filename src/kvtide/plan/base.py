@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from kvtide.stream.plan.prefill import PrefillSpeed
+from kvtide.plan.prefill import PrefillSpeed
 
 CHUNKS_MAX = 8192
 # A plan names at most so many fetches: enough to keep a link busy until the next plan.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtide.stream.plan import (
+from kvtide.plan import (
     Chunk,
     Fetch,
     Plan,
@@ -18,8 +18,8 @@ from kvtide.stream.plan import (
     expected_s,
     leading_pass,
 )
-from kvtide.stream.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner
-from kvtide.stream.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner
+from kvtide.plan.levels import CachegenRule, FixedLevel
 from kvtide.testing.plan_suite import PlanSuite
 
 SPEED = PrefillSpeed(1000)

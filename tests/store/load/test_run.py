@@ -6,17 +6,17 @@ import threading
 import time
 
 import pytest
-from tests.fetch.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
+from tests.store.load.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.fetch import LoadRequest
-from kvtide.fetch.job import FetchJob, level_job
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
-from kvtide.stream.bandwidth import HarmonicRate
-from kvtide.stream.plan import Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
-from kvtide.stream.plan.layered import Layered
-from kvtide.stream.plan.levels import CachegenRule
-from kvtide.stream.receiver import Receiver
+from kvtide.plan import Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
+from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan.layered import Layered
+from kvtide.plan.levels import CachegenRule
+from kvtide.store.load import LoadRequest
+from kvtide.store.load.job import FetchJob, level_job
+from kvtide.store.load.receiver import Receiver
+from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
 from kvtide.tier.source import Source
 
 OBJECTS = made_objects(6)

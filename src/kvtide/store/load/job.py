@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtide.errors import CorruptPayload
-from kvtide.stream.plan import Chunk, PrefillSpeed, Request
+from kvtide.plan import Chunk, PrefillSpeed, Request
 from kvtide.wire import StoredObject
 
 _Spans = Sequence[tuple[int, int]]

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.fetch.job import FetchJob, ObjectRange
-from kvtide.stream import Estimator, Receiver
-from kvtide.stream.plan import Fetch, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.plan import Estimator, Fetch, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.store.load.job import FetchJob, ObjectRange
+from kvtide.store.load.receiver import Receiver
 from kvtide.tier.source import Source
 
 _log = logging.getLogger(__name__)

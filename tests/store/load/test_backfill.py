@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.fetch.sources import MadeSource, made_objects, parsed
+from tests.store.load.sources import MadeSource, made_objects, parsed
 
 from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
-from kvtide.fetch import Backfill
-from kvtide.fetch.keep import BackfillLimits, PartialLoad
-from kvtide.stream.receiver import Receiver
+from kvtide.store.load import Backfill
+from kvtide.store.load.backfill import BackfillLimits, PartialLoad
+from kvtide.store.load.receiver import Receiver
 from kvtide.types import ObjectId
 
 OBJECTS = made_objects(3)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.fetch.sources import KL, STEP_BYTES, MadeSource, made_objects, parsed
+from tests.store.load.sources import KL, STEP_BYTES, MadeSource, made_objects, parsed
 
 from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.fetch import LoadRequest
-from kvtide.fetch.job import ObjectRange, layered_job, level_job
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.plan import PrefillSpeed
+from kvtide.store.load import LoadRequest
+from kvtide.store.load.job import ObjectRange, layered_job, level_job
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import TierSource, read_heads
 

@@ -18,8 +18,9 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
-from kvtide.store import LoadReport, MissReason, loading
 from kvtide.store.cache import Cache, cache_for
+from kvtide.store.load import LoadReport, MissReason
+from kvtide.store.load import whole as loading
 from kvtide.testing.strategies import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 

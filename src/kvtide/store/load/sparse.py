@@ -21,7 +21,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
-from kvtide.store import BlockSink
+from kvtide.store.load.whole import BlockSink
 from kvtide.tier.base import Tier
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header

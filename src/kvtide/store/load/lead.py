@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtide.clock import Clock
-from kvtide.fetch.bring import StreamedLoad
-from kvtide.fetch.job import LoadRequest
-from kvtide.fetch.run import Engine
-from kvtide.stream.plan import PASS_TOKENS, Decision, pass_reach
+from kvtide.plan import PASS_TOKENS, Decision, pass_reach
+from kvtide.store.load.bring import StreamedLoad
+from kvtide.store.load.job import LoadRequest
+from kvtide.store.load.run import Engine
 
 # Passes that nobody races are no longer: to SmolLM2 each one more is about 1.5 % of recomputing 1,040 tokens, and in
 # much longer ones attention over what was there before them costs more than that.

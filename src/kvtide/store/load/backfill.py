@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.stream import Receiver
+from kvtide.store.load.receiver import Receiver
 from kvtide.tier.source import Source
 from kvtide.wire import StoredObject
 

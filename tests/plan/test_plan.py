@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.stream.plan import (
+from kvtide.plan import (
     Chunk,
     Fetch,
     PrefillMeter,

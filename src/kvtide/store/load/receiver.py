@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtide.errors import CorruptPayload
-from kvtide.stream.arrival import Arrival
+from kvtide.store.load.arrival import Arrival
 from kvtide.types import Section, SectionId
 from kvtide.wire import SectionEntry, StoredObject
 from kvtide.wire.frame import parse_frame

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 
-from kvtide.stream.plan.base import (
+from kvtide.plan.base import (
     PASS_TOKENS,
     PLAN_FETCHES_MAX,
     Fetch,

@@ -1,6 +1,7 @@
 """Plans: pure functions from what is wanted, here and known of the link to what to do next."""
 
-from kvtide.stream.plan.base import (
+from kvtide.plan.bandwidth import Estimator
+from kvtide.plan.base import (
     PASS_TOKENS,
     PLAN_FETCHES_MAX,
     Chunk,
@@ -16,10 +17,10 @@ from kvtide.stream.plan.base import (
     mean_kl,
     pass_reach,
 )
-from kvtide.stream.plan.breakeven import Decision, Way, decide
-from kvtide.stream.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.stream.plan.layered import TwoEnded
-from kvtide.stream.plan.prefill import PrefillMeter, PrefillSpeed
+from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
+from kvtide.plan.judge import Decision, Way, decide
+from kvtide.plan.layered import TwoEnded
+from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -27,6 +28,7 @@ __all__ = [
     "PLAN_FETCHES_MAX",
     "Chunk",
     "Decision",
+    "Estimator",
     "Fetch",
     "Plan",
     "PrefillMeter",

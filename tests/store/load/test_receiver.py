@@ -18,8 +18,8 @@ from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
-from kvtide.stream import arrival
-from kvtide.stream.receiver import OfferOutcome, Receiver, Usable
+from kvtide.store.load import arrival
+from kvtide.store.load.receiver import OfferOutcome, Receiver, Usable
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_header, parse_object

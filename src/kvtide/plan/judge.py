@@ -6,7 +6,7 @@ import math
 from enum import Enum
 from typing import NamedTuple
 
-from kvtide.stream.plan.base import Request
+from kvtide.plan.base import Request
 
 # A way that needs both link and engine must save so much of the time to be worth it.
 _SAVING_MIN = 0.05

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtide.stream.plan.base import Fetch, Plan, Progress, Reason, Request
+from kvtide.plan.base import Fetch, Plan, Progress, Reason, Request
 
 
 class FixedLevel:

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.errors import TierUnavailable
-from kvtide.fetch import LoadRequest
-from kvtide.fetch.job import FetchJob, layered_job
-from kvtide.stream.plan import PrefillSpeed
+from kvtide.plan import PrefillSpeed
+from kvtide.store.load import LoadRequest
+from kvtide.store.load.job import FetchJob, layered_job
 from kvtide.testing.strategies import block_meta
 from kvtide.tier.source import Take
 from kvtide.types import ObjectId, Section, SectionId, SectionKind

@@ -12,10 +12,10 @@ from kvtide.block import BlockBits
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
-from kvtide.fetch.job import FetchJob
-from kvtide.fetch.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
-from kvtide.stream import Receiver
-from kvtide.stream.plan import StreamPolicy
+from kvtide.plan import StreamPolicy
+from kvtide.store.load.job import FetchJob
+from kvtide.store.load.receiver import Receiver
+from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
 from kvtide.tier.source import Source
 
 _log = logging.getLogger(__name__)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fetch.test_selective import BITS, METAS, REGISTRY, a_tier
+from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
-from kvtide.fetch.repack import REPACKS_MAX, Repacked, Repacker, UseStore
-from kvtide.fetch.selective import SparseLoad
 from kvtide.importance import record_id
 from kvtide.importance.probe import Floats
 from kvtide.index import RadixIndex
+from kvtide.store.load.sparse import SparseLoad
+from kvtide.store.repack import REPACKS_MAX, Repacked, Repacker, UseStore
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId

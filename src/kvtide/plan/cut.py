@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtide.stream.plan.prefill import PrefillSpeed
+from kvtide.plan.prefill import PrefillSpeed
 
 # CacheGen, section 5.3: 1,500 tokens; here in whole blocks.
 CHUNK_TOKENS = 1536

@@ -11,8 +11,8 @@ from kvtide.clock import ManualClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.packed import PackedCodec
 from kvtide.codec.raw import RawCodec
-from kvtide.fetch.selective import SparseLoad
 from kvtide.importance import packing_orders
+from kvtide.store.load.sparse import SparseLoad
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, ObjectId
