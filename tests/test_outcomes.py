@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvtide.clock import SystemClock
-from kvtide.engines.transformers.streaming import WHY_OF_WAY
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.plan import Way
+from kvtide.store.load.streamed import WHY_OF_WAY
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.journal import RemovalJournal
 from kvtide.types import Namespace

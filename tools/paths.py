@@ -25,6 +25,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import CodecRegistry
 from kvtide.engines.transformers import attach
 from kvtide.store import Cache, PendingBlock, cache_for
+from kvtide.store.load import Whole
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 SOURCE = str(Path(__file__).resolve().parents[1] / "src" / "kvtide")
@@ -116,7 +117,7 @@ def load_walk(tracer: Tracer, folder: str) -> Walk:
 
         def load(number: int) -> None:
             assert cache.match([meta_of(number).id]) == 1
-            assert cache.load([meta_of(number)], lambda position, bits: None).blocks == 1
+            assert cache.load([meta_of(number)], Whole(lambda position, bits: None)).blocks == 1
 
         load(1)
         return tracer.walk("match and load one block from disk, raw", lambda: load(2))

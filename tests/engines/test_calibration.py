@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import Judge
+from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.transformers.fingerprint import model_layout
 
@@ -57,7 +57,7 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
 
 
 def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) -> None:
-    judge = Judge(tiny_model, model_layout(tiny_model, 16), 48, 20, 2)
+    judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), 48, 20, 2)
     judge.add(np.random.default_rng(99).integers(0, 256, size=80).tolist())
     fine, coarse = (TideCodec(fitted[0], quality, 1) for quality in (1e-5, 1e-2))
     kls = [judge.judge(0, judge.code(0, codec).decoded).kl for codec in (fine, coarse)]

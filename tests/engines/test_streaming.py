@@ -2,31 +2,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.store.load.sources import MadeSource
+from tests.store.load.sources import MadeSource, MadeTier, access_of
 
 from kvtide.block import BlockLayout, BlockMeta
-from kvtide.clock import SystemClock
-from kvtide.codec import Codec, CodecRegistry, LosslessCodec
-from kvtide.codec.published import CachegenCodec
+from kvtide.clock import Clock
+from kvtide.codec import Codec, LosslessCodec
+from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.transformers.cached import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming
+from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
-from kvtide.plan import PrefillSpeed, Way
-from kvtide.plan.bandwidth import HarmonicRate
-from kvtide.store.load import ContextLoader, LoadRequest
-from kvtide.store.load.run import FetchLimits, LinkState
+from kvtide.plan import Judge, PrefillSpeed, Way
+from kvtide.store.load import LoadRequest, Streamed
+from kvtide.store.load.run import FetchLimits
 from kvtide.testing.strategies import namespace
-from kvtide.tier.source import Source
+from kvtide.tier.base import IsPinned
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object
 
@@ -63,17 +64,17 @@ class Stored:
 
     def load(
         self,
-        sources: Sequence[Source],
-        kl: Sequence[float],
-        wish: LoadRequest,
-        link: LinkState | None = None,
+        source: MadeSource,
+        request: LoadRequest,
+        judge: Judge | None = None,
         prefill: type[StreamedPrefill] = StreamedPrefill,
     ) -> Any:
         engine = prefill(self.model, self.ids[:96], self.layout)
-        state, limits = link or LinkState(HarmonicRate()), FetchLimits(retry_s=0.01, read_s_max=5.0)
-        loader = ContextLoader(sources, CodecRegistry(), state, SystemClock(), limits)
-        report = loader.load(self.metas, kl, wish, engine, engine.append)
-        return engine, report, loader.stats()
+        streamed = Streamed(engine, request, limits=FetchLimits(retry_s=0.01, read_s_max=5.0))
+        access = access_of(source, judge)
+        with access.pinned(self.metas):
+            streamed.load(access, self.metas, 30.0)
+        return engine, streamed.report, access
 
     def answer(self, engine: StreamedPrefill) -> torch.Tensor:
         prompt = torch.tensor([self.ids])
@@ -89,19 +90,19 @@ def stored(tiny_model: Any, prompt: torch.Tensor) -> Stored:
 
 
 def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
-    engine, report, stats = stored.load(
-        [MadeSource(stored.objects)], (0.0,), LoadRequest(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
+    engine, report, _access = stored.load(
+        MadeSource(stored.objects), LoadRequest(PrefillSpeed(16.0), 5.0), prefill=SlowPrefill
     )
     assert (report.tokens, report.computed_tokens, report.kl) == (96, 0, 0.0)
     assert report.ready_s < 5.0
-    assert stats.received_bytes > 0
+    assert report.received_bytes > 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 1e5, 1e6])
 def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: float) -> None:
     source = MadeSource(stored.objects, bytes_per_s=bytes_per_s)
-    engine, report, _ = stored.load([source], (0.0,), LoadRequest(SPEED, 0.0))
+    engine, report, _ = stored.load(source, LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
     assert engine.past.get_seq_length() == 96
     assert torch.allclose(_keys(engine), _keys(_computed(stored)), atol=1e-5)
@@ -119,28 +120,27 @@ def _keys(engine: StreamedPrefill) -> torch.Tensor:
 
 
 def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -> None:
-    engine, report, stats = stored.load([MadeSource({})], (0.0,), LoadRequest(SPEED, 1.0))
+    engine, report, access = stored.load(MadeSource({}), LoadRequest(SPEED, 1.0))
     assert report.fetch is None
     assert report.decision is None
     assert engine.past.get_seq_length() == report.tokens == report.computed_tokens
-    assert stats.ways == {}
+    assert set(access.decisions.counts()) == {Decided(Choice.RECOMPUTE, Why.ABSENT)}
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
 def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
-    link = LinkState(HarmonicRate())
-    link.estimator.add(10, 0.0, 1.0)
+    judge = Judge()
+    judge.link.estimator.add(10, 0.0, 1.0)
     source = MadeSource(stored.objects)
-    engine, report, stats = stored.load([source], (0.0,), LoadRequest(PrefillSpeed(1e5), 1.0), link, SlowPrefill)
+    engine, report, access = stored.load(source, LoadRequest(PrefillSpeed(1e5), 1.0), judge, SlowPrefill)
     assert report.decision.way is Way.RECOMPUTE
-    assert stats.ways == {Way.RECOMPUTE: 1}
-    assert stats.received_bytes == 0
+    assert access.decisions.counts() == {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 96}
+    assert report.received_bytes == 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
 def test_source_that_dies_leaves_the_rest_to_the_engine(stored: Stored) -> None:
-    whole = MadeSource(stored.objects, cut_bytes=3000)
-    engine, report, _ = stored.load([whole, MadeSource({})], (0.0,), LoadRequest(SPEED, 0.0))
+    engine, report, _ = stored.load(MadeSource(stored.objects, cut_bytes=3000), LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
@@ -150,21 +150,10 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
     data = bytearray(stored.objects[object_id])
     data[-1] ^= 1
     source = MadeSource({**stored.objects, object_id: bytes(data)})
-    engine, report, _ = stored.load([source], (0.0,), LoadRequest(SPEED, 0.0), prefill=SlowPrefill)
+    engine, report, _ = stored.load(source, LoadRequest(SPEED, 0.0), prefill=SlowPrefill)
     assert report.tokens == 96
     assert report.fetch.faults <= 1
     assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def test_engine_starts_with_the_quality_that_is_there(tiny_model: Any, prompt: torch.Tensor) -> None:
-    stored = Stored(tiny_model, prompt, CachegenCodec(2))
-    kl = tuple(1.0 - step / 10 for step in range(10))
-    source, wish = MadeSource(stored.objects, bytes_per_s=1e5), LoadRequest(PrefillSpeed(16.0), 0.5)
-    engine, report, _ = stored.load([source], kl, wish, prefill=SlowPrefill)
-    assert (report.tokens, report.computed_tokens) == (96, 0)
-    here = report.fetch.progress.here
-    assert report.kl == pytest.approx(sum(kl[steps - 1] for steps in here) / len(here))
-    assert stored.answer(engine).shape == (1, 112)
 
 
 def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored) -> None:
@@ -192,16 +181,23 @@ def test_stopped_at_the_first_layer_of_all(stored: Stored) -> None:
 
 def test_objects_that_are_not_the_blocks_asked_for_are_not_loaded(stored: Stored) -> None:
     stored.metas = [replace(meta, parent=BlockKey(bytes(32))) for meta in stored.metas]
-    _, report, stats = stored.load([MadeSource(stored.objects)], (0.0,), LoadRequest(SPEED, 0.5))
+    _, report, _access = stored.load(MadeSource(stored.objects), LoadRequest(SPEED, 0.5))
     assert report.decision is None
-    assert stats.received_bytes == 0
+    assert report.received_bytes == 0
 
 
-def attached(stored: Stored, store: Path, *sources: Source) -> CachedModel:
-    cached = attach(stored.model, str(store), block_tokens=16, fingerprint=b"tiny")
-    loader = ContextLoader(sources, CodecRegistry(), LinkState(HarmonicRate()), SystemClock(), FetchLimits())
-    cached.stream(Streaming(sources, (0.0,)), loader)
-    return cached
+@pytest.fixture
+def attached(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CachedModel]:
+    """Attach a cache of memory in front of a source, and stream."""
+
+    def attach_to(source: MadeSource) -> CachedModel:
+        def stack(store: Any, limits: Limits, clock: Clock, is_pinned: IsPinned, *rest: Any) -> TierStack:
+            return TierStack([MemoryTier(1 << 30, clock, is_pinned), MadeTier(source)])
+
+        monkeypatch.setattr("kvtide.store.cache.stack_of", stack)
+        return attach(stored.model, "memory://", block_tokens=16, fingerprint=b"tiny", start_within_s=0.0)
+
+    return attach_to
 
 
 def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
@@ -217,10 +213,12 @@ def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
     return MadeSource(objects)
 
 
-def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_streams_what_is_not_here(
+    stored: Stored, tmp_path: Path, attached: Callable[..., CachedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", SlowPrefill)
     source = stored_elsewhere(stored, tmp_path / "far")
-    with attached(stored, tmp_path / "near", source) as cached:
+    with attached(source) as cached:
         answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer, stored.plain_answer())
     assert cached.last is not None and cached.last.streamed is not None
@@ -229,11 +227,14 @@ def test_generate_streams_what_is_not_here(stored: Stored, tmp_path: Path, monke
     assert cached.last.hit_tokens == 96
 
 
-def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: Path) -> None:
+def test_what_was_streamed_is_here_for_the_next_call(
+    stored: Stored, tmp_path: Path, attached: Callable[..., CachedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", SlowPrefill)
     source = stored_elsewhere(stored, tmp_path / "far")
-    with attached(stored, tmp_path / "near", source) as cached:
+    with attached(source) as cached:
         first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
-        assert cached.keeper is not None and cached.keeper.flush(10)
+        assert cached.cache.backfill.flush(10)
         assert cached.cache.flush(10)
         source.objects.clear()
         second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
@@ -244,8 +245,8 @@ def test_what_was_streamed_is_here_for_the_next_call(stored: Stored, tmp_path: P
     assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 96
 
 
-def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, tmp_path: Path) -> None:
-    with attached(stored, tmp_path, MadeSource({})) as cached:
+def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, attached: Callable[..., CachedModel]) -> None:
+    with attached(MadeSource({})) as cached:
         first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
         assert cached.cache.flush(10)
         second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
@@ -255,12 +256,12 @@ def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, tmp_path: 
     assert cached.last.hit_tokens == 96
 
 
-def test_fault_of_streaming_never_fails_the_model(stored: Stored, tmp_path: Path) -> None:
+def test_fault_of_streaming_never_fails_the_model(stored: Stored, attached: Callable[..., CachedModel]) -> None:
     class Broken(MadeSource):
-        def read(self, *arguments: Any) -> bool:
+        def read_range(self, *arguments: Any) -> bool:
             raise RuntimeError("a bug")
 
-    with attached(stored, tmp_path, Broken({})) as cached:
+    with attached(Broken({})) as cached:
         answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer, stored.plain_answer())
 
@@ -284,11 +285,11 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
     over = threading.Event()
 
     class Silent(MadeSource):
-        def read(self, object_id: ObjectId, start: int, stop: int, take: Any, deadline_s: float) -> bool:
+        def read_range(self, object_id: ObjectId, start: int, stop: int, take: Any) -> bool:
             over.wait(20.0)
             return False
 
-    engine, report, _ = stored.load([Silent({})], (0.0,), LoadRequest(SPEED, 0.0), prefill=NotingPrefill)
+    engine, report, _ = stored.load(Silent({}), LoadRequest(SPEED, 0.0), prefill=NotingPrefill)
     over.set()
     # Half of it, as the link may begin at any moment, and then as much again.
     assert engine.passes == [(0, 48), (48, 96)]
@@ -297,12 +298,12 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
 
 
 def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored) -> None:
-    link = LinkState(HarmonicRate())
-    link.estimator.add(10, 0.0, 1.0)
-    engine, report, stats = stored.load(
-        [MadeSource(stored.objects)], (0.0,), LoadRequest(PrefillSpeed(1e5), 0.0), link, NotingPrefill
+    judge = Judge()
+    judge.link.estimator.add(10, 0.0, 1.0)
+    engine, report, _access = stored.load(
+        MadeSource(stored.objects), LoadRequest(PrefillSpeed(1e5), 0.0), judge, NotingPrefill
     )
-    assert (report.fetch, stats.received_bytes) == (None, 0)
+    assert (report.fetch, report.received_bytes) == (None, 0)
     # What was under way when the headers came goes on.
     assert engine.stopped_tokens == 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
@@ -318,7 +319,7 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        stored.load([source], (0.0,), LoadRequest(SPEED, 0.0), prefill=Broken)
+        stored.load(source, LoadRequest(SPEED, 0.0), prefill=Broken)
     time.sleep(0.3)
     served = source.served_bytes
     time.sleep(0.3)
@@ -327,7 +328,7 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
 
 def test_load_begins_beside_the_pass_that_is_under_way(stored: Stored) -> None:
     source = MadeSource(stored.objects, bytes_per_s=1e6)
-    engine, report, _ = stored.load([source], (0.0,), LoadRequest(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
+    engine, report, _ = stored.load(source, LoadRequest(PrefillSpeed(16.0), 0.0), prefill=SlowPrefill)
     # A pass takes three seconds, everything else much less.
     assert report.ready_s < 3.0
     assert (report.tokens, report.computed_tokens) == (96, 0)

@@ -25,7 +25,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.load import MissReason
+from kvtide.store.load import MissReason, Whole
 from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
@@ -352,7 +352,7 @@ def test_slow_disk_keeps_the_deadline(tmp_path: Path) -> None:
     index = RadixIndex(clock, policy_named("lru"), 100)
     with Cache(tiers, index, RawCodec(), CodecRegistry(), clock, Limits(load_threads=1)) as cache:
         started_s, sink = time.monotonic(), Collector()
-        report = cache.load(metas, sink, deadline_s=0.3)
+        report = cache.load(metas, Whole(sink), deadline_s=0.3)
         assert time.monotonic() - started_s < 2
         assert report.reason is MissReason.DEADLINE
         assert 0 < report.blocks < 20

@@ -21,6 +21,7 @@ from tests.store.test_cache import Collector, fill, metas_of
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.engines.transformers import attach
 from kvtide.store.cache import Cache
+from kvtide.store.load import Whole
 from kvtide.testing.strategies import smooth_bits
 
 OpenCache = Callable[..., Cache]
@@ -157,7 +158,7 @@ def test_killed_writer_leaves_no_wrong_byte_and_no_lock(tmp_path: Path, open_cac
         assert list(tmp_path.glob("*.part")) == []
         for position, meta in enumerate(metas):
             sink = Collector()
-            if reader.load([meta], sink).blocks:
+            if reader.load([meta], Whole(sink)).blocks:
                 served += 1
                 wrong += not np.array_equal(sink.blocks[0], contents[position])
         assert reader.stats().misses.get("corrupt", 0) == 0

@@ -13,24 +13,26 @@ import pytest
 import torch
 from tests.engines.test_streaming import SlowPrefill, Stored
 from tests.servers import ServerProcess, disk_arguments
-from tests.store.load.sources import IdleEngine, MadeEngine, made_job, made_objects, parsed
+from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.codec import CodecRegistry, LosslessCodec
+from kvtide.codec import LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.plan import PrefillSpeed, TwoEnded
-from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan import Link, PrefillSpeed, TwoEnded
 from kvtide.plan.layered import Layered
-from kvtide.store.load import ContextLoader, LoadRequest
+from kvtide.store.load import LoadRequest, Streamed
 from kvtide.store.load.receiver import Receiver
-from kvtide.store.load.run import FetchLimits, FetchRun, LinkState
-from kvtide.tier.http.ranges import range_sources
+from kvtide.store.load.run import FetchLimits, FetchRun
+from kvtide.tier.http.peer import PeerSettings
 from kvtide.tier.http.tier import http_tier
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 
 CLOCK = SystemClock()
 SIZES = (100_000, 50_000, 150_000)
+# A server that fails is left alone for a fifth of a second.
+OPEN = PeerSettings(open_s=0.2, trial_s=0.5)
 
 
 def _end(server: ServerProcess) -> None:
@@ -54,9 +56,9 @@ class Servers:
             for process in self.processes[:2]
         ]
         url = ",".join(f"127.0.0.1:{link.port}" for link in self.links)
-        self.sources = range_sources(f"http://{url}", CLOCK)
-        for source in self.sources:
-            stack.callback(source.close)
+        self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, OPEN)])
+        self.tiers.open()
+        stack.callback(self.tiers.close)
 
     def kill_first(self) -> None:
         self.processes[0].kill()
@@ -95,10 +97,10 @@ def fail_later(servers: Servers, stack: ExitStack, cut_s: float) -> None:
 def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 5e5, stack)
-    job, link = made_job(objects, deadline_s=30.0), LinkState(HarmonicRate())
+    job, link = made_job(objects, deadline_s=30.0), Link()
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0)
-    run = FetchRun(job, receiver, Layered(), servers.sources, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receiver, Layered(), servers.tiers, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(IdleEngine())
     unique = 6 * sum(SIZES)
@@ -116,11 +118,11 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
 def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 1e5, stack)
-    job, link = made_job(objects, deadline_s=3.5, tokens_per_s=12.0), LinkState(HarmonicRate())
+    job, link = made_job(objects, deadline_s=3.5, tokens_per_s=12.0), Link()
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0)
     engine = MadeEngine(tokens_per_s=14.0)
-    run = FetchRun(job, receiver, TwoEnded(), servers.sources, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receiver, TwoEnded(), servers.tiers, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(engine)
     # 2.5 s to what is computed in 3.5 s, and the last bases in 1.5 s before the cut: in time, or computed at once.
@@ -135,8 +137,10 @@ def test_answer_is_right_whatever_fails(
     servers = Servers(tmp_path, stored.objects, 1e4, stack)
     fail_later(servers, stack, cut_s=1.0)
     engine: StreamedPrefill = SlowPrefill(stored.model, stored.ids[:96], stored.layout)
-    loader = ContextLoader(servers.sources, CodecRegistry(), LinkState(HarmonicRate()), CLOCK, FetchLimits())
-    report = loader.load(stored.metas, (0.0,), LoadRequest(PrefillSpeed(16.0), 0.0), engine, engine.append)
+    streamed = Streamed(engine, LoadRequest(PrefillSpeed(16.0), 0.0))
+    streamed.load(access_of(servers.tiers), stored.metas, 30.0)
+    report = streamed.report
+    assert report is not None
     # The last pass may be left to the engine.
     assert report.tokens >= 48
     assert 0 < report.computed_tokens <= report.tokens

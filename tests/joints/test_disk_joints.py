@@ -19,6 +19,7 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.store.cache import Cache
+from kvtide.store.load import Whole
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import segment_name
@@ -195,7 +196,7 @@ def test_real_small_disk_keeps_the_newest(tmp_path: Path) -> None:
 def restored(cache: Cache, metas: list[BlockMeta]) -> int:
     """Ask as an engine does, then store what was not restored; how many blocks came."""
     matched = cache.match(ids(metas))
-    count = cache.load(metas[:matched], Collector()).blocks
+    count = cache.load(metas[:matched], Whole(Collector())).blocks
     if count < len(metas):
         fill(cache, metas[count:])
     return count

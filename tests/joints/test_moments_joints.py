@@ -24,7 +24,7 @@ from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache
-from kvtide.store.load import MissReason
+from kvtide.store.load import MissReason, Whole
 from kvtide.testing.strategies import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -97,7 +97,7 @@ def test_closing_beside_loads_makes_them_misses(
     assert writer.flush(10)
 
     def load_until_closed(cache: Cache) -> None:
-        while cache.load(metas, lambda position, bits: None).reason is not MissReason.CLOSED:
+        while cache.load(metas, Whole(lambda position, bits: None)).reason is not MissReason.CLOSED:
             cache.match([meta.id for meta in metas])
 
     for pause_s in (0.0, 0.001, 0.003, 0.01, 0.03):
@@ -143,17 +143,16 @@ def test_a_forked_child_misses_at_once_and_writes_nothing(
     before = sorted((path, path.stat().st_size) for path in tmp_path.rglob("*"))
 
     def child() -> bool:
-        report = cache.load(metas[:2], lambda position, bits: None)
+        report = cache.load(metas[:2], Whole(lambda position, bits: None))
         found = (report.reason, cache.match([meta.id for meta in metas]), cache.store(pending), cache.flush(60))
-        kept = cache.keep(metas[3], b"an object")
         cache.close()
-        return found == (MissReason.CLOSED, 0, 0, True) and not kept
+        return found == (MissReason.CLOSED, 0, 0, True)
 
     # While another thread holds the locks that the child inherits.
     with cache._guard._faults._lock, cache._placer.counts._lock, cache._coarse._lock:
         assert in_child(child)
     assert sorted((path, path.stat().st_size) for path in tmp_path.rglob("*")) == before
-    assert cache.load(metas[:2], lambda position, bits: None).blocks == 2
+    assert cache.load(metas[:2], Whole(lambda position, bits: None)).blocks == 2
 
 
 def run(script: str, store: Path) -> subprocess.CompletedProcess[str]:
@@ -187,7 +186,7 @@ def test_a_process_that_ends_without_close_stores_what_is_queued(end: str, tmp_p
 
 def test_at_interpreter_shutdown_loads_are_misses(tmp_path: Path) -> None:
     script = f"""{ENDS}
-atexit.register(lambda: print(cache.load(metas, lambda *rest: None).reason, cache.store(pending)))
+atexit.register(lambda: print(cache.load(metas, None).reason, cache.store(pending)))
 pending = [PendingBlock(m, lambda: lambda: smooth_bits(layout, 1)) for m in metas]
 cache.open()
 cache.store(pending)

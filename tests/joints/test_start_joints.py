@@ -124,13 +124,14 @@ import numpy
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
 from kvtide.codec.raw import RawCodec
+from kvtide.store.load import Whole
 from tests.store.test_cache import Collector, fill, metas_of
 metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)
 with cache_for(sys.argv[1], RawCodec()) as cache:
     fill(cache, metas)
-    print([tier.name for tier in cache.stats().tiers], cache.load(metas, Collector()).blocks)
+    print([tier.name for tier in cache.stats().tiers], cache.load(metas, Whole(Collector())).blocks)
 """
 
 

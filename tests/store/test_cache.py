@@ -22,7 +22,7 @@ from kvtide.keys import block_keys
 from kvtide.outcomes import decisions_text
 from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.load import MissReason
+from kvtide.store.load import MissReason, Whole
 from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
 from kvtide.tier.disk import DiskTier
@@ -69,7 +69,7 @@ def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayou
     cache, metas, sink = open_cache(tmp_path), metas_of(layout, 4), Collector()
     contents = fill(cache, metas)
     assert cache.match(ids(metas)) == 4
-    assert cache.load(metas, sink).blocks == 4
+    assert cache.load(metas, Whole(sink)).blocks == 4
     assert all(np.array_equal(sink.blocks[i], contents[i]) for i in range(4))
     cache.index.check()
 
@@ -86,7 +86,7 @@ def test_blocks_stored_by_another_process_later_are_found(
     early, metas, sink = open_cache(tmp_path), metas_of(layout, 2), Collector()
     fill(open_cache(tmp_path), metas)
     assert early.match(ids(metas)) == 2
-    assert early.load(metas, sink).blocks == 2
+    assert early.load(metas, Whole(sink)).blocks == 2
 
 
 def tiers_of(cache: Cache, metas: list[BlockMeta]) -> list[int]:
@@ -117,7 +117,7 @@ def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
     cache, metas = open_cache(tmp_path, "raw", memory_bytes_max=room), metas_of(layout, 12)
     fill(cache, metas)
     for _ in range(3):
-        cache.load(metas, Collector())
+        cache.load(metas, Whole(Collector()))
     memory = cache.tiers._tiers[0]
     masks = tiers_of(cache, metas)
     assert [bool(mask & 1) for mask in masks] == [memory.contains(meta.id) for meta in metas]
@@ -151,7 +151,7 @@ def test_loads_are_counted_as_decisions_and_told_to_the_store(
 ) -> None:
     cache, metas = open_cache(tmp_path), metas_of(layout, 4)
     fill(cache, metas[:3])
-    cache.load(metas, Collector())
+    cache.load(metas, Whole(Collector()))
     assert cache.stats().decisions == "abandoned:not_there=16,load:in_time=48"
     cache.close()
     other = open_cache(tmp_path)
@@ -170,9 +170,9 @@ def test_slow_tier_does_not_hold_up_what_memory_has(
         memory.delete(meta.id, "evicted")
     go_on = threading.Event()
     monkeypatch.setattr(disk, "get_into", lambda *arguments: go_on.wait(20) and None)
-    slow = threading.Thread(target=cache.load, args=(metas[2:], Collector()))
+    slow = threading.Thread(target=cache.load, args=(metas[2:], Whole(Collector())))
     slow.start()
-    assert cache.load(metas[:2], Collector(), deadline_s=10.0).blocks == 2
+    assert cache.load(metas[:2], Whole(Collector()), deadline_s=10.0).blocks == 2
     assert slow.is_alive()
     go_on.set()
     slow.join()
@@ -182,7 +182,7 @@ def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout
     cache, metas = open_cache(tmp_path), metas_of(layout, 4)
     fill(cache, metas)
     cache.tiers.delete(metas[1].id, "evicted")
-    report = cache.load(metas, Collector())
+    report = cache.load(metas, Whole(Collector()))
     assert (report.blocks, report.reason) == (1, MissReason.ABSENT)
     assert cache.match(ids(metas)) == 1
 
@@ -190,7 +190,7 @@ def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout
 def test_no_blocks_is_no_work(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
     assert cache.match([]) == 0
-    assert cache.load([], Collector()).blocks == 0
+    assert cache.load([], Whole(Collector())).blocks == 0
     assert cache.store([]) == 0
 
 
@@ -210,7 +210,7 @@ def test_damaged_object_is_a_counted_miss_and_removed(
     changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.body()}
     record.write_body(bytes(changed.get(damage, data)))
     reader, sink = open_cache(tmp_path), Collector()
-    report = reader.load(metas, sink)
+    report = reader.load(metas, Whole(sink))
     assert (report.blocks, report.reason) == (0, MissReason.CORRUPT)
     assert 0 not in sink.blocks
     assert reader.stats().misses == {"corrupt": 1}
@@ -231,7 +231,7 @@ def test_flipped_bit_loses_a_refinement_where_the_quality_allows_it(
     data[flipped] ^= 4  # in the last range's last refinement, or in a base
     record.write_body(bytes(data))
     with cache_for(str(tmp_path), TideCodec(profile, quality, 3), [profile]) as reader:
-        assert reader.load(metas, sink).blocks == blocks
+        assert reader.load(metas, Whole(sink)).blocks == blocks
         assert (reader.stats().blocks_damaged, reader.stats().misses.get("corrupt", 0)) == (blocks, 1 - blocks)
     if blocks:
         exact, found = smooth_bits(layout, 0).view(np.float32), sink.blocks[0].view(np.float32)
@@ -246,7 +246,7 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
     fill(open_cache(tmp_path), metas)
     reader = open_cache(tmp_path)
     monkeypatch.setattr(CodecRegistry, "get", lambda *arguments: None)
-    report = reader.load(metas, Collector())
+    report = reader.load(metas, Whole(Collector()))
     assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
     assert len(stored_records(tmp_path)) == 1
 
@@ -270,7 +270,7 @@ def test_load_is_given_up_at_its_deadline(
         return read(object_id, buffer, offset)
 
     monkeypatch.setattr(cache.tiers, "get_into", stuck)
-    report = cache.load(metas, Collector(), deadline_s=0.2)
+    report = cache.load(metas, Whole(Collector()), deadline_s=0.2)
     release.set()
     assert (report.blocks, report.reason) == (1, MissReason.DEADLINE)
     assert not cache.index.is_pinned(metas[0].id.key)
@@ -330,7 +330,7 @@ def test_tier_that_fails_is_a_miss_not_an_error(
 
     monkeypatch.setattr(MemoryTier, "get_into", fails)
     monkeypatch.setattr(cache.tiers._open[1], "get_into", fails)
-    report = cache.load(metas, Collector())
+    report = cache.load(metas, Whole(Collector()))
     assert (report.blocks, report.reason) == (0, MissReason.ABSENT)
 
 
@@ -355,7 +355,7 @@ def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_c
     cache, metas = open_cache(tmp_path), metas_of(layout, 20)
     fill(cache, metas)
     for _ in range(5):
-        assert cache.load(metas, Collector()).blocks == 20
+        assert cache.load(metas, Whole(Collector())).blocks == 20
     cache.check()
 
 
@@ -386,7 +386,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
     cache.store([PendingBlock(meta, lambda: lambda: bits)])
     assert cache.flush(10)
-    assert cache.load([meta], sink).blocks == 1
+    assert cache.load([meta], Whole(sink)).blocks == 1
     assert np.array_equal(sink.blocks[0], bits)
     assert cache.stats().blocks_unencodable == 1
 

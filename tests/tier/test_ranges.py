@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from tests.servers import RunningServer, running_server
@@ -9,8 +10,8 @@ from tests.store.load.sources import made_objects
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.http.ranges import RangeSource, range_sources
-from kvtide.tier.http.tier import http_tier
+from kvtide.tier.deadline import until
+from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 
@@ -30,35 +31,44 @@ def server() -> Iterator[RunningServer]:
         yield found
 
 
-def collected(source: RangeSource, start: int, stop: int, wait_s: float = 5.0) -> tuple[bytes, bool]:
+@contextmanager
+def source_at(url: str) -> Iterator[HttpTier]:
+    tier = http_tier(url, CLOCK)
+    tier.open()
+    try:
+        yield tier
+        tier.check()
+    finally:
+        tier.close()
+
+
+def collected(source: HttpTier, start: int, stop: int, wait_s: float = 5.0) -> tuple[bytes, bool]:
     data = bytearray()
 
     def take(part: memoryview) -> bool:
         data.extend(part)
         return True
 
-    is_there = source.read(OBJECT_ID, start, stop, take, CLOCK.monotonic_s() + wait_s)
+    with until(CLOCK.monotonic_s() + wait_s):
+        is_there = source.read_range(OBJECT_ID, start, stop, take)
     return bytes(data), is_there
 
 
 def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
-    (source,) = range_sources(server.url, CLOCK)
-    assert collected(source, 100, 150_000) == (DATA[100:150_000], True)
-    assert collected(source, 0, 1) == (DATA[:1], True)
-    assert len(source._idle) == 1
-    source.close()
-    assert source._idle == []
+    with source_at(server.url) as source:
+        assert collected(source, 100, 150_000) == (DATA[100:150_000], True)
+        assert collected(source, 0, 1) == (DATA[:1], True)
+        assert len(source._peers[0]._idle) == 1
     with pytest.raises(TierUnavailable, match="closed"):
         collected(source, 0, 1)
 
 
 def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:
-    (source,) = range_sources(server.url, CLOCK)
-    absent = ObjectId(OBJECT_ID.namespace, type(OBJECT_ID.key)(bytes(32)))
-    assert not source.read(absent, 0, 10, lambda part: True, CLOCK.monotonic_s() + 5)
-    assert not source.read(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True, CLOCK.monotonic_s() + 5)
-    assert collected(source, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], False)
-    source.close()
+    with source_at(server.url) as source:
+        absent = ObjectId(OBJECT_ID.namespace, type(OBJECT_ID.key)(bytes(32)))
+        assert not source.read_range(absent, 0, 10, lambda part: True)
+        assert not source.read_range(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True)
+        assert collected(source, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], False)
 
 
 def shaped(server: RunningServer, bytes_per_s: float) -> ShapedProxy:
@@ -66,8 +76,7 @@ def shaped(server: RunningServer, bytes_per_s: float) -> ShapedProxy:
 
 
 def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningServer) -> None:
-    with shaped(server, 4e5) as proxy:
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+    with shaped(server, 4e5) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
         data = bytearray()
 
         def take(part: memoryview) -> bool:
@@ -77,52 +86,47 @@ def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningSe
             return True
 
         with pytest.raises(TierUnavailable):
-            source.read(OBJECT_ID, 0, len(DATA), take, CLOCK.monotonic_s() + 5)
+            source.read_range(OBJECT_ID, 0, len(DATA), take)
         assert 50_000 < len(data) < len(DATA)
         with pytest.raises(TierUnavailable):
             collected(source, len(data), len(DATA))
         proxy.mend()
         rest, is_there = collected(source, len(data), len(DATA))
         assert (bytes(data) + rest, is_there) == (DATA, True)
-        source.close()
 
 
 def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
-    with shaped(server, 1e5) as proxy:
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+    with shaped(server, 1e5) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
         started_s, calls = time.monotonic(), []
 
         def take(part: memoryview) -> bool:
             calls.append(len(part))
             return time.monotonic() < started_s + 0.3
 
-        assert source.read(OBJECT_ID, 0, len(DATA), take, CLOCK.monotonic_s() + 5)
+        assert source.read_range(OBJECT_ID, 0, len(DATA), take)
         assert 0 < sum(calls) < len(DATA)
         assert time.monotonic() < started_s + 1.9
-        source.close()
 
 
 def test_deadline_ends_a_read(server: RunningServer) -> None:
-    with shaped(server, 1e4) as proxy:
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
-        with pytest.raises(TierUnavailable):
-            collected(source, 0, len(DATA), wait_s=0.3)
-        source.close()
+    with (
+        shaped(server, 1e4) as proxy,
+        source_at(f"http://127.0.0.1:{proxy.port}") as source,
+        pytest.raises(TierUnavailable),
+    ):
+        collected(source, 0, len(DATA), wait_s=0.3)
 
 
 def test_connection_that_was_closed_while_idle_is_replaced(server: RunningServer) -> None:
-    with shaped(server, 1e8) as proxy:
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+    with shaped(server, 1e8) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
         assert collected(source, 0, 10)[1]
         proxy.cut()
         proxy.mend()
         assert collected(source, 0, 10) == (DATA[:10], True)
-        source.close()
 
 
 def test_link_has_the_shape_it_is_given(server: RunningServer) -> None:
-    with shaped(server, 4e5) as proxy:
-        (source,) = range_sources(f"http://127.0.0.1:{proxy.port}", CLOCK)
+    with shaped(server, 4e5) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
         started_s = time.monotonic()
         collected(source, 0, len(DATA))
         assert 0.45 < time.monotonic() - started_s < 5.0
@@ -130,9 +134,3 @@ def test_link_has_the_shape_it_is_given(server: RunningServer) -> None:
         while proxy.passed_bytes < len(DATA) and time.monotonic() - started_s < 10.0:
             time.sleep(0.01)
         assert len(DATA) < proxy.passed_bytes < len(DATA) + 1000
-        source.close()
-
-
-def test_bad_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="host:port"):
-        range_sources("http://nowhere", CLOCK)

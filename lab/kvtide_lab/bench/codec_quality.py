@@ -20,7 +20,7 @@ import numpy as np
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import THIRD, Steps, TideCodec
-from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, Judge, one_torch_thread
+from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
@@ -115,7 +115,7 @@ def subject_of(
     size: QualitySize,
 ) -> Subject:
     """Take the first texts that are long enough. ValueError if none is."""
-    needed = Judge(model, layout, *size[1:]).tokens_needed
+    needed = QualityJudge(model, layout, *size[1:]).tokens_needed
     subject = Subject(model, name, layout, size, [], [])
     for text in texts:
         ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.contexts else []
@@ -190,7 +190,7 @@ class _Judging:
     """One context, its exact cache, and what the model said behind each decoded cache so far."""
 
     def __init__(self, subject: Subject, context: int) -> None:
-        self._judge = Judge(subject.model, subject.layout, *subject.size[1:])
+        self._judge = QualityJudge(subject.model, subject.layout, *subject.size[1:])
         self._judge.add(subject.ids[context])
         self._lock = threading.Lock()
         self._verdicts: dict[bytes, CacheVerdict] = {}

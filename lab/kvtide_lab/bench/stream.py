@@ -21,12 +21,12 @@ from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
 from kvtide.codec.tide import TideCodec
 from kvtide.plan import PASS_TOKENS, StreamPolicy, TwoEnded, cut
+from kvtide.plan import Link as KnownLink
 from kvtide.plan.bandwidth import Estimator, HarmonicRate, LastRate
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule, FixedLevel
 from kvtide.store.load import LoadRequest
 from kvtide.store.load.job import FetchJob, layered_job, level_job
-from kvtide.store.load.run import LinkState
 from kvtide_lab.bench.services import started
 from kvtide_lab.bench.shaped import LATE_S, ShapedProxy
 from kvtide_lab.bench.stream_exact import ExactTimes, exact_times
@@ -225,7 +225,7 @@ def _play(
     job = case.job.asked(speeds.prefill, max(0.0, slo_s - _TAIL_RESERVE * speeds.tail_s(rig.tokens)))
     sent = link.carried(at_s)
     played = rig.play(
-        job, case.policy, LinkState(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
+        job, case.policy, KnownLink(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
     )
     # The plan went by what was known before it, in the prediction too; what the machine then took is of both sides.
     after_s = rig.probe_s()
@@ -236,7 +236,7 @@ def _play(
     pair = Pair(
         slo_s,
         played.ttft_s,
-        played.brought.report.kl,
+        played.report.kl,
         played.text_share(job),
         predicted.ready_s + speeds.question_s,
         predicted.kl,

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.codec import LosslessCodec
+from kvtide.plan import Link as KnownLink
 from kvtide.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
-from kvtide.plan.bandwidth import HarmonicRate
 from kvtide.plan.layered import Layered
-from kvtide.store.load import ContextLoader, LoadRequest
+from kvtide.store.load import LoadRequest, Streamed
 from kvtide.store.load.job import layered_job
-from kvtide.store.load.run import FetchLimits, LinkState
 from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
 from kvtide_lab.sim.links import Link
@@ -47,7 +46,7 @@ def exact_times(rig: Rig, link: Link, speed: PrefillSpeed, repeats: int) -> Exac
     job = layered_job(stored, cut(rig.tokens, rig.layout.tokens), (0.0,), LoadRequest(speed, 0.0))
 
     def played(policy: StreamPolicy) -> float:
-        return rig.play(job, policy, LinkState(HarmonicRate()), link.carried).ttft_s
+        return rig.play(job, policy, KnownLink(), link.carried).ttft_s
 
     loads = [(played(TwoEnded()), played(Layered()), rig.plain_s()) for _ in range(repeats)]
     ratios = []
@@ -77,12 +76,12 @@ def _medians(ratios: Sequence[_Spent]) -> _Spent:
 def _slow_s(rig: Rig, stored: Sequence[StoredObject], speed: PrefillSpeed, is_known: bool) -> float:
     """Return TTFT by a loader over a link that is far too slow, and known to be so or not."""
     rig.restart(lambda seconds: SLOW_BYTES_PER_S * seconds)
-    link = LinkState(HarmonicRate())
+    link = KnownLink()
     if is_known:
         link.estimator.add(int(SLOW_BYTES_PER_S), 0.0, 1.0)
     engine = rig.engine()
     started_s = rig.clock.monotonic_s()
-    loader = ContextLoader([rig.source], rig.registry, link, rig.clock, FetchLimits())
-    loader.load([each.meta for each in stored], (0.0,), LoadRequest(speed, 0.0), engine, engine.append)
+    metas = [each.meta for each in stored]
+    Streamed(engine, LoadRequest(speed, 0.0)).load(rig.access(link), metas, 30.0)
     engine.first_token(rig.ids)
     return rig.clock.monotonic_s() - started_s

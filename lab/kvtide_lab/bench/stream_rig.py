@@ -5,6 +5,7 @@ Speeds are measured before anything is played, and again beside each play: a sha
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,18 +15,23 @@ import numpy as np
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
+from kvtide.codec.raw import RawCodec
+from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill
+from kvtide.index import LruPolicy, RadixIndex
 from kvtide.keys import block_keys
-from kvtide.plan import PASS_TOKENS, PrefillSpeed, StreamPolicy, cut
+from kvtide.plan import PASS_TOKENS, Judge, Link, PrefillSpeed, StreamPolicy, cut
 from kvtide.plan.bandwidth import HarmonicRate
 from kvtide.plan.levels import FixedLevel
-from kvtide.store.load.bring import LoadedPrefix, StreamedLoad
+from kvtide.store import Cache
+from kvtide.store.load import LoadAccess
 from kvtide.store.load.job import FetchJob
-from kvtide.store.load.run import FetchLimits, LinkState
-from kvtide.tier.http.ranges import range_sources
+from kvtide.store.load.run import FetchLimits, FetchReport
+from kvtide.store.load.streamed import StreamedLoad
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.source import read_heads
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import StoredObject, pack_object
 from kvtide_lab.bench.shaped import ShapedProxy
@@ -60,14 +66,15 @@ class Speeds(NamedTuple):
 
 
 class Played(NamedTuple):
-    """One load for real: seconds until the first token, and what was brought."""
+    """One load for real: seconds until the first token, what came, and how many blocks of it the engine has."""
 
     ttft_s: float
-    brought: LoadedPrefix
+    report: FetchReport
+    blocks: int
 
     def text_share(self, job: FetchJob) -> float:
         """Return the share of the tokens that the engine computed."""
-        loaded = len(self.brought.appended) * job.objects[0].meta.layout.tokens
+        loaded = self.blocks * job.objects[0].meta.layout.tokens
         return 1 - loaded / job.request.tokens
 
 
@@ -92,11 +99,14 @@ class Rig:
         self._proxy = proxy
         self._blocks = capture_blocks(model, self.ids[:-SUFFIX_TOKENS], layout)
         self._tier = http_tier(f"http://127.0.0.1:{server_port}", self.clock)
-        (self.source,) = range_sources(f"http://127.0.0.1:{proxy.port}", self.clock)
+        self.link = http_tier(f"http://127.0.0.1:{proxy.port}", self.clock)
+        index = RadixIndex(self.clock, lambda blocks_max: LruPolicy(), len(self._blocks))
+        self._cache = Cache(TierStack([self.link]), index, RawCodec(), self.registry, self.clock, Limits(), math.inf)
+        self._cache.open()
 
     def close(self) -> None:
         """Close the connections."""
-        self.source.close()
+        self._cache.close()
 
     @property
     def tokens(self) -> int:
@@ -112,7 +122,7 @@ class Rig:
             assert self._tier.put_from(meta.id, packed)
         self._tier.close()
         self.restart(lambda seconds: 1e9 * seconds)
-        found = read_heads([self.source], [meta.id for meta in metas], self.clock, 10.0, 4)
+        found = read_heads(self.link, [meta.id for meta in metas], self.clock.monotonic_s() + 10.0, 4)
         assert len(found) == len(metas)
         return found
 
@@ -141,16 +151,20 @@ class Rig:
         engine = StreamedPrefill(self._model, self.ids, self.layout)
         return self._timed(lambda: engine.compute(0, len(self.ids), lambda: True))
 
-    def play(self, job: FetchJob, policy: StreamPolicy, link: LinkState, carried: Callable[[float], float]) -> Played:
+    def access(self, link: Link) -> LoadAccess:
+        """Return what loads work on, knowing so much of the link."""
+        self._cache.access.judge = Judge(link=link)
+        return self._cache.access
+
+    def play(self, job: FetchJob, policy: StreamPolicy, link: Link, carried: Callable[[float], float]) -> Played:
         """Load a context for real, up to the first token."""
         self.restart(carried)
         engine = self.engine()
         started_s = self.clock.monotonic_s()
-        limits = FetchLimits()
-        bringing = StreamedLoad(job, policy, [self.source], link, self.clock, limits, self.registry)
-        brought = bringing.finish(engine, engine.append)
+        load = StreamedLoad(self.access(link), job, policy, FetchLimits())
+        report = load.finish(engine)
         engine.first_token(self.ids)
-        return Played(self.clock.monotonic_s() - started_s, brought)
+        return Played(self.clock.monotonic_s() - started_s, report, len(load.appended))
 
     def probe_s(self) -> float:
         """Return what one pass over the first tokens takes now."""
@@ -159,7 +173,7 @@ class Rig:
 
     def link_bytes_per_s(self, job: FetchJob) -> float:
         """Return the bytes a second that come through when the link is no bound: proxy, reader and receiver."""
-        state = LinkState(HarmonicRate(1000))
+        state = Link(HarmonicRate(1000))
         self.play(
             job.asked(job.request.prefill, 0.0),
             FixedLevel(job.request.steps - 1),
@@ -204,8 +218,7 @@ class Rig:
         """Return how long the first byte of a range takes."""
         self.restart(lambda seconds: 1e9 * seconds)
         return statistics.median(
-            self._timed(lambda: self.source.read(stored.meta.id, 0, 1, lambda part: True, self.clock.monotonic_s() + 9))
-            for _ in range(_TIMINGS)
+            self._timed(lambda: self.link.read_range(stored.meta.id, 0, 1, lambda part: True)) for _ in range(_TIMINGS)
         )
 
     def decode_token_s(self, codec: Codec, refinements: Sequence[int]) -> tuple[float, ...]:

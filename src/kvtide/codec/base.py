@@ -61,6 +61,9 @@ class EmbeddedCodec(Codec, Protocol):
         CorruptPayload if they can't be decoded.
         """
 
+    def quality_without(self, quality: float, refinements: int) -> float:
+        """Return the quality of a block that was encoded at `quality` without so many of its last refinements."""
+
 
 @runtime_checkable
 class LayeredCodec(Codec, Protocol):

@@ -18,24 +18,31 @@ from kvtide.plan.base import (
     pass_reach,
 )
 from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.plan.judge import Decision, Way, decide
-from kvtide.plan.layered import TwoEnded
+from kvtide.plan.judge import Decision, Judge, JudgeRecord, Link, Speed, Way, decide
+from kvtide.plan.layered import Layered, TwoEnded
+from kvtide.plan.policies import POLICIES, policy_named
 from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
     "PASS_TOKENS",
     "PLAN_FETCHES_MAX",
+    "POLICIES",
     "Chunk",
     "Decision",
     "Estimator",
     "Fetch",
+    "Judge",
+    "JudgeRecord",
+    "Layered",
+    "Link",
     "Plan",
     "PrefillMeter",
     "PrefillSpeed",
     "Progress",
     "Reason",
     "Request",
+    "Speed",
     "StreamPolicy",
     "TwoEnded",
     "Way",
@@ -47,4 +54,5 @@ __all__ = [
     "leading_pass",
     "mean_kl",
     "pass_reach",
+    "policy_named",
 ]

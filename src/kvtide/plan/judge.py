@@ -1,15 +1,31 @@
-"""Load or recompute? Decided before the first byte, from the link's rate and the engine's speed."""
+"""Load, compute, or both? One judge for every engine and way of loading, from what was measured, kept over restarts.
+
+Pure: the time is passed in, and what is known goes to and from a record.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
+from kvtide.plan.bandwidth import Estimator, HarmonicRate
 from kvtide.plan.base import Request
+from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
 
 # A way that needs both link and engine must save so much of the time to be worth it.
 _SAVING_MIN = 0.05
+# Shorter steps and loads say more about overheads than about speed.
+SAMPLE_TOKENS_MIN = 64
+# Share of the newest sample in an estimate.
+_NEWEST_SHARE = 0.5
+# A speed of loading that nobody has measured for so long is unknown again: a slow store gets another chance.
+MEMORY_S = 60.0
+# No load is given less: below this, scheduling decides and not the store.
+DEADLINE_S_MIN = 0.1
 
 
 class Way(Enum):
@@ -22,42 +38,186 @@ class Way(Enum):
 
 
 class Decision(NamedTuple):
-    """A way, and the seconds until the engine could start by each of them; inf where the rate is unknown or 0."""
+    """A way, and the seconds until the engine could start by each of them; inf where the rate is unknown or 0.
+
+    meet_token: up to where the engine computes if both work.
+    """
 
     way: Way
     load_s: float
     recompute_s: float
     both_s: float
+    meet_token: int = 0
 
 
-def decide(request: Request, bytes_per_s: float | None, latency_s: float = 0.0) -> Decision:
+def decide(
+    request: Request, bytes_per_s: float | None, latency_s: float = 0.0, decode_token_s: float = 0.0
+) -> Decision:
     """Choose the way to the earliest start.
 
     Loading counts what is needed least: bases, or smallest levels. bytes_per_s: expected rate, None if unknown.
-    latency_s: until the first byte. ValueError for a negative rate or latency.
+    latency_s: until the first byte. decode_token_s: what a loaded token takes behind its last byte. ValueError for a
+    negative number.
     """
-    if latency_s < 0 or (bytes_per_s is not None and not bytes_per_s >= 0):
-        raise ValueError(f"rate and latency must not be negative, got {bytes_per_s} bytes/s, {latency_s} s")
+    if min(latency_s, decode_token_s) < 0 or (bytes_per_s is not None and not bytes_per_s >= 0):
+        found = f"{bytes_per_s} bytes/s, {latency_s} s, {decode_token_s} s a token"
+        raise ValueError(f"rate, latency and decoding must not be negative, got {found}")
     recompute_s = request.prefill.seconds(0, request.tokens)
     if bytes_per_s is None:
         return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s, math.inf)
-    load_s, both_s = _load_s(request, bytes_per_s, latency_s)
+    if not bytes_per_s:
+        return Decision(Way.RECOMPUTE, math.inf, recompute_s, recompute_s, request.tokens)
+    load_s, both_s, meet = latency_s, recompute_s, request.tokens
+    for chunk in reversed(request.chunks):
+        load_s += chunk.sizes[0] / bytes_per_s
+        decode_s = decode_token_s * (request.tokens - chunk.start)
+        meeting_s = max(load_s, request.prefill.seconds(0, chunk.start)) + decode_s
+        if meeting_s < both_s:
+            both_s, meet = meeting_s, chunk.start
+    load_s += decode_token_s * request.tokens
     if both_s > (1 - _SAVING_MIN) * recompute_s:
         way = Way.RECOMPUTE
     elif both_s > (1 - _SAVING_MIN) * load_s:
         way = Way.LOAD
     else:
         way = Way.BOTH
-    return Decision(way, load_s, recompute_s, both_s)
+    return Decision(way, load_s, recompute_s, both_s, meet)
 
 
-def _load_s(request: Request, bytes_per_s: float, latency_s: float) -> tuple[float, float]:
-    """Return the seconds of loading all, and those until loading from the end and computing from the start meet."""
-    both_s = request.prefill.seconds(0, request.tokens)
-    if not bytes_per_s:
-        return math.inf, both_s
-    load_s = latency_s
-    for chunk in reversed(request.chunks):
-        load_s += chunk.sizes[0] / bytes_per_s
-        both_s = min(both_s, max(load_s, request.prefill.seconds(0, chunk.start)))
-    return load_s, both_s
+class Link:
+    """What is known of the way to the tiers: rate, and the shortest delay seen."""
+
+    def __init__(self, estimator: Estimator | None = None) -> None:
+        self.estimator = estimator or HarmonicRate()
+        self.latency_s = math.inf
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """Return how much must be asked for ahead to keep the link busy; 0 while it is unknown."""
+        rate = self.estimator.bytes_per_s()
+        return 0.0 if rate is None or math.isinf(self.latency_s) else rate * self.latency_s
+
+
+class Speed:
+    """Tokens a second, as the newest samples say."""
+
+    def __init__(self) -> None:
+        self._tokens_per_s = 0.0
+        self._seen_s = float("-inf")
+
+    def note(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Take a sample; short ones are ignored."""
+        if tokens < SAMPLE_TOKENS_MIN or seconds <= 0:
+            return
+        known = self.known(now_s)
+        sample = tokens / seconds
+        self._tokens_per_s = sample if known is None else known + _NEWEST_SHARE * (sample - known)
+        self._seen_s = now_s
+
+    def known(self, now_s: float, memory_s: float = float("inf")) -> float | None:
+        """Return the estimate, None if there is none as young as `memory_s`."""
+        return self._tokens_per_s if self._tokens_per_s and now_s - self._seen_s <= memory_s else None
+
+
+class JudgeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a judge knows, to be kept over a restart. 0: unknown. decode_token_s: by codec."""
+
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    tokens_per_s: float = 0.0
+    double_at: float = 0.0
+    decode_token_s: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        figures = [self.bytes_per_s, self.latency_s, self.tokens_per_s, self.double_at, *self.decode_token_s.values()]
+        if not all(0 <= each < math.inf for each in figures) or len(self.decode_token_s) > CODECS_MAX:
+            raise ValueError("a judge's figures are finite and not negative")
+
+
+# Codecs whose decoding is remembered.
+CODECS_MAX = 32
+
+
+class Judge:
+    """Knows link, decoding and prefill from one load to the next. Thread-safe."""
+
+    def __init__(self, load_s_max: float = math.inf, link: Link | None = None) -> None:
+        """load_s_max: no load may take longer."""
+        self.link = link or Link()
+        self._load_s_max = load_s_max
+        self._lock = threading.Lock()
+        self._meter = PrefillMeter()
+        self._restored = JudgeRecord()
+        self._load = Speed()
+        self._decode_token_s: dict[str, float] = {}
+
+    def note_prefill(self, start: int, stop: int, seconds: float) -> None:
+        """Take the duration of a pass over tokens [start, stop) of a prompt; short ones are ignored."""
+        if stop - start >= SAMPLE_TOKENS_MIN and seconds > 0:
+            with self._lock:
+                self._meter.note(start, stop, seconds)
+
+    def note_load(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Take the duration of a load, from the decision to the last page."""
+        with self._lock:
+            self._load.note(tokens, seconds, now_s)
+
+    def note_decode(self, codec_id: str, tokens: int, seconds: float) -> None:
+        """Take what decoding tokens took."""
+        with self._lock:
+            if tokens and (codec_id in self._decode_token_s or len(self._decode_token_s) < CODECS_MAX):
+                self._decode_token_s[codec_id] = seconds / tokens
+
+    def prefill(self) -> PrefillSpeed | None:
+        """Return the engine's speed; the last process's until this one has measured. None if nobody has."""
+        with self._lock:
+            speed, known = self._meter.speed(), self._restored
+        if speed is None and known.tokens_per_s:
+            return PrefillSpeed(known.tokens_per_s, known.double_at or math.inf)
+        return speed
+
+    def decode_token_s(self, codec_id: str) -> float:
+        """Return what decoding a token takes, 0 while that is unknown."""
+        with self._lock:
+            return self._decode_token_s.get(codec_id, self._restored.decode_token_s.get(codec_id, 0.0))
+
+    def bytes_per_s(self) -> float | None:
+        """Return the link's rate, None if it is unknown."""
+        return self.link.estimator.bytes_per_s() or self._restored.bytes_per_s or None
+
+    def latency_s(self) -> float:
+        """Return the link's delay, 0 while it is unknown."""
+        return self._restored.latency_s if math.isinf(self.link.latency_s) else self.link.latency_s
+
+    def decide(self, request: Request, codec_id: str) -> Decision:
+        """Choose the way to the earliest start."""
+        return decide(request, self.bytes_per_s(), self.latency_s(), self.decode_token_s(codec_id))
+
+    def is_load_faster(self, tokens: int, now_s: float) -> bool:
+        """Tell whether loading whole blocks is expected to end before computing would.
+
+        True while either speed is unknown.
+        """
+        prefill, load = self.prefill(), self._load.known(now_s, MEMORY_S)
+        return prefill is None or load is None or tokens / load < prefill.seconds(0, tokens)
+
+    def deadline_s(self, tokens: int) -> float:
+        """Return the longest that a load may take: as long as computing would, and never over `load_s_max`."""
+        prefill = self.prefill()
+        computing_s = self._load_s_max if prefill is None else max(DEADLINE_S_MIN, prefill.seconds(0, tokens))
+        return min(self._load_s_max, computing_s)
+
+    def record(self) -> JudgeRecord:
+        """Return what is known, for `restore`."""
+        speed, decode = self.prefill(), {**self._restored.decode_token_s, **self._decode_token_s}
+        return JudgeRecord(
+            self.bytes_per_s() or 0.0,
+            self.latency_s(),
+            speed.tokens_per_s if speed else 0.0,
+            speed.double_at if speed and not math.isinf(speed.double_at) else 0.0,
+            dict(list(decode.items())[:CODECS_MAX]),
+        )
+
+    def restore(self, record: JudgeRecord) -> None:
+        """Go by what another process knew, until this one has measured."""
+        self._restored = record

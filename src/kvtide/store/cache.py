@@ -6,32 +6,46 @@ Invariant: what `load` hands to the sink has passed every check of the object fo
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
+import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
+import msgspec
+
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
-from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
-from kvtide.store.load import BlockSink, LayerSink, Loader, LoadReport, MissReason, SectionSink, Sinks
+from kvtide.outcomes import DecisionCounter, decisions_text
+from kvtide.plan import Judge, JudgeRecord
+from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, wants_latest
+from kvtide.types import BlockKey, Namespace, ObjectId, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.ram.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+
+JUDGE_BYTES_MAX = 4096
+
+
+def _judge_id() -> ObjectId:
+    """Return where the judge's record of this machine lies."""
+    name = hashlib.sha256(b"kvtide judge").digest()
+    return ObjectId(Namespace(name), BlockKey(hashlib.sha256(name + platform.node().encode()).digest()))
 
 
 class CacheStats(NamedTuple):
@@ -86,16 +100,33 @@ class Cache:
     ) -> None:
         self.tiers = tiers
         self.index = index
-        quality = codec.quality if quality is None else quality
+        self.quality = quality = codec.quality if quality is None else quality
         self._clock = clock
         self._limits = limits
         self._guard = FaultGuard()
-        self._loader = Loader(tiers, index, quality, registry, clock, limits.load_threads, self._guard, self._queued)
         self._storer: Storer | None = None
         self._pid = 0
         self._coarse = CoarseBlocks(clock)
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
+        # What it knows of link, decoding and prefill; engines tell it what they compute.
+        self.judge = Judge(limits.load_s_max)
+        self._workers = LoadWorkers(limits.load_threads)
+        # Completes what a streamed load has left unfinished, for the faster tiers.
+        self.backfill = Backfill(tiers, lambda meta, data: tiers.keep_above(meta.id, data), clock)
+        self.access = LoadAccess(
+            tiers,
+            index,
+            quality,
+            registry,
+            clock,
+            self.judge,
+            self.decisions,
+            self._guard,
+            self._queued,
+            self._workers,
+            self.backfill,
+        )
         self._placer = Placer(tiers, index, codec, quality, limits, self._guard, self._coarse, self.decisions)
 
     def open(self) -> None:
@@ -107,7 +138,7 @@ class Cache:
         report = self._guard("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
-        self._loader.open()
+        self._workers.open()
         self._storer = Storer(self._placer, self._limits.store_queue_bytes_max)
         self._storer.open()
         self._pid = os.getpid()
@@ -117,6 +148,25 @@ class Cache:
     def is_open(self) -> bool:
         """Tell whether blocks are loaded and stored now, by this process."""
         return self._storer is not None and self._pid == os.getpid()
+
+    def recall(self) -> None:
+        """Have the judge go by what the last process on this machine knew of the store."""
+        if self.is_open:
+            self._guard("read the judge's record", self._recall, None)
+
+    def _recall(self) -> None:
+        buffer = bytearray(JUDGE_BYTES_MAX)
+        size = self.tiers.get_into(_judge_id(), memoryview(buffer))
+        if size:
+            self.judge.restore(msgspec.json.decode(buffer[:size], type=JudgeRecord))
+
+    def _store_judge(self) -> None:
+        """Keep what was learnt of a link beside the objects; without that there is nothing to keep."""
+        if self.judge.link.estimator.bytes_per_s() is None:
+            return
+        data = msgspec.json.encode(self.judge.record())
+        if not self.tiers.replace(_judge_id(), data):
+            self.tiers.put_from(_judge_id(), data)
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
@@ -131,7 +181,9 @@ class Cache:
         for meta in self._storer.close(self._limits.close_s_max):
             self.index.remove(meta.id.key, QUEUE_TIER)
         self._placer.tell_decisions()
-        self._loader.close()
+        self.backfill.close()
+        self._guard("store the judge's record", self._store_judge, None)
+        self._workers.close()
         self._storer = None
         self._guard("close", self.tiers.close, None)
 
@@ -172,30 +224,21 @@ class Cache:
         """Tell whether any of these blocks still waits to be stored."""
         return self.is_open and any(self._queued(object_id) is not None for object_id in ids)
 
-    def load(
-        self,
-        metas: Sequence[BlockMeta],
-        sink: BlockSink,
-        deadline_s: float | None = None,
-        take: SectionSink = lambda position, codec, sections: False,
-        layer_sink: LayerSink | None = None,
-    ) -> LoadReport:
-        """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came whole.
+    def load(self, metas: Sequence[BlockMeta], strategy: Strategy, deadline_s: float | None = None) -> LoadReport:
+        """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came.
 
-        Blocks behind the first missing one may reach the sinks too, even after the return: they don't count. With a
-        `layer_sink` the first layers of all blocks come before the next ones of any, as far as codecs keep them apart.
+        The one way in: whatever the strategy, blocks are pinned meanwhile, what is decided of them is counted, and
+        objects that are corrupt, at another place or too coarse are no blocks.
         """
         if not self.is_open:
             return LoadReport(0, 0, MissReason.CLOSED)
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
-        load = partial(self._loader.load, metas, Sinks(sink, take, layer_sink), give_up_s)
-        report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
+        with self.access.pinned(metas):
+            load = partial(strategy.load, self.access, metas, give_up_s)
+            report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
             self._coarse.note(metas[report.blocks].id)
-        why = Why.DEADLINE if report.reason is MissReason.DEADLINE else Why.NOT_THERE
-        for position, meta in enumerate(metas):
-            decided = (Choice.LOAD, Why.IN_TIME) if position < report.blocks else (Choice.ABANDONED, why)
-            self.decisions.add(*decided, meta.layout.tokens, meta.id.namespace)
+        self.access.count(report)
         return report
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
@@ -236,13 +279,10 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        self._loader.check()
+        self._workers.check()
+        self.backfill.check()
         self.index.check()
         self.tiers.check()
-
-    def keep(self, meta: BlockMeta, packed: bytes) -> bool:
-        """Store a block that came encoded, in the caller's thread. False if no tier has it then."""
-        return self.is_open and self._guard("keep", partial(self._placer.place, meta, lambda: packed), False)
 
     def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
         """Run what an engine does with the cache beside its verbs; a fault in it becomes `fallback`."""
@@ -251,7 +291,7 @@ class Cache:
     def stats(self) -> CacheStats:
         """Return the counters."""
         counts = self._placer.counts.all()
-        loaded = self._loader.loaded()
+        loaded = self.access.loaded()
         return CacheStats(
             blocks_loaded=loaded.blocks,
             blocks_damaged=loaded.damaged,

@@ -1,15 +1,17 @@
-"""Where a load takes its bytes from: ranges of objects, handed over as they come."""
+"""Ranges of objects, handed over as they come: any tier is a source of them.
+
+Invariant: a byte that was handed over is not asked for again by the same read, at whichever server or tier it goes on.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.tier.base import Tier
+from kvtide.tier.deadline import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
@@ -17,69 +19,106 @@ from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, pars
 # source waits, to be asked that.
 Take = Callable[[memoryview], bool]
 
+# A tier that answers whole reads is read in slices: one is lost if it breaks off.
+SLICE_BYTES = 1 << 18
+
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """A place that has the objects. Several threads read from it at once."""
+@runtime_checkable
+class RangeSource(Protocol):
+    """A tier that hands over bytes as they come. Safe to use from several threads."""
 
-    @property
-    def name(self) -> str:
-        """Return the source's name in logs and counters."""
-
-    def read(self, object_id: ObjectId, start: int, stop: int, take: Take, deadline_s: float) -> bool:
-        """Hand bytes [start, stop) to `take` in order, as they come, until it says False or `deadline_s` on the clock.
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.deadline.until` says.
 
         False if the object, or a byte of the range, is not there. TierUnavailable if the read comes to an early end:
         what was taken counts.
         """
 
 
-class TierSource:
-    """Any tier as a source, read in slices: what one slice has brought counts, whatever becomes of the next."""
+class Sliceable(Protocol):
+    """What a tier that is read in slices is asked for."""
 
-    def __init__(self, tier: Tier, clock: Clock, slice_bytes: int = 1 << 20) -> None:
-        if slice_bytes < 1:
-            raise ValueError(f"a slice has at least one byte, got {slice_bytes}")
-        self._tier = tier
-        self._clock = clock
-        self._slice_bytes = slice_bytes
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """See `Tier`."""
 
-    @property
-    def name(self) -> str:
-        """Return the tier's name."""
-        return self._tier.name
 
-    def read(self, object_id: ObjectId, start: int, stop: int, take: Take, deadline_s: float) -> bool:
-        """Hand bytes [start, stop) to `take`, a slice at a time."""
-        buffer = memoryview(bytearray(min(self._slice_bytes, stop - start)))
-        while start < stop:
-            if self._clock.monotonic_s() >= deadline_s:
-                raise TierUnavailable(f"{self.name}: the deadline passed at byte {start} of {object_id}")
-            wanted = min(len(buffer), stop - start)
-            came = self._tier.get_into(object_id, buffer[:wanted], start)
-            if not came:
-                return False
-            start += came
-            if not take(buffer[:came]):
-                break
-        return True
+# Reads on from a position up to the end of a range; else as `read_range`.
+ReadOn = Callable[[int, Take], bool]
+
+
+def read_from_any(
+    reads: Iterable[ReadOn], start: int, stop: int, take: Take, note: Callable[[int, Exception], None]
+) -> bool:
+    """Read a range from the first place that has it, going on at the next where one breaks off; else as `read_range`.
+
+    note: told of each fault, and at which place.
+    """
+    position, is_wanted, problem = start, True, ""
+
+    def taking(part: memoryview) -> bool:
+        nonlocal position, is_wanted
+        position += len(part)
+        is_wanted = take(part)
+        return is_wanted
+
+    for number, read_on in enumerate(reads):
+        try:
+            if read_on(position, taking):
+                return True
+        except (TierUnavailable, OSError, MemoryError) as error:
+            if is_wanted and position < stop:
+                note(number, error)
+                problem = str(error)
+        if not is_wanted or position == stop:
+            return True
+    if problem:
+        raise TierUnavailable(f"broke off at byte {position}: {problem}")
+    return False
+
+
+def read_range(tier: RangeSource | Sliceable, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+    """Read a range from any tier, in slices from one that does not hand over bytes as they come."""
+    if isinstance(tier, RangeSource):
+        return tier.read_range(object_id, start, stop, take)
+    buffer = memoryview(bytearray(min(SLICE_BYTES, stop - start)))
+    while start < stop:
+        came = tier.get_into(object_id, buffer[: stop - start], start)
+        if not came:
+            return False
+        start += came
+        if not take(buffer[:came]):
+            break
+    return True
+
+
+def read_range_of_any(
+    tiers: Sequence[RangeSource | Sliceable],
+    object_id: ObjectId,
+    start: int,
+    stop: int,
+    take: Take,
+    note: Callable[[int, Exception], None],
+) -> bool:
+    """Do `read_from_any` with tiers."""
+    reads = [lambda at, take, tier=tier: read_range(tier, object_id, at, stop, take) for tier in tiers]
+    return read_from_any(reads, start, stop, take, note)
 
 
 def read_heads(
-    sources: Sequence[Source], ids: Sequence[ObjectId], clock: Clock, wait_s: float, requests_max: int
+    source: RangeSource, ids: Sequence[ObjectId], deadline_s: float, requests_max: int
 ) -> list[StoredObject]:
     """Read header and section table of the leading objects that are there, in as few round trips as can be.
 
-    Objects of one run have tables of one size: the first tells it. The list ends before an object that no source has
-    or that is not whole.
+    Objects of one run have tables of one size: the first tells it. The list ends before an object that is absent or not
+    whole, and at `deadline_s` on the monotonic clock.
     """
-    deadline_s = clock.monotonic_s() + wait_s
-    first = _any_head(sources, ids[0], HEADER_BYTES, deadline_s) if ids else None
+    first = _read_head(source, ids[0], HEADER_BYTES, deadline_s) if ids else None
     if first is None:
         return []
     with ThreadPoolExecutor(requests_max, thread_name_prefix="kvtide-heads") as pool:
-        rest = pool.map(lambda object_id: _any_head(sources, object_id, len(first.head), deadline_s), ids[1:])
+        rest = pool.map(lambda object_id: _read_head(source, object_id, len(first.head), deadline_s), ids[1:])
         return [first, *_leading(rest)]
 
 
@@ -90,26 +129,20 @@ def _leading(heads: Iterable[StoredObject | None]) -> Iterator[StoredObject]:
         yield head
 
 
-def _any_head(sources: Sequence[Source], object_id: ObjectId, size: int, deadline_s: float) -> StoredObject | None:
-    for source in sources:
-        try:
-            head = _read_head(source, object_id, size, deadline_s)
-            if head is not None:
-                return head
-        except (TierUnavailable, CorruptPayload) as error:
-            _log.debug("no header of %s: %s", object_id, error)
-    return None
-
-
-def _read_head(source: Source, object_id: ObjectId, size: int, deadline_s: float) -> StoredObject | None:
+def _read_head(source: RangeSource, object_id: ObjectId, size: int, deadline_s: float) -> StoredObject | None:
     data = bytearray()
 
     def take(part: memoryview) -> bool:
         data.extend(part)
         return True
 
-    if not source.read(object_id, 0, size, take, deadline_s):
+    try:
+        with until(deadline_s):
+            if not source.read_range(object_id, 0, size, take):
+                return None
+            if (wanted := header_and_table_bytes(data)) > len(data):
+                source.read_range(object_id, len(data), wanted, take)
+        return parse_header(bytes(data), object_id)
+    except (TierUnavailable, CorruptPayload) as error:
+        _log.debug("no header of %s: %s", object_id, error)
         return None
-    if (wanted := header_and_table_bytes(data)) > len(data):
-        source.read(object_id, len(data), wanted, take, deadline_s)
-    return parse_header(bytes(data), object_id)

@@ -16,13 +16,13 @@ from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.orders import StepCommands, WorkerReport
-from kvtide.engines.paged.pace import Throughput
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.outcomes import Choice, Decided, Why
+from kvtide.plan import Judge
 from kvtide.store.cache import Cache
 from kvtide.store.load import whole as loading
 from kvtide.types import BlockKey, ObjectId
@@ -45,10 +45,8 @@ class ToyEngine:
 
     def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1, kept_bytes_max: int = 0) -> None:
         self.clock = SystemClock()
-        self.pace = Throughput(5.0)
-        self.scheduler = SchedulerHalf(
-            open_cache(store), _namespaces(shards), BLOCK, PAGE_TOKENS, self.pace, self.clock, 0.5
-        )
+        cache = open_cache(store, load_s_max=5.0)
+        self.scheduler = SchedulerHalf(cache, _namespaces(shards), BLOCK, PAGE_TOKENS, self.clock, 0.5)
         self.pool, self.layers = host_pages(ORDER, pages=64)
         self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max)
         self._free = iter(range(1, 64))
@@ -296,7 +294,7 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
     long = list(range(100, 100 + 10 * BLOCK + 1))
     engines().compute("a", long)
     second = engines()
-    second.pace.note_prefill(10_000, 1.0, second.clock.monotonic_s())
+    second.scheduler.cache.judge.note_prefill(0, 10_000, 1.0)
     gate, tiers = threading.Event(), second.worker.cache.tiers
     tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
     hit, pages, failed = second.load("b", long)
@@ -311,7 +309,7 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
 def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
     engines().compute("a", PROMPT)
     second = engines()
-    second.pace = second.scheduler._pace = Throughput(0.05)
+    second.scheduler.cache.judge = Judge(0.05)
     gate, tiers = threading.Event(), second.worker.cache.tiers
     tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
     hit, pages, failed = second.load("b", PROMPT)

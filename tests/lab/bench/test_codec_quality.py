@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines.calibrate.judge import Judge
+from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import codec_quality
@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 
 def judged(subject: Subject, path: Path | None, codecs: tuple[str, ...] = (), results_max: int = 1000) -> CodecQuality:
-    """Judge; after so many results as if the user had stopped it."""
+    """QualityJudge; after so many results as if the user had stopped it."""
 
     def stop(_: str, done: int, total: int) -> None:
         if done >= results_max and done < total:
@@ -73,7 +73,7 @@ def test_run_that_was_broken_off_goes_on_to_the_same_rows(subject: Subject, tmp_
 
 def test_what_was_found_is_not_judged_again(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = judged(subject, tmp_path / "partial", ("lossless", "chunkwise"))
-    monkeypatch.setattr(codec_quality, "Judge", None)
+    monkeypatch.setattr(codec_quality, "QualityJudge", None)
     assert judged(subject, tmp_path / "partial", ("lossless", "chunkwise")) == first
 
 
@@ -108,8 +108,8 @@ def test_only_what_is_named_is_judged(subject: Subject) -> None:
 
 def test_exact_bytes_are_judged_once_and_as_perfect(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    judge = Judge.judge
-    monkeypatch.setattr(Judge, "judge", lambda *args: asked.append(1) or judge(*args))
+    judge = QualityJudge.judge
+    monkeypatch.setattr(QualityJudge, "judge", lambda *args: asked.append(1) or judge(*args))
     rows = judged(subject, None, ("raw", "lossless")).rows
     assert [(row.kl, row.greedy_match) for row in rows] == [(0.0, 6), (0.0, 6)]
     assert len(asked) == len(subject.ids)

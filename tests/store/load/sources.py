@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry
 from kvtide.errors import TierUnavailable
-from kvtide.plan import PrefillSpeed
-from kvtide.store.load import LoadRequest
+from kvtide.index import LruPolicy, RadixIndex
+from kvtide.outcomes import DecisionCounter
+from kvtide.plan import Judge, PrefillSpeed
+from kvtide.store.load import Backfill, LoadAccess, LoadRequest, LoadWorkers
 from kvtide.store.load.job import FetchJob, layered_job
+from kvtide.store.placing import FaultGuard
 from kvtide.testing.strategies import block_meta
-from kvtide.tier.source import Take
+from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.source import Take, read_range_of_any
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 
@@ -66,22 +75,22 @@ class MadeSource:
         self._cut_bytes = cut_bytes
         self._link, self._lock = threading.Lock(), threading.Lock()
 
-    def read(self, object_id: ObjectId, start: int, stop: int, take: Take, deadline_s: float) -> bool:
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         with self._lock:
             self.reading += 1
             self.reading_max = max(self.reading_max, self.reading)
         try:
-            return self._read(object_id, start, stop, take, deadline_s)
+            return self._read(object_id, start, stop, take)
         finally:
             with self._lock:
                 self.reading -= 1
 
-    def _read(self, object_id: ObjectId, start: int, stop: int, take: Take, deadline_s: float) -> bool:
+    def _read(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         if object_id not in self.objects:
             return False
         cut = stop if self._cut_bytes is None else min(stop, start + self._cut_bytes)
         while start < cut:
-            if self.is_down or time.monotonic() >= deadline_s:
+            if self.is_down or time.monotonic() >= caller_deadline_s():
                 raise TierUnavailable("made to fail")
             part = self.objects[object_id][start : min(cut, start + self._part)]
             if not part:
@@ -109,6 +118,77 @@ class MadeSource:
         return sum(stop - start for _, start, stop in spans) - len(
             {(object_id, byte) for object_id, start, stop in spans for byte in range(start, stop)}
         )
+
+
+class MadeTier:
+    """A source as a tier of a stack, which others have filled."""
+
+    name = "made"
+
+    def __init__(self, source: MadeSource) -> None:
+        self.source = source
+        self.read_range = source.read_range
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def contains(self, object_id: ObjectId) -> bool:
+        return object_id in self.source.objects
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        data = self.source.objects.get(object_id)
+        if data is None:
+            return None
+        part = data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        return False
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        return self.source.objects.pop(object_id, None) is not None
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        return None
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        return iter(())
+
+    def stats(self) -> TierStats:
+        return TierStats.sum_of(self.name, [])
+
+
+def access_of(source: MadeSource | TierStack, judge: Judge | None = None) -> LoadAccess:
+    """Return what loads work on, over one source."""
+    tiers, clock = source if isinstance(source, TierStack) else TierStack([MadeTier(source)]), SystemClock()
+    if tiers is not source:
+        tiers.open()
+    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 1000)
+    return LoadAccess(
+        tiers,
+        index,
+        math.inf,
+        CodecRegistry(),
+        clock,
+        judge or Judge(),
+        DecisionCounter(),
+        FaultGuard(),
+        lambda object_id: None,
+        LoadWorkers(2),
+        Backfill(tiers, lambda meta, data: False, clock),
+    )
+
+
+class AnyOf:
+    """Several sources as one, as a stack of tiers is."""
+
+    def __init__(self, *sources: MadeSource) -> None:
+        self._sources = sources
+
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        return read_range_of_any(self._sources, object_id, start, stop, take, lambda position, error: None)
 
 
 class MadeEngine:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.store.load.sources import MadeSource, made_objects, parsed
+from tests.store.load.sources import AnyOf, MadeSource, made_objects, parsed
 
 from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
@@ -45,7 +45,7 @@ def stack() -> Iterator[ExitStack]:
 
 def keeper_of(stack: ExitStack, *sources: MadeSource, limits: BackfillLimits | None = None) -> tuple[Backfill, Store]:
     store = Store()
-    keeper = Backfill(sources, store.put, SystemClock(), limits)
+    keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), limits)
     stack.callback(keeper.check)
     stack.callback(keeper.close)
     return keeper, store
@@ -127,5 +127,3 @@ def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
 def test_bounds_that_can_not_be_are_refused() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         BackfillLimits(loads_max=0)
-    with pytest.raises(ValueError, match="at least one source"):
-        Backfill([], Store().put, SystemClock())

@@ -6,18 +6,26 @@ import threading
 import time
 
 import pytest
-from tests.store.load.sources import KL, STEP_BYTES, IdleEngine, MadeEngine, MadeSource, made_job, made_objects, parsed
+from tests.store.load.sources import (
+    KL,
+    STEP_BYTES,
+    AnyOf,
+    IdleEngine,
+    MadeEngine,
+    MadeSource,
+    made_job,
+    made_objects,
+    parsed,
+)
 
 from kvtide.clock import SystemClock
-from kvtide.plan import Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
-from kvtide.plan.bandwidth import HarmonicRate
+from kvtide.plan import Link, Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule
 from kvtide.store.load import LoadRequest
 from kvtide.store.load.job import FetchJob, level_job
 from kvtide.store.load.receiver import Receiver
-from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun, LinkState
-from kvtide.tier.source import Source
+from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
 
 OBJECTS = made_objects(6)
 SPANS = [(0, 10), (10, 20), (20, 30)]
@@ -27,14 +35,14 @@ ALL_BYTES = 6 * sum(STEP_BYTES)
 def load(
     job: FetchJob,
     policy: StreamPolicy,
-    *sources: Source,
+    *sources: MadeSource,
     engine: Engine | None = None,
     limits: FetchLimits | None = None,
 ) -> tuple[FetchReport, Receiver]:
-    link = LinkState(HarmonicRate())
+    link = Link()
     receiver = Receiver(job.objects)
     bounds = limits or FetchLimits(retry_s=0.01)
-    run = FetchRun(job, receiver, policy, sources, link, SystemClock(), bounds)
+    run = FetchRun(job, receiver, policy, AnyOf(*sources), link, SystemClock(), bounds)
     run.start()
     report = run.until_ready(engine or IdleEngine())
     receiver.check()
@@ -220,11 +228,6 @@ def test_errors_of_the_engine_reach_the_caller_and_end_the_load() -> None:
         load(job, TwoEnded(), MadeSource(OBJECTS, bytes_per_s=1e4))
     time.sleep(0.3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtide-fetch")]
-
-
-def test_load_without_a_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one source"):
-        load(made_job(OBJECTS, 1.0), Layered())
 
 
 @pytest.mark.parametrize("bad", [{"requests_max": 0}, {"read_s_max": 0.0}, {"retry_s": -1.0}])

@@ -19,7 +19,7 @@ from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.load import LoadReport, MissReason
+from kvtide.store.load import LoadReport, MissReason, Whole
 from kvtide.store.load import whole as loading
 from kvtide.testing.strategies import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
@@ -64,7 +64,7 @@ def filled(tmp_path: Path, open_cache: OpenCache, blocks: int) -> tuple[list[Blo
 
 
 def load(cache: Cache, metas: list[BlockMeta], layers: Layers, blocks: Collector | None = None) -> LoadReport:
-    return cache.load(metas, blocks or Collector(), layer_sink=layers)
+    return cache.load(metas, Whole(blocks or Collector(), layers=layers))
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
@@ -179,7 +179,7 @@ def test_load_is_given_up_between_pieces(
     metas, reader = filled(tmp_path, open_cache, 4)
     release = threading.Event()
     layers = Layers(lambda position, layer: (position, layer) == (1, 1) and release.wait(10))
-    report = reader.load(metas, Collector(), deadline_s=0.3, layer_sink=layers)
+    report = reader.load(metas, Whole(Collector(), layers=layers), deadline_s=0.3)
     assert (report.blocks, report.reason) == (0, MissReason.DEADLINE)
     release.set()
     # Nothing is left that holds up the next load, nor a buffer that was lost.

@@ -13,7 +13,7 @@ from typing import Self
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import check_quality, quality_of_units, units_of_quality
+from kvtide.codec.tide.curve import QUALITY_MAX, QUALITY_MIN, check_quality, quality_of_units, units_of_quality
 from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
 from kvtide.codec.tide.grid import THIRD
@@ -167,3 +167,10 @@ class TideCodec:
             final_units, refinements = steps_of(run[0])
             units.append(final_units + THIRD * max(0, refinements + 1 - len(run)))
         return quality_of_units(self._model.curve, max(units))
+
+    def quality_without(self, quality: float, refinements: int) -> float:
+        """Return the measured KL at the step so many refinements above that of `quality`."""
+        if self._model is None:
+            raise CorruptPayload("a tide object needs its profile")
+        curve, known = self._model.curve, min(max(quality, QUALITY_MIN), QUALITY_MAX)
+        return quality_of_units(curve, units_of_quality(curve, known) + THIRD * refinements) if refinements else quality

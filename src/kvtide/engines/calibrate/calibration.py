@@ -21,7 +21,7 @@ from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import COSTS, THIRD, Moments, Steps, TideCodec, TideCounts, draft_profile, finished_profile
-from kvtide.engines.calibrate.judge import Judge, block_metas
+from kvtide.engines.calibrate.judge import QualityJudge, block_metas
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.transformers import block_bits
 from kvtide.errors import UnsupportedModel
@@ -165,7 +165,7 @@ class TideCalibration:
 
     def _judged(self, profile: Profile, ids: Sequence[int], is_said: bool) -> NDArray[np.float64]:
         """Return a row for each point of the curve: bits an element, KL, times blocks; and blocks."""
-        judge = Judge(self._model, self._job.layout, self._context(ids), JUDGED_TOKENS, 1)
+        judge = QualityJudge(self._model, self._job.layout, self._context(ids), JUDGED_TOKENS, 1)
         judge.add(ids)
         codec, rows = TideCodec(profile), []
         for units in _CURVE_UNITS:

@@ -101,7 +101,7 @@ class _Encoded(NamedTuple):
     encode_s: float
 
 
-class Judge:
+class QualityJudge:
     """Contexts with their exact caches and what the model says on them; every codec is held against these."""
 
     def __init__(self, model: Any, layout: BlockLayout, context_tokens: int, continuation: int, greedy: int) -> None:

@@ -7,7 +7,6 @@ from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.identity import files_fingerprint
 from kvtide.engines.paged.orders import StepCommands, WorkerReport
-from kvtide.engines.paged.pace import Speed, Throughput
 from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
@@ -26,9 +25,7 @@ __all__ = [
     "PagePool",
     "ScheduledRequest",
     "SchedulerHalf",
-    "Speed",
     "StepCommands",
-    "Throughput",
     "WorkerHalf",
     "WorkerReport",
     "cell_order",

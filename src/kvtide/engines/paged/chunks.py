@@ -18,6 +18,7 @@ from kvtide.engines.paged.worker import WriteGate
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
+from kvtide.store.load import Whole
 from kvtide.types import BlockKey, ObjectId
 
 # Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
@@ -84,6 +85,6 @@ class ChunkStore:
                 if is_in:
                     write(position, bits.data.cast("B"))
 
-        report = self.cache.load([self._meta(name) for name in names], sink, self._load_s_max)
+        report = self.cache.load([self._meta(name) for name in names], Whole(sink), self._load_s_max)
         gate.close()
         return report.blocks

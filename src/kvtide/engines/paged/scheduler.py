@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
-from kvtide.engines.paged.pace import Throughput
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
@@ -58,7 +57,6 @@ class SchedulerHalf:
         namespaces: Namespaces,
         block_tokens: int,
         page_tokens: int,
-        pace: Throughput,
         clock: Clock,
         match_s_max: float,
     ) -> None:
@@ -67,7 +65,6 @@ class SchedulerHalf:
         self._namespaces = namespaces
         self._block_tokens = block_tokens
         self._page_tokens = page_tokens
-        self._pace = pace
         self._clock = clock
         self._match_s_max = match_s_max
         self._epoch = b""
@@ -108,7 +105,7 @@ class SchedulerHalf:
         # A look-up that goes on without us was given up.
         why = Why.DEADLINE if request in self._lookups else Why.ABSENT
         self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, why), absent)
-        if fresh <= 0 or self._pace.is_load_faster(fresh, self._clock.monotonic_s()):
+        if fresh <= 0 or self.cache.judge.is_load_faster(fresh, self._clock.monotonic_s()):
             return max(0, fresh)
         self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
         return 0
@@ -166,7 +163,7 @@ class SchedulerHalf:
         blocks = tuple(sequence.blocks(())[first : stop // self._block_tokens])
         filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens
-        deadline_s = self._pace.deadline_s(loaded_tokens, self._clock.monotonic_s())
+        deadline_s = self.cache.judge.deadline_s(loaded_tokens)
         order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest)
         self._loads.append(order)
 
@@ -211,9 +208,9 @@ class SchedulerHalf:
         now_s, step = self._clock.monotonic_s(), self._steps.pop(report.step, None)
         self._heard = max(self._heard, report.step)
         if step is not None:
-            self._pace.note_prefill(step.tokens, now_s - step.started_s, now_s)
+            self.cache.judge.note_prefill(0, step.tokens, now_s - step.started_s)
         for timing in report.loads:
-            self._pace.note_load(timing.tokens, timing.seconds, now_s)
+            self.cache.judge.note_load(timing.tokens, timing.seconds, now_s)
         for request in report.failed:
             if request in self._sequences:
                 self._sequences[request].may_load = False

@@ -19,7 +19,7 @@ from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import Guarded, LoadReport, MissReason
+from kvtide.store.load import Guarded, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
 
 # Requests that load at the same time; more wait their turn.
@@ -262,7 +262,7 @@ class WorkerHalf:
             load.take_layers(kept + position, first, layers)
 
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
-        report = self.cache.load(metas, sink, max(0.0, left_s), take, by_layer)
+        report = self.cache.load(metas, Whole(sink, take, by_layer), max(0.0, left_s))
         return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: _Load, report: LoadReport) -> None:

@@ -1,6 +1,7 @@
 """Hugging Face transformers: `attach` gives a model a cache."""
 
-from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel, attach
+from kvtide.engines.transformers.attaching import attach
+from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_tokenizer

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Collection
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -19,26 +18,21 @@ import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
 from kvtide.block import BlockLayout, BlockMeta
-from kvtide.clock import Clock, SystemClock
-from kvtide.codec import CodecRegistry, Profile
-from kvtide.config import Limits
-from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings, model_layout
+from kvtide.clock import Clock
+from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings
 from kvtide.engines.transformers.generation import FirstToken, RestoreWay, Ways, bypass_reason
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.selective import (
-    SELECTED_QUALITY,
     SelectedLayers,
     SparsePrefix,
     SparseSettings,
-    check_ratio,
 )
-from kvtide.engines.transformers.streaming import StreamedPrefill, Streaming, count_streamed
+from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.keys import LatestKeys
-from kvtide.plan import PrefillMeter, PrefillSpeed
-from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
-from kvtide.store.load import Backfill, ContextLoader, ContextReport, LoadRequest, SparseLoad
-from kvtide.tier import ScoreRanking
+from kvtide.plan import PrefillSpeed, policy_named
+from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.store.load import QUALITY_SLACK, Sparse, Streamed, StreamReport, Whole
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
@@ -66,7 +60,7 @@ class GenerateReport(NamedTuple):
     stored_bytes_read: int
     blocks_queued: int
     bypass: str | None
-    streamed: ContextReport | None = None
+    streamed: StreamReport | None = None
     selected: SelectedLayers | None = None
 
 
@@ -80,28 +74,18 @@ class CachedModel:
         self._clock = clock
         self._identity = ModelIdentity(model, settings)
         self._keys = LatestKeys(settings.block_tokens)
-        self._meter = PrefillMeter()
-        self._streaming: tuple[Streaming, ContextLoader] | None = None
-        self._importance: tuple[SparseSettings, Learner, CodecRegistry] | None = None
+        self._streaming: StreamSettings | None = None
+        self._importance: tuple[SparseSettings, Learner] | None = None
         self._ways = Ways()
-        # Completes loaded blocks, where blocks are streamed and kept.
-        self.keeper: Backfill | None = None
         self._bypass_logged: set[str] = set()
 
-    def stream(self, streaming: Streaming, loader: ContextLoader) -> None:
-        """From now on stream what the cache's own tiers do not have, computing meanwhile."""
-        self._close_keeper()
-        self._streaming = (streaming, loader)
-        self.keeper = Backfill(streaming.sources, self.cache.keep, self._clock) if streaming.is_kept else None
+    def stream(self, streaming: StreamSettings) -> None:
+        """From now on stream what is not in the fastest tier, computing meanwhile. ValueError for a bad setting."""
+        self._streaming = streaming.checked()
 
-    def _close_keeper(self) -> None:
-        if self.keeper is not None:
-            self.keeper.close()
-            self.keeper = None
-
-    def select(self, importance: SparseSettings, learner: Learner, registry: CodecRegistry) -> None:
+    def select(self, importance: SparseSettings, learner: Learner) -> None:
         """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
-        self._importance = (importance, learner, registry)
+        self._importance = (importance, learner)
 
     @property
     def layout(self) -> BlockLayout:
@@ -115,6 +99,8 @@ class CachedModel:
 
     def __enter__(self) -> Self:
         self.cache.open()
+        if self._streaming is not None:
+            self.cache.recall()
         return self
 
     def __exit__(
@@ -122,7 +108,6 @@ class CachedModel:
     ) -> None:
         if self._importance is not None:
             self._importance[1].close()
-        self._close_keeper()
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:
@@ -146,13 +131,16 @@ class CachedModel:
         generation_config: Any = None,
         *,
         kvtide_force_latest: bool = False,
+        kvtide_start_within_s: float | None = None,
+        kvtide_quality: float | None = None,
         **arguments: Any,
     ) -> Any:
         """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
 
         inputs, or the keyword input_ids: (1, tokens). New full blocks of prompt and answer are stored afterwards, in
         the background. kvtide_force_latest: restore only what the store's servers say is the latest of all regions, no
-        copy of this machine. ValueError for an empty prompt. What the cache can't help with (several sequences, other
+        copy of this machine. kvtide_start_within_s, kvtide_quality: as in `attach`, for this call. ValueError for an
+        empty prompt. What the cache can't help with (several sequences, other
         model inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
         """
         if generation_config is not None:
@@ -170,8 +158,11 @@ class CachedModel:
         prompt = self._prompt(input_ids)
         began_s = self._clock.monotonic_s()
         selected = self._select(prompt, kvtide_force_latest)
+        streaming = _asked(self._streaming, kvtide_start_within_s, kvtide_quality)
         past, report = (
-            self._restore(prompt, kvtide_force_latest) if selected is None else self._opened(prompt, *selected)
+            self._restore(prompt, kvtide_force_latest, streaming)
+            if selected is None
+            else self._opened(prompt, *selected)
         )
         first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
@@ -197,53 +188,48 @@ class CachedModel:
         first = self._metas(prompt[: self.layout.tokens])
         return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
 
-    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[SparseLoad, RestoredRoom, float] | None:
+    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[Sparse, RestoredRoom, float] | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
         if self._importance is None or self._importance[0].ratio == 1.0:
             return None
-        started_s = self._clock.monotonic_s()
-        hits, load = self._match(prompt, is_latest), SparseLoad(self.cache.tiers)
-        metas = self._metas(prompt[:-1], is_latest)[:hits]
-        # What waits to be stored lies in memory whole.
-        if not metas or self.cache.is_queued([meta.id for meta in metas]):
-            return None
-        if self._ways.choose(self._is_near(prompt), started_s) is RestoreWay.WHOLE:
+        started_s, importance = self._clock.monotonic_s(), self._importance[0]
+        hits = self._match(prompt, is_latest)
+        if not hits or self._ways.choose(self._is_near(prompt), started_s) is RestoreWay.WHOLE:
             return None
         pages = RestoredRoom(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
-        importance, _, registry = self._importance
-        ahead = importance.tokens_ahead(self.layout.tokens)
-        found = self.cache.guarded("select", partial(load.open, metas, registry, pages.write, ahead), 0)
-        if not found:
-            load.close()
-        return (load, pages, started_s) if found else None
+        sparse = Sparse(pages.write, importance.tokens_ahead(self.layout.tokens))
+        self.cache.load(self._metas(prompt[:-1], is_latest)[:hits], sparse)
+        return (sparse, pages, started_s) if sparse.opened is not None else None
 
     def _opened(
-        self, prompt: _Tokens, load: SparseLoad, pages: RestoredRoom, started_s: float
+        self, prompt: _Tokens, sparse: Sparse, pages: RestoredRoom, started_s: float
     ) -> tuple[DynamicCache, GenerateReport]:
         """Return a cache with the rough blocks of an open load."""
+        assert sparse.opened is not None
         past = DynamicCache(config=self.model.config)
-        pages.fill(past, load.blocks, self.model.device)
+        pages.fill(past, sparse.opened.blocks, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
-        return past, GenerateReport(len(prompt), load.blocks * self.layout.tokens, load_s, 0, 0, None)
+        return past, GenerateReport(len(prompt), sparse.opened.tokens, load_s, 0, 0, None)
 
     def _generate_selected(
         self,
         input_ids: torch.Tensor,
         prompt: _Tokens,
-        load: SparseLoad,
+        sparse: Sparse,
         report: GenerateReport,
         arguments: dict[str, Any],
     ) -> tuple[Any, GenerateReport]:
         """Answer on rough blocks of which each layer loads what matters."""
         assert self._importance is not None
-        importance, learner, _ = self._importance
+        assert sparse.opened is not None
+        (importance, learner), load = self._importance, sparse.opened
         selection = SparsePrefix(load, importance)
-        with closing(load):
+        with closing(sparse):
             self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
             with selection.active(self.model):
                 output = self.model.generate(input_ids, **arguments)
         self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
-        self.cache.decisions.add_restored(report.hit_tokens, self._full_tokens(prompt), self.namespace)
+        self.cache.decisions.add_absent(self._full_tokens(prompt) - report.hit_tokens, self.namespace)
         return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
     def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: SparsePrefix) -> None:
@@ -283,53 +269,60 @@ class CachedModel:
 
     def restored(self, input_ids: torch.Tensor) -> DynamicCache:
         """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
-        refusal = self._identity.follow()
-        return self._restore(self._prompt(input_ids))[0] if refusal is None else DynamicCache(config=self.model.config)
+        if self._identity.follow() is not None:
+            return DynamicCache(config=self.model.config)
+        return self._restore(self._prompt(input_ids), False, self._streaming)[0]
 
-    def _restore(self, prompt: _Tokens, is_latest: bool = False) -> tuple[DynamicCache, GenerateReport]:
+    def _restore(
+        self, prompt: _Tokens, is_latest: bool, streaming: StreamSettings | None
+    ) -> tuple[DynamicCache, GenerateReport]:
         started_s = self._clock.monotonic_s()
-        hits = self._match(prompt, is_latest)
-        if self._streaming is not None and hits * self.layout.tokens < len(prompt) - self.layout.tokens:
-            found = self.cache.guarded("stream", partial(self._stream, prompt, is_latest, *self._streaming), None)
+        if streaming is not None:
+            found = self._stream(prompt, self._metas(prompt[:-1], is_latest), streaming)
             if found is not None:
                 return found
+        hits = self._match(prompt, is_latest)
         self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * self.layout.tokens, self.namespace)
         past = DynamicCache(config=self.model.config)
         stored_bytes = 0
         if hits:
             pages = RestoredRoom(self.layout, hits)
-            speed = self._meter.speed()
+            speed = self.cache.judge.prefill()
             # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
             recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
-            report = self.cache.load(self._metas(prompt[:-1], is_latest)[:hits], pages.write, recompute_s)
+            metas = self._metas(prompt[:-1], is_latest)[:hits]
+            report = self.cache.load(metas, Whole(pages.write), recompute_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s
         return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
 
     def _stream(
-        self, prompt: _Tokens, is_latest: bool, streaming: Streaming, loader: ContextLoader
-    ) -> tuple[DynamicCache, GenerateReport]:
+        self, prompt: _Tokens, metas: list[BlockMeta], streaming: StreamSettings
+    ) -> tuple[DynamicCache, GenerateReport] | None:
+        """Stream a prompt's blocks; None for what is in the fastest tier, and for a load that failed."""
+        is_near = partial(all, (self.cache.tiers.is_near(meta.id) for meta in metas))
+        if self.cache.guarded("look up", is_near, False):
+            return None
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
-        speed = self._meter.speed() or PrefillSpeed(PREFILL_GUESS)
-        wish = LoadRequest(speed, streaming.deadline_s, streaming.kl_goal)
-        with self.keeper.paused() if self.keeper is not None else nullcontext():
-            streamed = loader.load(self._metas(prompt[:-1], is_latest), streaming.kl, wish, engine, engine.append)
-        count_streamed(self.cache.decisions, streamed, self._full_tokens(prompt), self.namespace)
-        read_bytes = streamed.fetch.received_bytes if streamed.fetch else 0
-        report = GenerateReport(len(prompt), streamed.tokens, streamed.ready_s, read_bytes, 0, None, streamed)
+        speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
+        streamed = Streamed(engine, streaming.request(speed, self.cache.quality), policy_named(streaming.policy))
+        self.cache.load(metas, streamed)
+        if (found := streamed.report) is None:
+            return None
+        report = GenerateReport(len(prompt), found.tokens, found.ready_s, found.received_bytes, 0, None, found)
         return engine.past, report
 
     def _full_tokens(self, prompt: _Tokens) -> int:
         return (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
 
     def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
-        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            self._meter.note(start, stop, seconds)
+        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN:
+            self.cache.judge.note_prefill(start, stop, seconds)
 
     def _cost(self, meta: BlockMeta) -> float | None:
         """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
-        speed = self._meter.speed()
+        speed = self.cache.judge.prefill()
         if speed is None or math.isinf(speed.double_at):
             return None
         tokens = meta.layout.tokens
@@ -339,61 +332,24 @@ class CachedModel:
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequence[: past.get_seq_length()].cpu().numpy()
         loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
-        if report.streamed is not None:
-            left = report.streamed.left
-            loaded = frozenset(left.blocks) if left is not None else ()
-            if left is not None and self.keeper is not None:
-                self.keeper.offer(left)
-        fresh = [meta for block, meta in enumerate(self._metas(tokens)) if block not in loaded]
+        streamed, stop = report.streamed, len(tokens)
+        if streamed is not None:
+            loaded = frozenset(streamed.loaded)
+            if loaded and streamed.kl > self.cache.quality * (1 + QUALITY_SLACK):
+                # What is computed on top of rougher blocks than are stored is no better than they are.
+                stop = min(loaded) * self.layout.tokens
+        fresh = [meta for block, meta in enumerate(self._metas(tokens[:stop])) if block not in loaded]
         return self.cache.store([PendingBlock(meta, partial(_capture, past, meta), self._cost(meta)) for meta in fresh])
+
+
+def _asked(usual: StreamSettings | None, start_within_s: float | None, quality: float | None) -> StreamSettings | None:
+    """Return how a call's prefix is streamed. ValueError for a bad setting."""
+    asked = {"start_within_s": start_within_s, "quality": quality}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    return (usual or StreamSettings())._replace(**given).checked() if given else usual
 
 
 def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
     """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
     bits = block_bits(past, meta)
     return lambda: bits
-
-
-def attach(
-    model: Any,
-    store: str | Path,
-    *,
-    codec: str | None = None,
-    profiles: Sequence[Profile] = (),
-    block_tokens: int = BLOCK_TOKENS,
-    tenant_salt: bytes = b"",
-    limits: Limits | None = None,
-    fingerprint: bytes | None = None,
-    importance: float | SparseSettings | None = None,
-) -> CachedModel:
-    """Put a cache beside a Hugging Face causal language model.
-
-    store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
-    default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
-    the first of the `profiles` that fits the model. Tide needs one (`engines.profiles.installed_profiles()` lists
-    them), others keep tables in payloads without.
-    importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
-    attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a
-    profile as tide does. None, the default: all of it exactly.
-    The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
-    whenever the weights do.
-    UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
-
-        with attach(model, "disk:///var/cache/kvtide") as cached:
-            output = cached.generate(input_ids, max_new_tokens=64)
-    """
-    clock = SystemClock()
-    registry, layout = CodecRegistry(profiles), model_layout(model, block_tokens)
-    settings = SparseSettings(importance) if isinstance(importance, float | int) else importance
-    made = registry.make(codec or ("lossless" if settings is None else "packed"), layout)
-    learner = Learner(registry, clock)
-    ranking = None if settings is None else ScoreRanking(learner.important_tokens)
-    is_part = settings is not None and settings.ratio < 1
-    quality = max(made.quality, SELECTED_QUALITY) if is_part else None
-    cache = cache_for(store, made, profiles, limits, clock, ranking, quality=quality)
-    is_exact = made.is_lossless and not is_part
-    cached = CachedModel(model, cache, clock, NamespaceSettings(block_tokens, tenant_salt, fingerprint, is_exact))
-    if settings is not None:
-        check_ratio(settings.ratio)
-        cached.select(settings, learner, registry)
-    return cached

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
-from kvtide.engines.paged import Speed
+from kvtide.plan import Speed
 
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
 _NEUTRAL_ARGUMENTS = {

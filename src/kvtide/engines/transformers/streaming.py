@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,45 +11,37 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.outcomes import Choice, DecisionCounter, Why
-from kvtide.plan import Way
-from kvtide.store.load import ContextReport
-from kvtide.tier.source import Source
-from kvtide.types import Namespace
-
-WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
-    {
-        Way.LOAD: Why.LINK_FASTER,
-        Way.BOTH: Why.BOTH_ENDS,
-        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
-        Way.RECOMPUTE: Why.LINK_SLOWER,
-    }
-)
+from kvtide.plan import PrefillSpeed, policy_named
+from kvtide.store.load import LoadRequest
 
 
-class Streaming(NamedTuple):
-    """Where blocks are streamed from, and until when.
+class StreamSettings(NamedTuple):
+    """When a load ends. ValueError from `checked` for values that are out of range.
 
-    kl: loss with each refinement of the stored objects (0 for exact ones). deadline_s: when the model should start,
-    0 for as soon as it can. kl_goal: loss at which it starts earlier. is_kept: whether loaded blocks are completed
-    and stored in the cache's own tiers afterwards, in the background.
+    start_within_s: seconds from the call until the model starts with what has come, at worst the roughest form of a
+    block; None for no deadline. quality: KL divergence, in nats, at which it starts earlier; None for that of the
+    codec. policy: what to ask for first (`plan.policies`).
     """
 
-    sources: Sequence[Source]
-    kl: Sequence[float]
-    deadline_s: float = 0.0
-    kl_goal: float = 0.0
-    is_kept: bool = True
+    start_within_s: float | None = None
+    quality: float | None = None
+    policy: str | None = None
 
+    def checked(self) -> StreamSettings:
+        """Return itself."""
+        if self.start_within_s is not None and not 0 <= self.start_within_s < math.inf:
+            raise ValueError(f"start_within_s is a number of seconds from 0 on, got {self.start_within_s!r}")
+        if self.quality is not None and not 0 <= self.quality < math.inf:
+            raise ValueError(f"quality is a KL divergence from 0 on, got {self.quality!r}")
+        policy_named(self.policy)
+        return self
 
-def count_streamed(counter: DecisionCounter, report: ContextReport, full_tokens: int, namespace: Namespace) -> None:
-    """Count what became of a prompt's full blocks: loaded, computed although stored, or stored nowhere."""
-    if report.decision is not None:
-        loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
-        why = WHY_OF_WAY[report.decision.way]
-        counter.add(Choice.LOAD, why, loaded, namespace)
-        counter.add(Choice.RECOMPUTE, why, report.stored_tokens - loaded, namespace)
-    counter.add_absent(full_tokens - report.stored_tokens, namespace)
+    def request(self, prefill: PrefillSpeed, codec_quality: float) -> LoadRequest:
+        """Return when a load should end. Exact blocks, which have no rougher form, are wanted as soon as can be."""
+        goal = codec_quality if self.quality is None else self.quality
+        if self.start_within_s is None:
+            return LoadRequest(prefill, math.inf if goal else 0.0, goal)
+        return LoadRequest(prefill, self.start_within_s, goal)
 
 
 class _StoppedError(Exception):

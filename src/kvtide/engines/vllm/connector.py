@@ -31,7 +31,6 @@ from kvtide.engines.paged import (
     ScheduledRequest,
     SchedulerHalf,
     StepCommands,
-    Throughput,
     WorkerHalf,
     WorkerReport,
 )
@@ -111,7 +110,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._model.namespaces,
             self._model.layout.tokens,
             self._model.page_tokens,
-            Throughput(self._settings.load_s_max),
             self._clock,
             self._settings.match_s_max,
         )

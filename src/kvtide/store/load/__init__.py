@@ -1,35 +1,38 @@
 """Ways to load a matched run: whole blocks, layer by layer, streamed beside an engine that computes, or sparse."""
 
-from kvtide.store.load.backfill import Backfill
-from kvtide.store.load.context import ContextLoader, ContextReport
-from kvtide.store.load.job import LoadRequest
-from kvtide.store.load.sparse import ChunkBits, SparseLoad
-from kvtide.store.load.whole import (
+from kvtide.store.load.access import (
     QUALITY_SLACK,
     BlockSink,
     Guarded,
-    LayerSink,
-    Loader,
+    LoadAccess,
     LoadReport,
+    LoadWorkers,
     MissReason,
-    SectionSink,
-    Sinks,
+    Strategy,
 )
+from kvtide.store.load.backfill import Backfill
+from kvtide.store.load.job import LoadRequest
+from kvtide.store.load.sparse import ChunkBits, Sparse, SparseLoad
+from kvtide.store.load.streamed import Streamed, StreamReport
+from kvtide.store.load.whole import LayerSink, SectionSink, Whole
 
 __all__ = [
     "QUALITY_SLACK",
     "Backfill",
     "BlockSink",
     "ChunkBits",
-    "ContextLoader",
-    "ContextReport",
     "Guarded",
     "LayerSink",
+    "LoadAccess",
     "LoadReport",
     "LoadRequest",
-    "Loader",
+    "LoadWorkers",
     "MissReason",
     "SectionSink",
-    "Sinks",
+    "Sparse",
     "SparseLoad",
+    "Strategy",
+    "StreamReport",
+    "Streamed",
+    "Whole",
 ]

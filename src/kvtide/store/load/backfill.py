@@ -17,7 +17,8 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.store.load.receiver import Receiver
-from kvtide.tier.source import Source
+from kvtide.tier.deadline import until
+from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 
 _log = logging.getLogger(__name__)
@@ -66,11 +67,8 @@ class BackfillStats(NamedTuple):
 class Backfill:
     """Owns a thread from the first offer until `close`. Safe to use from several threads."""
 
-    def __init__(self, sources: Sequence[Source], put: Put, clock: Clock, limits: BackfillLimits | None = None) -> None:
-        """ValueError for no source."""
-        if not sources:
-            raise ValueError("keeping needs at least one source, got none")
-        self._sources = list(sources)
+    def __init__(self, source: RangeSource, put: Put, clock: Clock, limits: BackfillLimits | None = None) -> None:
+        self._source = source
         self._put = put
         self._clock = clock
         self._limits = limits or BackfillLimits()
@@ -155,8 +153,8 @@ class Backfill:
         return data is not None and self._put(stored.meta, data)
 
     def _bring(self, left: PartialLoad, block: int, start: int, stop: int) -> bool:
-        """Fetch a range, at one source after the other, from where the last one stopped."""
-        position, tried = start, 0
+        """Fetch a range, from where it stopped as long as a read brings anything."""
+        position, has_moved = start, True
 
         def take(part: memoryview) -> bool:
             nonlocal position
@@ -164,22 +162,20 @@ class Backfill:
             position += len(part)
             return not (self._loads or self._is_closing)
 
-        while position < stop and tried < len(self._sources):
+        while position < stop and has_moved:
             if not self._may_go_on():
                 return False
-            before, source = position, self._sources[tried]
+            before = position
             try:
-                source.read(left.objects[block].meta.id, position, stop, take, self._deadline_s())
+                with until(self._clock.monotonic_s() + self._limits.read_s_max):
+                    self._source.read_range(left.objects[block].meta.id, position, stop, take)
             except TierUnavailable as error:
                 _log.debug("%s", error)
             with self._changed:
                 self._received_bytes += position - before
                 # Who was stopped for a load is asked again.
-                tried += position == before and not self._loads
+                has_moved = position > before or bool(self._loads)
         return position == stop
-
-    def _deadline_s(self) -> float:
-        return self._clock.monotonic_s() + self._limits.read_s_max
 
     def _may_go_on(self) -> bool:
         with self._changed:

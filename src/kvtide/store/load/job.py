@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.plan import Chunk, PrefillSpeed, Request
 from kvtide.wire import StoredObject
@@ -46,14 +47,25 @@ class FetchJob:
 def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: LoadRequest) -> FetchJob:
     """Return the job of one layered object a block.
 
-    spans: tokens [start, stop) of the chunks, whole blocks. kl: loss with refinement 0, with 0 and 1, and so on.
-    ValueError for spans that are not whole blocks or a loss too few or too many; CorruptPayload for objects that are
-    not a run of blocks with the same refinements.
+    spans: tokens [start, stop) of the chunks, whole blocks. kl: loss with refinement 0, with 0 and 1, and so on; one
+    figure for objects that are used whole. ValueError for spans that are not whole blocks or a loss too few or too
+    many; CorruptPayload for objects that are not a run of blocks with the same refinements.
     """
-    steps = [_steps(stored) for stored in objects]
+    steps = [_steps(stored, len(kl)) for stored in objects]
     if not steps or any(len(each) != len(steps[0]) for each in steps):
         raise CorruptPayload(f"expected objects with the same refinements, got {[len(each) for each in steps]}")
     return _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
+
+
+def losses_of(stored: StoredObject, codec: Codec | None) -> tuple[float, ...]:
+    """Return what an object's block loses with its base, with that and one refinement, and so on.
+
+    One figure for an object that can only be used whole.
+    """
+    refinements = len({section.refinement for section in stored.section_ids}) - 1
+    if not isinstance(codec, EmbeddedCodec):
+        return (stored.quality,)
+    return tuple(codec.quality_without(stored.quality, lacking) for lacking in range(refinements, -1, -1))
 
 
 def level_job(
@@ -74,8 +86,10 @@ def level_job(
     return _job(every, steps, blocks, spans, kl, is_layered=False, wish=wish)
 
 
-def _steps(stored: StoredObject) -> list[ObjectRange]:
+def _steps(stored: StoredObject, steps: int) -> list[ObjectRange]:
     """Return the bytes of each refinement: sections stand in that order. The blocks' numbers are filled in later."""
+    if steps == 1:
+        return [_body(0, stored)]
     pieces = []
     for _, run in groupby(stored.entries, key=lambda entry: entry.id.refinement):
         entries = list(run)

@@ -1,7 +1,7 @@
-"""Runs a plan over real sources: several ranges in flight, planned anew for each chunk, ended at the deadline.
+"""Runs a plan for real: several ranges in flight, planned anew for each chunk, ended at the deadline.
 
-The caller's thread computes what the plan gives to the engine; a few threads fetch meanwhile. Invariant: a byte that a
-source has handed over is never asked for again, at that source or another one.
+The caller's thread computes what the plan gives to the engine; a few threads fetch meanwhile. Invariant: a byte that
+was handed over is never asked for again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.plan import Estimator, Fetch, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.plan import Fetch, Link, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.store.load.job import FetchJob, ObjectRange
-from kvtide.store.load.receiver import Receiver
-from kvtide.tier.source import Source
+from kvtide.store.load.receiver import OfferOutcome, Receiver
+from kvtide.tier.deadline import until
+from kvtide.tier.source import RangeSource
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class FetchLimits:
     requests_max: int = 4
     # One range, all its tries included.
     read_s_max: float = 30.0
-    # Between two tries at the same source.
+    # Between two tries.
     retry_s: float = 0.05
 
     def __post_init__(self) -> None:
@@ -51,25 +52,12 @@ class FetchLimits:
             raise ValueError(f"bounds must be positive, got {self}")
 
 
-class LinkState:
-    """What is known of the way to the sources, kept from one load to the next: rate, and the shortest delay seen."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
-        self.latency_s = math.inf
-
-    @property
-    def in_flight_bytes(self) -> float:
-        """Return how much must be asked for ahead to keep the link busy; 0 while it is unknown."""
-        rate = self.estimator.bytes_per_s()
-        return 0.0 if rate is None or math.isinf(self.latency_s) else rate * self.latency_s
-
-
 class FetchReport(NamedTuple):
     """How a load went.
 
     kl: inf unless every chunk is usable, or left to the engine for good. faults: reads that ended early or brought
-    damaged bytes. reasons: why things were asked for, or given to the engine, and how many.
+    damaged bytes. reasons: why things were asked for, or given to the engine, and how many. damaged: objects of which
+    a section was not what its table says.
     """
 
     progress: Progress
@@ -78,6 +66,7 @@ class FetchReport(NamedTuple):
     received_bytes: int
     faults: int
     reasons: dict[Reason, int]
+    damaged: frozenset[int] = frozenset()
 
 
 class _Flight:
@@ -111,23 +100,18 @@ class FetchRun:
         job: FetchJob,
         receiver: Receiver,
         policy: StreamPolicy,
-        sources: Sequence[Source],
-        link: LinkState,
+        source: RangeSource,
+        link: Link,
         clock: Clock,
         limits: FetchLimits,
         computed: Sequence[int] = (),
         begun: Sequence[int] = (),
     ) -> None:
-        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it is computing (`add_computed`).
-
-        Sources are tried in order, from the first that works on. ValueError for no source.
-        """
-        if not sources:
-            raise ValueError("a load needs at least one source, got none")
+        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it computes (`add_computed`)."""
         self._job = job
         self._receiver = receiver
         self._policy = policy
-        self._sources = deque(sources)
+        self._source = source
         self._link = link
         self._clock = clock
         self._limits = limits
@@ -144,6 +128,7 @@ class FetchRun:
         # What is not here is the engine's: nothing more is asked for.
         self._is_left = False
         self._received_bytes = self._faults = 0
+        self._damaged: set[int] = set()
         self._reasons: Counter[Reason] = Counter()
 
     def start(self) -> None:
@@ -233,39 +218,36 @@ class FetchRun:
         return not self._flights or outstanding < self._link.in_flight_bytes
 
     def _bring(self, piece: ObjectRange, flight: _Flight, deadline_s: float) -> bool:
-        """Read a piece to its end, at one source after the other, from where the last one stopped."""
-        position, absent = piece.start, 0
-        while position < piece.stop and absent < len(self._sources):
-            with self._changed:
-                source = self._sources[0]
-            asked_s = self._clock.monotonic_s()
-            taker = _Taker(self, piece.block, position, flight, asked_s)
+        """Read a piece to its end, after a fault from where it stopped."""
+        position = piece.start
+        while position < piece.stop:
+            taker = _Taker(self, piece.block, position, flight, self._clock.monotonic_s(), deadline_s)
             object_id = self._job.objects[piece.block].meta.id
             try:
-                is_there = source.read(object_id, position, piece.stop, taker.take, deadline_s)
-                absent = 0 if is_there else absent + 1
-                fault = f"{source.name} does not have all of {object_id}"
+                with until(deadline_s):
+                    is_there = self._source.read_range(object_id, position, piece.stop, taker.take)
+                fault = f"{object_id} is not all there"
             except TierUnavailable as error:
-                fault = str(error)
+                is_there, fault = True, str(error)
             position = taker.position
-            if position < piece.stop and not self._may_go_on(source, flight, fault, deadline_s):
+            if position < piece.stop and not self._may_go_on(flight, is_there, fault, deadline_s):
                 return False
-        return position == piece.stop and flight.is_wanted
+        return flight.is_wanted
 
-    def _may_go_on(self, source: Source, flight: _Flight, fault: str, deadline_s: float) -> bool:
-        """Tell whether to try again after a read that ended early, at the next source; waits before that."""
+    def _may_go_on(self, flight: _Flight, is_there: bool, fault: str, deadline_s: float) -> bool:
+        """Tell whether to try again after a read that ended early; waits before that."""
         with self._changed:
             if not flight.is_wanted or self._is_over or self._clock.monotonic_s() >= deadline_s:
                 return False
             self._faults += 1
             if self._faults == 1:
-                _log.warning("%s; going on at the next source, further faults are only counted", fault)
-            if self._sources[0] is source:
-                self._sources.rotate(-1)
+                _log.warning("%s; further faults are only counted", fault)
             self._changed.wait_for(lambda: self._is_over, self._limits.retry_s)
-            return not self._is_over
+            return is_there and not self._is_over
 
-    def take(self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None) -> bool:
+    def take(
+        self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None, deadline_s: float
+    ) -> bool:
         """Hand bytes to the receiver; False when the flight is no longer wanted."""
         with self._changed:
             if part and asked_s is not None:
@@ -274,10 +256,12 @@ class FetchRun:
             flight.left_bytes -= len(part)
             self._touch()
             if part and flight.is_wanted:
-                self._receiver.offer_bytes(block, position, part)
+                offers = self._receiver.offer_bytes(block, position, part)
+                if any(offer.outcome is OfferOutcome.REFUSED for offer in offers):
+                    self._damaged.add(block)
             if self._has_room():
                 self._changed.notify_all()
-            return flight.is_wanted and not self._is_over
+            return flight.is_wanted and not self._is_over and self._clock.monotonic_s() < deadline_s
 
     def _arrive(self, fetch: Fetch) -> None:
         """Count a fetch whose bytes are all here, if their checksums hold; refinements count in unbroken runs."""
@@ -320,6 +304,7 @@ class FetchRun:
                 received_bytes=self._received_bytes,
                 faults=self._faults,
                 reasons=dict(self._reasons),
+                damaged=frozenset(self._damaged),
             )
 
     def _compute_until_ready(self, engine: Engine) -> None:
@@ -377,15 +362,18 @@ class FetchRun:
 class _Taker:
     """Follows the position of one read."""
 
-    def __init__(self, run_: FetchRun, block: int, position: int, flight: _Flight, asked_s: float) -> None:
+    def __init__(
+        self, run_: FetchRun, block: int, position: int, flight: _Flight, asked_s: float, deadline_s: float
+    ) -> None:
         self._run = run_
         self._block = block
         self._flight = flight
         self._asked_s: float | None = asked_s
+        self._deadline_s = deadline_s
         self.position = position
 
     def take(self, part: memoryview) -> bool:
-        goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s)
+        goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s, self._deadline_s)
         if part:
             self._asked_s = None
         self.position += len(part)

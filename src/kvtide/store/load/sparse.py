@@ -7,9 +7,11 @@ that was packed anew meanwhile, is left out: its tokens stay rough.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -21,9 +23,10 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
-from kvtide.store.load.whole import BlockSink
+from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
 from kvtide.tier.base import Tier
-from kvtide.types import Section, SectionId, SectionKind
+from kvtide.tier.deadline import until
+from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 
 _log = logging.getLogger(__name__)
@@ -69,10 +72,14 @@ class _Base(NamedTuple):
 
 
 class SparseLoad:
-    """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`."""
+    """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`.
 
-    def __init__(self, tier: Tier) -> None:
+    on_corrupt: told of objects that are not what was stored.
+    """
+
+    def __init__(self, tier: Tier, on_corrupt: Callable[[ObjectId, CorruptPayload], object] | None = None) -> None:
         self._tier = tier
+        self._on_corrupt = on_corrupt or (lambda object_id, error: None)
         self._parts: list[_Part] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -82,13 +89,18 @@ class SparseLoad:
         self.damaged_chunks = 0
 
     def open(
-        self, metas: Sequence[BlockMeta], registry: CodecRegistry, sink: BlockSink | None = None, tokens_ahead: int = 0
+        self,
+        metas: Sequence[BlockMeta],
+        registry: CodecRegistry,
+        sink: BlockSink | None = None,
+        tokens_ahead: int = 0,
+        quality_max: float = math.inf,
     ) -> int:
         """Load heads and bases of the leading blocks; return how many there are. `sink` has got their rough values.
 
-        It ends before the first block that is absent, damaged or of another codec; the sink, which is called in several
-        threads, may have got some behind that. Of each block that was packed anew
-        the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
+        It ends before the first block that is absent, damaged, coarser than `quality_max` or of another codec; the
+        sink, which is called in several threads, may have got some behind that. Of each block that was packed anew the
+        leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
         # They read chunks later on: those of one layer come before those of the next.
         readers = self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvtide-select")
@@ -97,11 +109,12 @@ class SparseLoad:
         with ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
             for count in range(1, 1 + len(metas) + BASES_AHEAD):
                 if count <= len(metas):
-                    bases.append(readers.submit(self._read_base, metas[count - 1], registry, tokens_ahead))
+                    read = partial(self._read_base, metas[count - 1], registry, tokens_ahead, quality_max)
+                    bases.append(readers.submit(read))
                 if (position := count - 1 - BASES_AHEAD) >= 0:
                     ahead = readers.submit(self._read_ahead, bases[position])
                     into = partial(sink or _nowhere, position)
-                    opening.append(pool.submit(self._try_block, bases[position], ahead, into))
+                    opening.append(pool.submit(self._try_block, metas[position], bases[position], ahead, into))
                 if count >= OPENING_MAX and opening[count - OPENING_MAX].result() is None:
                     break
             for future in opening:
@@ -132,16 +145,20 @@ class SparseLoad:
         return np.concatenate(starts).astype(np.int64)
 
     def _try_block(
-        self, base: Future[_Base | None], ahead: Future[memoryview], sink: Callable[[BlockBits], None]
+        self, meta: BlockMeta, base: Future[_Base | None], ahead: Future[memoryview], sink: Callable[[BlockBits], None]
     ) -> _Part | None:
         try:
             found = base.result()
             return self._decode(found, ahead, sink) if found is not None else None
-        except (CorruptPayload, TierUnavailable) as error:
+        except CorruptPayload as error:
+            self._on_corrupt(meta.id, error)
+        except TierUnavailable as error:
             _log.debug("a block is not loaded in part: %s", error)
-            return None
+        return None
 
-    def _read_base(self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int) -> _Base | None:
+    def _read_base(
+        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, quality_max: float
+    ) -> _Base | None:
         head = bytes(self._read(meta, 0, self._head_bytes))
         if not head:
             return None
@@ -151,7 +168,7 @@ class SparseLoad:
         self._head_bytes = len(stored.head)
         stored.check_place(meta)
         codec = registry.get(stored.codec_id, stored.profile)
-        if not isinstance(codec, PackedCodec) or codec.profile is None:
+        if not isinstance(codec, PackedCodec) or codec.profile is None or stored.quality > quality_max:
             return None
         positions = [i for i, entry in enumerate(stored.entries) if entry.id.refinement == 0]
         first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
@@ -268,6 +285,12 @@ class SparseLoad:
             tokens, bits = chunk_bits(part.meta, part.base, section)
         except (CorruptPayload, TierUnavailable) as error:
             self._leave_rough(error)
+            if (
+                isinstance(error, CorruptPayload)
+                and self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
+            ):
+                # It was not packed anew meanwhile.
+                self._on_corrupt(part.meta.id, error)
             return None
         return ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
 
@@ -283,6 +306,41 @@ class SparseLoad:
         with self._lock:
             self.read_bytes += size
         return buffer[:size]
+
+
+class Sparse:
+    """The strategy that brings the rough base of blocks stored as `packed`; exact chunks follow through `opened`.
+
+    sink: gets the rough values. The blocks stay pinned until `opened` is closed by `close`.
+    """
+
+    def __init__(self, sink: BlockSink, tokens_ahead: int = 0) -> None:
+        """tokens_ahead: as in `SparseLoad.open`."""
+        self._sink = sink
+        self._tokens_ahead = tokens_ahead
+        self._pins = ExitStack()
+        self.opened: SparseLoad | None = None
+
+    def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
+        """Open what is stored so of the leading blocks; nothing where any of them waits to be stored, whole."""
+        if any(access.queued(meta.id) is not None for meta in metas):
+            return LoadReport(0, 0, None)
+        opened = SparseLoad(access.tiers, access.corrupt)
+        with until(access.clock.monotonic_s() + deadline_s):
+            blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, access.quality_max)
+        if not blocks:
+            opened.close()
+            return LoadReport(0, 0, None)
+        self.opened = opened
+        self._pins.enter_context(access.pinned(metas[:blocks]))
+        access.decide(metas, blocks, MissReason.ABSENT)
+        return LoadReport(blocks, opened.read_bytes, None)
+
+    def close(self) -> None:
+        """Drop what is still being loaded, and unpin. Idempotent."""
+        if self.opened is not None:
+            self.opened.close()
+        self._pins.close()
 
 
 def _stop(entry: SectionEntry) -> int:

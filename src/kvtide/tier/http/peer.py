@@ -15,9 +15,12 @@ from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
+from kvtide.tier.source import Take
 from kvtide.wire.http import pack_request_head
 from kvtide.wire.protocol import DEADLINE_HEADER
 
+# Who waits for a range is asked so often whether to go on.
+_BEAT_S = 0.05
 # Waits so many seconds.
 Sleep = Callable[[float], None]
 # Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
@@ -116,12 +119,44 @@ class Call:
         headers = {**answer.headers, "content-range": f"bytes {self.start}-{content.removeprefix(expected)}"}
         return answer._replace(headers=headers, size=self.received + answer.size)
 
+    @property
+    def came(self) -> int:
+        """How many bytes are in `into` now, from its beginning on."""
+        link = self._link
+        return self.received + (link.received if link is not None else 0)
+
     def abort(self) -> None:
         """End the call where it is; it fails at once and is not tried again."""
         with self._lock:
             self.is_aborted = True
             if self._link is not None:
                 self._link.abort()
+
+
+class RangeWatch(Patience):
+    """Hands over what has come of a range each time that the connection waits, and ends it when no more is wanted."""
+
+    def __init__(self, clock: Clock, deadline_s: float, silence_s_max: float, call: Call, take: Take) -> None:
+        super().__init__(clock, deadline_s, silence_s_max)
+        self._call = call
+        self._take = take
+        self._handed = 0
+        self._is_wanted = True
+
+    def left_s(self) -> float:
+        """Return how long the next wait may be. ConnectionAbortedError if nothing more is wanted."""
+        self.hand_over()
+        if not self._is_wanted:
+            self._call.abort()
+            raise ConnectionAbortedError("no more is wanted")
+        return min(super().left_s(), _BEAT_S)
+
+    def hand_over(self, came: int | None = None) -> None:
+        """Hand over what has come since: all that has, by default."""
+        came, into = self._call.came if came is None else came, self._call.into
+        if self._is_wanted and into is not None:
+            part, self._handed = into[self._handed : came], max(self._handed, came)
+            self._is_wanted = self._take(part)
 
 
 class Peer:
@@ -155,12 +190,12 @@ class Peer:
         for link in idle:
             link.close()
 
-    def call(self, call: Call, patience: Patience) -> HttpAnswer:
+    def call(self, call: Call, patience: Patience, tries_max: int | None = None) -> HttpAnswer:
         """Send a request until an answer comes that is worth having. TierUnavailable if none does."""
         if not self.breaker.allows():
             raise TierUnavailable(f"{self.endpoint} failed {self._settings.faults_max} times in a row; left alone")
         problem, is_cut = "", False
-        for attempt in range(self._settings.tries_max):
+        for attempt in range(tries_max or self._settings.tries_max):
             try:
                 answer = self._try(call, patience)
             except (OSError, RequestRefused) as error:

@@ -24,8 +24,9 @@ from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.deadline import caller_deadline_s
 from kvtide.tier.http.connection import HttpAnswer, Patience
 from kvtide.tier.http.hedge import Hedges
-from kvtide.tier.http.peer import Call, Peer, PeerSettings
+from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch
 from kvtide.tier.http.servers import asked_name, object_target, servers_of
+from kvtide.tier.source import Take, read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
@@ -44,6 +45,8 @@ _Result = TypeVar("_Result")
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
+# One range, as long as bytes come.
+RANGE_S_MAX = 60.0
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -162,6 +165,35 @@ class HttpTier:
                     raise
                 call = call.again()
         raise AssertionError("there is at least one peer")
+
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand over a range as it comes, from the first server that has it, going on at the next where one breaks off.
+
+        Nobody is asked a second time: who takes ranges knows what is still missing.
+        """
+        target, headers = object_target(object_id)
+        peers = self._in_order()
+
+        def read_on(peer: Peer, at: int, take: Take) -> bool:
+            into = memoryview(bytearray(stop - at))
+            call = Call("GET", target, [*headers, ("Range", f"bytes={at}-{stop - 1}")], b"", into, at)
+            # However slow the link: what counts is that bytes come.
+            deadline_s = min(caller_deadline_s(), self._clock.monotonic_s() + RANGE_S_MAX)
+            watch = RangeWatch(self._clock, deadline_s, self._operation_s_max, call, take)
+            try:
+                came = self._ranged(peer.call(call, watch, tries_max=1), at, stop - at)
+            except TierUnavailable:
+                watch.hand_over()
+                raise
+            watch.hand_over(came or 0)
+            return came == stop - at
+
+        def note(at: int, error: Exception) -> None:
+            _log.debug("%s: %s", peers[at].endpoint, error)
+            with self._lock:
+                self._faults += 1
+
+        return read_from_any([partial(read_on, peer) for peer in peers], start, stop, take, note)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Send the object to every server. True if one of them has it now."""

@@ -20,6 +20,7 @@ from kvtide.outcomes import Decided
 from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier, TierStats
 from kvtide.tier.pool.membership import Membership, Watcher
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
+from kvtide.tier.source import Take, read_range_of_any
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
@@ -147,13 +148,16 @@ class PoolTier:
                 found += [member for member in owners if member not in now and member not in found]
         return found
 
+    def _askable(self, key: BlockKey) -> list[_Member]:
+        """Return who may have a block: its owners, then those from before the latest changes."""
+        state = self._now()
+        owners = self._owners(state, key)
+        return [*owners, *self._earlier_owners(state, key, owners)]
+
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the owners, then those from before the latest changes."""
-        state = self._now()
-        owners = self._owners(state, object_id.key)
-        members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
         try:
-            asked = self._each(members, lambda member: member.tier.contains(object_id), until=bool)
+            asked = self._each(self._askable(object_id.key), lambda each: each.tier.contains(object_id), until=bool)
         except WrongServer:
             # A server has a newer map than we have; the next call asks by that.
             self._watcher.refresh()
@@ -238,6 +242,18 @@ class PoolTier:
             self._loads[name] = self._loads.get(name, 0.0) + (size or 0) - len(buffer)
         return size
 
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand over a range from the first owner that has it, going on at the next where one breaks off."""
+        members = self._askable(object_id.key)
+
+        def note(at: int, error: Exception) -> None:
+            self._note_fault(members[at], error)
+            if isinstance(error, WrongServer):
+                # A server has a newer map than we have; the next read goes by that.
+                self._watcher.refresh()
+
+        return read_range_of_any([each.tier for each in members], object_id, start, stop, take, note)
+
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store at every owner, at the same time. True if one has it."""
         state = self._now()
@@ -294,10 +310,7 @@ class PoolTier:
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object wherever it may be. False if it was nowhere."""
-        state = self._now()
-        owners = self._owners(state, object_id.key)
-        members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
-        asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
+        asked = self._each(self._askable(object_id.key), lambda member: member.tier.delete(object_id, reason))
         return any(is_deleted for _, is_deleted in asked)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
@@ -369,7 +382,7 @@ class PoolTier:
             raise problem
         return answers
 
-    def _note_fault(self, member: _Member, error: TierUnavailable) -> None:
+    def _note_fault(self, member: _Member, error: Exception) -> None:
         _log.debug("%s: %s", member.server.name, error)
         with self._lock:
             self._faults += not isinstance(error, WrongServer)

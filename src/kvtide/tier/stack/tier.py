@@ -38,6 +38,7 @@ from kvtide.tier.base import (
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Demoter, Evicting
 from kvtide.tier.lend import Lender, LentObject, is_lender
+from kvtide.tier.source import Take, read_range_of_any
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
 from kvtide.tier.stack.flight import SingleFlight
 from kvtide.tier.stack.generations import Generations
@@ -99,7 +100,6 @@ class TierStack:
         self._flight = SingleFlight()
         self._prefetcher = Prefetcher(self._bring_ahead)
         self._writer = Background(1, "kvtide-write-back")
-        self._scratch: list[memoryview] = []
         self._unwritten_bytes = 0
 
     def observe(self, observer: Observer) -> None:
@@ -155,26 +155,21 @@ class TierStack:
         for tier in self._tiers:
             tier.close()
         self._open = []
-        self._scratch.clear()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
         return self._writer.wait(timeout_s)
 
-    def _hearing(self) -> list[Ordered]:
-        return [tier for tier in self._open if isinstance(tier, Ordered) and tier.hears_requests]
-
     @property
     def hears_requests(self) -> bool:
         """Tell whether requests matter to a tier."""
-        return bool(self._hearing())
+        return any(isinstance(tier, Ordered) and tier.hears_requests for tier in self._open)
 
     def note_request(self, object_ids: Sequence[ObjectId]) -> None:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order."""
-        hearing = self._hearing() if object_ids else []
-        named = [self.named(each) for each in object_ids] if hearing else []
-        for tier in hearing:
-            tier.note_request(named)
+        for tier in self._open if object_ids else ():
+            if isinstance(tier, Ordered) and tier.hears_requests:
+                tier.note_request([self.named(each) for each in object_ids])
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
@@ -223,6 +218,24 @@ class TierStack:
                 return size
         read = partial(self._read_slow, tiers, object_id, buffer, offset, uses >= USES_BEFORE_PROMOTION)
         return self._flight.read(object_id, buffer, offset, read) if tiers else None
+
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand over a range from the first tier that has it, going on at the next where one breaks off."""
+        object_id = self.named(object_id)
+        if not self.is_valid(object_id):
+            return False
+        if start == 0:
+            self._ranking.note_use(object_id)
+        tiers = self._allowed(object_id, self._open)
+        note = lambda position, error: self._faults.note(tiers[position], "read", error)  # noqa: E731
+        return read_range_of_any(tiers, object_id, start, stop, take, note)
+
+    def keep_above(self, object_id: ObjectId, data: Buffer) -> bool:
+        """Copy an object that was read from a tier to the faster ones that admit it. True if one has it now."""
+        object_id = self.named(object_id)
+        place = next(self.places(object_id), 0)
+        faster = [tier for tier in self._open if tier in self._tiers[:place] and tier not in self._late]
+        return self._put_all(self._admitting(faster, object_id, len(data)), object_id, data)
 
     def _read_slow(
         self, tiers: Sequence[Tier], object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool
@@ -318,21 +331,9 @@ class TierStack:
         first, object_id = self._open[0] if self._open else None, self.named(object_id)
         if first is None or self._ask(first, "contains", partial(first.contains, object_id), False):
             return first is not None
-        scratch = self._take_scratch(size_max + 1)
-        try:
-            view = scratch[: size_max + 1]
-            self._flight.read(object_id, view, 0, partial(self._read_slow, self._open, object_id, view, 0, True))
-        finally:
-            self._scratch.append(scratch)
+        view = aligned_buffer(size_max + 1)
+        self._flight.read(object_id, view, 0, partial(self._read_slow, self._open, object_id, view, 0, True))
         return self._ask(first, "contains", partial(first.contains, object_id), False)
-
-    def _take_scratch(self, size: int) -> memoryview:
-        # At most one for each thread that promotes; list operations are atomic.
-        while self._scratch:
-            scratch = self._scratch.pop()
-            if len(scratch) >= size:
-                return scratch
-        return aligned_buffer(size)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove from every tier."""

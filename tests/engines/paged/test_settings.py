@@ -1,51 +1,10 @@
-"""Load or compute: what the measured speeds say."""
+"""A connector's options, and what is refused of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtide.engines.paged.pace import DEADLINE_S_MIN, MEMORY_S, Throughput
 from kvtide.engines.paged.settings import ConnectorSettings
-
-
-def test_loads_are_tried_while_a_speed_is_unknown() -> None:
-    pace = Throughput(10.0)
-    assert pace.is_load_faster(1000, 0.0)
-    pace.note_prefill(1000, 1.0, 0.0)
-    assert pace.is_load_faster(1000, 0.0)
-
-
-def test_slower_load_is_declined_until_its_speed_is_forgotten() -> None:
-    pace = Throughput(10.0)
-    pace.note_prefill(1000, 1.0, 0.0)
-    pace.note_load(1000, 2.0, 0.0)
-    assert not pace.is_load_faster(1000, 1.0)
-    assert pace.is_load_faster(1000, MEMORY_S + 1)
-
-
-def test_newer_samples_weigh_more() -> None:
-    pace = Throughput(10.0)
-    pace.note_prefill(1000, 1.0, 0.0)
-    pace.note_load(1000, 2.0, 0.0)
-    pace.note_load(1000, 0.1, 1.0)
-    assert pace.is_load_faster(1000, 1.0)
-
-
-def test_short_steps_say_nothing() -> None:
-    pace = Throughput(10.0)
-    pace.note_prefill(8, 1.0, 0.0)
-    pace.note_load(8, 100.0, 0.0)
-    assert pace.deadline_s(100_000, 0.0) == 10.0
-
-
-def test_deadline_is_what_computing_would_take_within_bounds() -> None:
-    pace = Throughput(10.0)
-    assert pace.deadline_s(1000, 0.0) == 10.0
-    pace.note_prefill(1000, 1.0, 0.0)
-    assert pace.deadline_s(2000, 0.0) == 2.0
-    assert pace.deadline_s(50_000, 0.0) == 10.0
-    assert pace.deadline_s(1, 0.0) == DEADLINE_S_MIN
-
 
 KERNELS: dict[str, object] = {"device_kernels": True}
 

@@ -6,12 +6,15 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtide.clock import Clock
 from kvtide.plan import PASS_TOKENS, Decision, pass_reach
-from kvtide.store.load.bring import StreamedLoad
 from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.run import Engine
+
+if TYPE_CHECKING:
+    from kvtide.store.load.streamed import StreamedLoad
 
 # Passes that nobody races are no longer: to SmolLM2 each one more is about 1.5 % of recomputing 1,040 tokens, and in
 # much longer ones attention over what was there before them costs more than that.
@@ -20,33 +23,33 @@ _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class StreamStart:
-    """What was found, and what to do: `bringing` is under way, or None if the rest is the engine's.
+    """What was found, and what to do: `load` is under way, or None if the rest is the engine's.
 
     decision: None if there is nothing to load. stored_tokens: those that could be loaded.
     """
 
     decision: Decision | None
     stored_tokens: int
-    bringing: StreamedLoad | None
+    load: StreamedLoad | None
 
 
 class SpeculativePrefill:
-    """The first tokens of a context, computed until an opening is known; the pass that is under way then goes on.
+    """The first tokens of a context, computed until it is known what there is; the pass that is under way then goes on.
 
     One thread is in `compute`, another one calls `open`.
     """
 
-    def __init__(self, tokens: int, block_tokens: int, wish: LoadRequest, clock: Clock) -> None:
+    def __init__(self, tokens: int, block_tokens: int, request: LoadRequest, clock: Clock) -> None:
         self._tokens = tokens
         self._block_tokens = block_tokens
-        self._wish = wish
+        self._request = request
         self._clock = clock
         self._started_s = clock.monotonic_s()
         self._lock = threading.Lock()
         # Computed, and what will be once the pass under way has ended.
         self._done = self._under_way = 0
         self._is_over = False
-        self.opening: StreamStart | None = None
+        self.start: StreamStart | None = None
         # Whether the pass that was under way when the opening came has been computed.
         self.is_begun_computed = False
 
@@ -62,7 +65,7 @@ class SpeculativePrefill:
         """
         with self._lock:
             if not self._is_over:
-                self.opening = found(self._done, self._under_way)
+                self.start = found(self._done, self._under_way)
 
     def compute(self, engine: Engine, is_awaited: Callable[[], bool]) -> None:
         """Compute until there is something to load, or all is computed.
@@ -74,7 +77,7 @@ class SpeculativePrefill:
             while self._begin_pass(is_awaited()):
                 is_computed = engine.compute(self._done, self._under_way, self._is_wanted)
                 with self._lock:
-                    if self._bringing is not None:
+                    if self._load is not None:
                         self.is_begun_computed = is_computed
                         self._is_over = True
                         return
@@ -84,19 +87,19 @@ class SpeculativePrefill:
             raise
 
     @property
-    def _bringing(self) -> StreamedLoad | None:
-        return self.opening.bringing if self.opening is not None else None
+    def _load(self) -> StreamedLoad | None:
+        return self.start.load if self.start is not None else None
 
     def _is_wanted(self) -> bool:
-        bringing = self._bringing
-        return bringing is None or not bringing.is_ready()
+        load = self._load
+        return load is None or not load.is_ready()
 
     def _begin_pass(self, is_awaited: bool) -> bool:
         with self._lock:
             rest = self._tokens - self._done
-            is_engines = self.opening is not None or not is_awaited
+            is_engines = self.start is not None or not is_awaited
             own_passes = math.ceil(rest / _OWN_PASS_TOKENS)
-            if self._bringing is not None or not rest or (is_engines and own_passes == 1):
+            if self._load is not None or not rest or (is_engines and own_passes == 1):
                 self._is_over = True
                 return False
             longest = rest // own_passes if is_engines else min(PASS_TOKENS, self._pass_tokens(rest))
@@ -106,14 +109,14 @@ class SpeculativePrefill:
 
     def _pass_tokens(self, rest: int) -> int:
         """Return as `TwoEnded` does how long a pass should be: the link may begin at the other end at any moment."""
-        left_s = self._wish.deadline_s - (self._clock.monotonic_s() - self._started_s)
+        left_s = self._request.deadline_s - (self._clock.monotonic_s() - self._started_s)
         longest = max(rest // 2, self._done)
-        if self._wish.kl_goal or left_s <= 0:
+        if self._request.kl_goal or left_s <= 0:
             return longest
-        return max(longest, pass_reach(self._wish.prefill, self._done, left_s) - self._done)
+        return max(longest, pass_reach(self._request.prefill, self._done, left_s) - self._done)
 
     def _abandon(self) -> None:
         with self._lock:
             self._is_over = True
-            if self._bringing is not None:
-                self._bringing.stop()
+            if self._load is not None:
+                self._load.stop()

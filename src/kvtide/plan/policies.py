@@ -1,0 +1,22 @@
+"""Streaming policies by the names that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from kvtide.plan.base import StreamPolicy
+from kvtide.plan.layered import Layered, TwoEnded
+from kvtide.plan.levels import CachegenRule
+
+POLICIES: Mapping[str, Callable[[], StreamPolicy]] = MappingProxyType(
+    {"two-ended": TwoEnded, "layered": Layered, "cachegen": CachegenRule}
+)
+
+
+def policy_named(name: str | None) -> StreamPolicy:
+    """Return a policy; None is `two-ended`. ValueError for an unknown name; the message lists the known ones."""
+    try:
+        return POLICIES[name or "two-ended"]()
+    except KeyError:
+        raise ValueError(f"unknown policy {name!r}, expected one of {', '.join(POLICIES)}") from None

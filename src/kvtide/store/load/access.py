@@ -1,0 +1,246 @@
+"""What every way of loading works on, and the rules for each: quality, place, corrupt and absent objects, pins.
+
+Invariant: what is handed out has passed every check of the object format and belongs to the block asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.clock import Clock
+from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec
+from kvtide.errors import CorruptPayload
+from kvtide.index import Index
+from kvtide.outcomes import Choice, DecisionCounter, Why
+from kvtide.plan import Judge
+from kvtide.store.load.backfill import Backfill
+from kvtide.store.storing import BlockSource
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.stack import TierStack
+from kvtide.types import ObjectId, Section
+from kvtide.wire import StoredObject, object_bytes_max
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+# Curves are float32, and headers round up.
+QUALITY_SLACK = 2e-3
+
+# Called with the block's position in the load and its bits, which are valid during the call only. May be called from
+# several threads at once, for different blocks, in any order.
+BlockSink = Callable[[int, BlockBits], None]
+
+
+class Guarded(Protocol):
+    """Turns faults into misses."""
+
+    def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
+        """See `Cache.guarded`."""
+
+
+class MissReason(Enum):
+    """Why a block was not loaded."""
+
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    UNKNOWN_CODEC = "unknown codec or profile"
+    COARSE = "coarser than asked for"
+    DEADLINE = "deadline"
+    FAULT = "fault"
+    CLOSED = "the cache is not open, or this is a forked process"
+
+
+class LoadReport(NamedTuple):
+    """The leading blocks that a load delivered, and why it ended there (None: all came)."""
+
+    blocks: int
+    stored_bytes: int
+    reason: MissReason | None
+
+
+class Loaded(NamedTuple):
+    """What was loaded so far. damaged: loaded from the sections that were good."""
+
+    blocks: int
+    damaged: int
+    misses: dict[MissReason, int]
+
+
+class LoadBuffers(NamedTuple):
+    """What loading one block works in: its object as it is stored, and its bits."""
+
+    layout: BlockLayout
+    stored: memoryview
+    bits: BlockBits
+
+
+class LoadWorkers:
+    """Twice `threads` loading threads between `open` and `close`, and their buffers.
+
+    The second ones load what the fastest tier has or is queued, so that a slow tier never holds that up.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self.far: ThreadPoolExecutor | None = None
+        self.near: ThreadPoolExecutor | None = None
+        self._scratch: list[LoadBuffers] = []
+
+    def open(self) -> None:
+        """Start the threads."""
+        self.far = ThreadPoolExecutor(self._threads, thread_name_prefix="kvtide-load")
+        self.near = ThreadPoolExecutor(self._threads, thread_name_prefix="kvtide-load-near")
+
+    def close(self) -> None:
+        """Begin nothing more. Idempotent."""
+        for pool in (self.far, self.near):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self.far = self.near = None
+
+    def check(self) -> None:
+        """AssertionError if a buffer is lost. Call it while nothing is loaded."""
+        assert len(self._scratch) <= 2 * self._threads, f"{len(self._scratch)} buffers"
+
+    def take(self, layout: BlockLayout) -> LoadBuffers:
+        """Return buffers for a block, to be given back."""
+        while self._scratch:  # at most one for each loading thread; list operations are atomic
+            scratch = self._scratch.pop()
+            if scratch.layout == layout:
+                return scratch
+        # One byte more than an object may have, so that one that is too long shows; aligned for direct reads.
+        stored = aligned_buffer(object_bytes_max(layout) + 1)
+        return LoadBuffers(layout, stored, np.empty(layout.shape, layout.bits_dtype))
+
+    def give_back(self, scratch: LoadBuffers) -> None:
+        """Let the next block use them."""
+        self._scratch.append(scratch)
+
+
+class LoadAccess:
+    """Tiers, index, codecs and the judge, and what is noted of each load. Thread-safe.
+
+    Blocks that are `queued` are served from there; objects that are corrupt are removed; what is coarser than
+    `quality` is not used.
+    """
+
+    def __init__(
+        self,
+        tiers: TierStack,
+        index: Index,
+        quality: float,
+        registry: CodecRegistry,
+        clock: Clock,
+        judge: Judge,
+        decisions: DecisionCounter,
+        guarded: Guarded,
+        queued: Callable[[ObjectId], BlockSource | None],
+        workers: LoadWorkers,
+        backfill: Backfill,
+    ) -> None:
+        self.tiers = tiers
+        self.index = index
+        self.quality_max = quality * (1 + QUALITY_SLACK)
+        self.registry = registry
+        self.clock = clock
+        self.judge = judge
+        self.decisions = decisions
+        self.guarded = guarded
+        self.queued = queued
+        self.workers = workers
+        self.backfill = backfill
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._misses: Counter[MissReason] = Counter()
+
+    @contextmanager
+    def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
+        """Keep blocks from being evicted meanwhile."""
+        keys = [meta.id.key for meta in metas]
+        self.index.pin(keys)
+        try:
+            yield
+        finally:
+            self.index.unpin(keys)
+
+    def codec_of(self, stored: StoredObject, meta: BlockMeta) -> Codec | MissReason:
+        """Return what decodes an object that is read for a block, or why it can't be used.
+
+        CorruptPayload if it is at another place of a prompt.
+        """
+        stored.check_place(meta)
+        codec = self.registry.get(stored.codec_id, stored.profile)
+        if codec is None:
+            return MissReason.UNKNOWN_CODEC
+        if stored.quality > self.quality_max:
+            self.index.remove(meta.id.key)
+            return MissReason.COARSE
+        return codec
+
+    def good_sections(self, stored: StoredObject, codec: Codec) -> list[Section]:
+        """Return the sections, without bad ones if what is left is as good as the own codec would have made it."""
+        good = stored.good_sections()
+        if len(good) == len(stored.entries):
+            return good
+        if not isinstance(codec, EmbeddedCodec):
+            raise CorruptPayload(f"{stored.meta.id}: {len(stored.entries) - len(good)} sections are not those stored")
+        left = codec.quality_of(good)
+        if left > self.quality_max:
+            raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
+        with self._lock:
+            self._counts["damaged"] += 1
+        return good
+
+    def absent(self, object_id: ObjectId) -> MissReason:
+        """Note that a block is not there, whatever the index says."""
+        self.index.remove(object_id.key)
+        return MissReason.ABSENT
+
+    def corrupt(self, object_id: ObjectId, error: CorruptPayload) -> MissReason:
+        """Remove an object that is not what was stored."""
+        self.index.remove(object_id.key)
+        self.tiers.delete(object_id, "corrupt")
+        with self._lock:
+            self._counts["corrupt"] += 1
+            is_first = self._counts["corrupt"] == 1
+        if is_first:
+            _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
+        return MissReason.CORRUPT
+
+    def count(self, report: LoadReport) -> None:
+        """Count what a load brought."""
+        with self._lock:
+            self._counts["loaded"] += report.blocks
+            if report.reason is not None:
+                self._misses[report.reason] += 1
+
+    def decide(self, metas: Sequence[BlockMeta], blocks: int, reason: MissReason | None) -> None:
+        """Count that the leading blocks of a load came, and the others were given up."""
+        why = Why.DEADLINE if reason is MissReason.DEADLINE else Why.NOT_THERE
+        for position, meta in enumerate(metas):
+            decided = (Choice.LOAD, Why.IN_TIME) if position < blocks else (Choice.ABANDONED, why)
+            self.decisions.add(*decided, meta.layout.tokens, meta.id.namespace)
+
+    def loaded(self) -> Loaded:
+        """Return the counters."""
+        with self._lock:
+            return Loaded(self._counts["loaded"], self._counts["damaged"], dict(self._misses))
+
+
+class Strategy(Protocol):
+    """A way to load a run of blocks."""
+
+    def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
+        """Bring blocks, at most until `deadline_s` seconds from now, and count what was decided about each.
+
+        Whatever it raises is a miss of all of them.
+        """

@@ -1,0 +1,337 @@
+"""Streams a run of blocks into an engine: heads, load or recompute, a plan run for real, blocks decoded in order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.codec import Codec
+from kvtide.errors import CorruptPayload
+from kvtide.outcomes import Choice, Why
+from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting
+from kvtide.store.load.access import LoadAccess, LoadReport, MissReason
+from kvtide.store.load.backfill import PartialLoad
+from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, losses_of
+from kvtide.store.load.receiver import Receiver
+from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
+from kvtide.store.load.speculative import SpeculativePrefill, StreamStart
+from kvtide.store.load.whole import Whole
+from kvtide.tier.source import read_heads
+from kvtide.wire import StoredObject
+
+_log = logging.getLogger(__name__)
+
+WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
+    {
+        Way.LOAD: Why.LINK_FASTER,
+        Way.BOTH: Why.BOTH_ENDS,
+        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
+        Way.RECOMPUTE: Why.LINK_SLOWER,
+    }
+)
+
+
+class StreamEngine(Engine, Protocol):
+    """An engine that takes loaded blocks too; called from the thread that loads."""
+
+    def append(self, block: int, bits: BlockBits) -> None:
+        """Put a loaded block behind what is there; the bits are valid during the call only."""
+
+
+class StreamReport(NamedTuple):
+    """What became of a run of blocks.
+
+    tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. kl: what the loaded
+    ones cost, in nats. ready_s: until the engine had all of it. decision: None if there was nothing to load.
+    stored_tokens: those that could have been loaded, computed or not. loaded: blocks that were appended. fetch: None if
+    nothing was loaded.
+    """
+
+    tokens: int
+    computed_tokens: int
+    kl: float
+    ready_s: float
+    decision: Decision | None
+    stored_tokens: int = 0
+    loaded: Sequence[int] = ()
+    fetch: FetchReport | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Return what was read."""
+        return self.fetch.received_bytes if self.fetch is not None else 0
+
+
+class Streamed:
+    """The strategy that brings the base of all blocks first and refinements until the engine should start.
+
+    With `computes` the engine computes from the first token on meanwhile. `report` says afterwards what came.
+    """
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        request: LoadRequest,
+        policy: StreamPolicy | None = None,
+        computes: bool = True,
+        limits: FetchLimits | None = None,
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._policy = policy or (TwoEnded() if computes else Layered())
+        self._computes = computes
+        self._limits = limits or FetchLimits()
+        self.report: StreamReport | None = None
+
+    def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
+        """Have the engine hold the leading blocks by its deadline, computed by itself or appended as they came.
+
+        The engine computes from the first moment on: where nothing can be loaded no time is lost. CorruptPayload never
+        leaves it: such blocks are removed.
+        """
+        if any(access.queued(meta.id) is not None for meta in metas):
+            # What waits to be stored lies in memory whole.
+            return self._load_whole(access, metas, deadline_s)
+        with access.backfill.paused():
+            self.report = report = _Stream(access, self, metas, min(deadline_s, self._limits.read_s_max)).run()
+        _count(access, metas, report)
+        return LoadReport(len(report.loaded), report.received_bytes, None)
+
+    def _load_whole(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
+        started_s, found = access.clock.monotonic_s(), dict[int, BlockBits]()
+
+        def keep(position: int, bits: BlockBits) -> None:
+            found[position] = bits.copy()
+
+        report = Whole(keep).load(access, metas, deadline_s)
+        for position in range(report.blocks):
+            self._engine.append(position, found[position])
+        tokens, now_s = report.blocks * metas[0].layout.tokens, access.clock.monotonic_s()
+        self.report = StreamReport(tokens, 0, 0.0, now_s - started_s, None, tokens, range(report.blocks))
+        return report
+
+
+def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamReport) -> None:
+    """Count what became of the blocks' tokens: loaded, computed although stored, or stored nowhere."""
+    namespace, full_tokens = metas[0].id.namespace, len(metas) * metas[0].layout.tokens
+    if report.decision is not None:
+        loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
+        why = WHY_OF_WAY[report.decision.way]
+        access.decisions.add(Choice.LOAD, why, loaded, namespace)
+        access.decisions.add(Choice.RECOMPUTE, why, report.stored_tokens - loaded, namespace)
+    access.decisions.add_absent(full_tokens - report.stored_tokens, namespace)
+
+
+class _Stream:
+    """One load: its heads are read in a thread while the engine begins to compute."""
+
+    def __init__(self, access: LoadAccess, how: Streamed, metas: Sequence[BlockMeta], heads_s_max: float) -> None:
+        self._access = access
+        self._engine, self._policy, self._limits = how._engine, how._policy, how._limits
+        self._computes, self._request = how._computes, how._request
+        self._metas = metas
+        self._tokens = metas[0].layout.tokens
+        self._heads_s_max = heads_s_max
+        self._started_s = access.clock.monotonic_s()
+        self._codec_id = ""
+
+    def run(self) -> StreamReport:
+        total, clock = len(self._metas) * self._tokens, self._access.clock
+        lead = SpeculativePrefill(total, self._tokens, self._request, clock)
+        if self._computes:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
+            opened = pool.submit(self._open, lead)
+            # Heads that come too late are read to no purpose, for their own bound at most.
+            pool.shutdown(wait=False)
+            lead.compute(self._engine, lambda: not opened.done())
+            if opened.done():
+                opened.result()
+        else:
+            self._open(lead)
+        start, done = lead.start, lead.tokens
+        if start is None or start.decision is None:
+            return StreamReport(done, done, 0.0, self._since(), None)
+        if start.load is None:
+            return StreamReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
+        return self._finish(start.load, start, lead.is_begun_computed)
+
+    def _since(self) -> float:
+        return self._access.clock.monotonic_s() - self._started_s
+
+    def _open(self, lead: SpeculativePrefill) -> None:
+        """Read the heads, decide, and begin to fetch beside whatever the engine is computing then."""
+        access, link = self._access, self._access.judge.link
+        deadline_s = self._started_s + self._heads_s_max
+        heads = read_heads(access.tiers, [meta.id for meta in self._metas], deadline_s, self._limits.requests_max)
+        if heads:
+            # At least two round trips, one after the other.
+            link.latency_s = min(link.latency_s, self._since() / 2)
+        stored, codec = self._usable(heads)
+
+        def found(done: int, under_way: int) -> StreamStart:
+            if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
+                return StreamStart(None, 0, None)
+            job, computed, begun = self._job(stored, codec, done, under_way)
+            decision = access.judge.decide(job.request, codec.codec_id)
+            if decision.way is Way.RECOMPUTE and self._computes:
+                return StreamStart(decision, job.request.tokens, None)
+            load = StreamedLoad(access, job, self._policy, self._limits, computed, begun)
+            return StreamStart(decision, job.request.tokens, load)
+
+        lead.open(found)
+
+    def _usable(self, heads: Sequence[StoredObject]) -> tuple[list[StoredObject], Codec | None]:
+        """Return the leading objects that are the blocks asked for, of one codec that is here and good enough."""
+        found: list[StoredObject] = []
+        first: Codec | None = None
+        for head, meta in zip(heads, self._metas, strict=False):
+            try:
+                codec = self._access.codec_of(head, meta)
+            except CorruptPayload as error:
+                codec = self._access.corrupt(meta.id, error)
+            if isinstance(codec, MissReason) or (first is not None and head.codec_id != found[0].codec_id):
+                break
+            first = first or codec
+            found.append(head)
+        return found, first
+
+    def _job(
+        self, stored: Sequence[StoredObject], codec: Codec, done: int, under_way: int
+    ) -> tuple[FetchJob, Sequence[int], Sequence[int]]:
+        """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
+        request, total = self._request, len(stored) * self._tokens
+        decode_s = self._access.judge.decode_token_s(codec.codec_id) * total
+        left_s = max(0.0, request.deadline_s - self._since() - decode_s)
+        if 0 < left_s < math.inf and not request.kl_goal and self._computes:
+            chunk_tokens = max(self._tokens, CHUNK_TOKENS // self._tokens * self._tokens)
+            spans = cut_for_meeting(total, self._tokens, request.prefill, left_s, chunk_tokens)
+        else:
+            # They meet as early as they can, wherever that is.
+            spans = cut(total, self._tokens)
+        done, busy = min(done, total), min(under_way, total)
+        marks = sorted({done, busy, *(start for start, _ in spans if start > done)} - {0, total})
+        spans = list(pairwise([0, *marks, total]))
+        computed = [chunk for chunk, (_, stop) in enumerate(spans) if stop <= done]
+        begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
+        losses = losses_of(stored[0], codec)
+        return layered_job(stored, spans, losses, request._replace(deadline_s=left_s)), computed, begun
+
+    def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamReport:
+        fetch = load.finish(self._engine, is_begun_computed)
+        request = load.job.request
+        self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
+        if load.appended:
+            self._access.backfill.offer(PartialLoad(load.job.objects, load.receiver, load.appended))
+        computed = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed)
+        return StreamReport(
+            load.tokens,
+            computed,
+            fetch.kl,
+            self._since(),
+            start.decision,
+            start.stored_tokens,
+            tuple(load.appended),
+            fetch,
+        )
+
+
+class StreamedLoad:
+    """A job that runs from the first moment on, into an engine in `finish`.
+
+    What is loaded is decoded and appended before what the engine computes behind it.
+    """
+
+    def __init__(
+        self,
+        access: LoadAccess,
+        job: FetchJob,
+        policy: StreamPolicy,
+        limits: FetchLimits,
+        computed: Sequence[int] = (),
+        begun: Sequence[int] = (),
+    ) -> None:
+        """computed, begun: chunks that the engine has, and those behind them that it is computing."""
+        self.job = job
+        self.receiver = Receiver(job.objects)
+        # What the engine has, from the start on; the blocks of it that were appended, and what that took.
+        self.tokens = max((job.request.chunks[chunk].stop for chunk in computed), default=0)
+        self.appended: list[int] = []
+        self.append_s = 0.0
+        self._access = access
+        self._begun = begun
+        link, clock = access.judge.link, access.clock
+        self._run = FetchRun(job, self.receiver, policy, access.tiers, link, clock, limits, computed, begun)
+        self._run.start()
+
+    def is_ready(self) -> bool:
+        """Tell whether the engine should start now, so that what it computes is for nothing."""
+        return self._run.is_ready()
+
+    def stop(self) -> None:
+        """End it with what is there, and nothing appended."""
+        self._run.stop()
+
+    def finish(self, engine: StreamEngine, is_begun_computed: bool = False) -> FetchReport:
+        """Have the engine compute its part, then append all that is usable.
+
+        Damaged blocks end it early, they raise nothing. is_begun_computed: whether the engine has what it had begun.
+        """
+        behind = _Behind(self, engine)
+        if is_begun_computed:
+            self._run.add_computed(self._begun)
+            self.tokens = max((self.job.request.chunks[chunk].stop for chunk in self._begun), default=self.tokens)
+        report = self._run.until_ready(behind)
+        self.append_until(engine, self.job.request.tokens)
+        for block in sorted(report.damaged):
+            self._access.corrupt(self.job.objects[block].meta.id, CorruptPayload("a section came damaged"))
+        return report
+
+    def append_until(self, engine: StreamEngine, stop: int) -> None:
+        """Append the loaded blocks up to token `stop`, or to the first that is not usable."""
+        layout, clock = self.job.objects[0].meta.layout, self._access.clock
+        started_s = clock.monotonic_s()
+        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+        while self.tokens < stop and self._decode(self.tokens // layout.tokens, bits):
+            engine.append(self.tokens // layout.tokens, bits)
+            self.appended.append(self.tokens // layout.tokens)
+            self.tokens += layout.tokens
+        self.append_s += clock.monotonic_s() - started_s
+
+    def _decode(self, block: int, bits: BlockBits) -> bool:
+        """Decode what is here of a block: of levels, the one that was loaded."""
+        blocks = self.job.request.tokens // bits.shape[2]
+        for number in range(block, len(self.job.objects), blocks):
+            stored, sections = self.job.objects[number], self.receiver.sections(number)
+            codec = self._access.registry.get(stored.codec_id, stored.profile)
+            if not sections or codec is None:
+                continue
+            try:
+                codec.decode(stored.meta, sections, bits)
+            except CorruptPayload as error:
+                _log.debug("object %d can't be decoded, what is behind it is not used: %s", number, error)
+                continue
+            return True
+        return False
+
+
+class _Behind:
+    """The engine, given what is loaded before each chunk that it computes."""
+
+    def __init__(self, load: StreamedLoad, engine: StreamEngine) -> None:
+        self._load = load
+        self._engine = engine
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        self._load.append_until(self._engine, start)
+        if self._load.tokens != start or not self._engine.compute(start, stop, is_wanted):
+            return False
+        self._load.tokens = stop
+        return True
