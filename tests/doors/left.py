@@ -13,10 +13,7 @@ LEFT = (
         "a test on a server process",
         Source.CACHEGEN,
     ),
-    Left("stream a prefix to a deadline", "attach(start_within_s=1.0)", _STREAMED, Source.CACHEGEN),
     Left("level of each chunk by the bandwidth", 'policy="cachegen"', _STREAMED, Source.CACHEGEN),
-    Left("compute what would come too late", 'policy="two-ended"', _STREAMED, Source.CACHEGEN),
-    Left("read only the base on a slow link", 'policy="layered"', _STREAMED, Source.OURS),
     Left("anchors first, then deltas", 'policy="anchor-first"', _STREAMED, Source.CACHEGEN),
     Left(
         "deltas one by one on a slow link", 'policy="deltas"', f"a plan that sends so, and {_STREAMED}", Source.CACHEGEN

@@ -6,6 +6,8 @@ from tests.doors.capability import Capability, Source
 
 _HF = "docs/transformers.md: kvtide with Hugging Face transformers"
 _VLLM = "docs/vllm.md: Options (`kv_connector_extra_config`)"
+_STREAM = "docs/streaming.md: Streaming a stored prefix"
+_LINK = "tiny Llama over a shaped link"
 _TINY = "tiny Llama, random weights"
 _REAL = "SmolLM2-135M"
 _REAL_VLLM = "vLLM 0.32 on a processor, `make test-vllm`"
@@ -55,6 +57,18 @@ ATTACH = (
     Capability("bound of what encoding takes", "limits=Limits(encode_scratch_bytes_max=…)", _HF, _TINY, Source.ASCEND),
     Capability("bound of the memory", "limits=Limits(memory_bytes_max=…)", _HF, _TINY, Source.OURS),
     Capability("bound of what waits to be stored", "limits=Limits(store_queue_bytes_max=…)", _HF, _TINY, Source.ASCEND),
+    Capability("stream a prefix to a deadline", "attach(start_within_s=0.5)", _STREAM, _LINK, Source.CACHEGEN),
+    Capability("load no more than a quality needs", 'attach(quality="5e-3")', _STREAM, _LINK, Source.OURS),
+    Capability(
+        "a deadline and a quality for each request",
+        "generate(kvtide_start_within_s=0.2, kvtide_quality=0.1)",
+        _STREAM,
+        _LINK,
+        Source.OURS,
+    ),
+    Capability("compute what would come too late", 'policy="two-ended"', _STREAM, _LINK, Source.CACHEGEN),
+    Capability("read only the base on a slow link", 'policy="layered"', _STREAM, _LINK, Source.OURS),
+    Capability("never rougher in the store than it says", "start_within_s=0.5", _STREAM, _LINK, Source.OURS),
 )
 
 VLLM = (
@@ -96,7 +110,7 @@ VLLM = (
         _VLLM,
         "options alone",
         Source.OURS,
-        "tests/engines/paged/test_pace.py::test_blocks_are_whole_pages",
+        "tests/engines/paged/test_settings.py::test_blocks_are_whole_pages",
     ),
     Capability(
         "tenants in vLLM",

@@ -239,10 +239,13 @@ def mean_kl(request: Request, progress: Progress) -> float:
 
 
 def is_ready(request: Request, progress: Progress) -> bool:
-    """Tell whether the engine should start now: every chunk is usable, and the deadline or the goal is reached."""
+    """Tell whether the engine should start now: every chunk is usable, and the deadline or the goal is reached.
+
+    Or nothing more can come: every refinement is here.
+    """
     if not _is_usable(progress):
         return False
-    return progress.now_s >= request.deadline_s or _is_good(request, progress)
+    return progress.now_s >= request.deadline_s or _is_good(request, progress) or _is_complete(request, progress)
 
 
 def _is_usable(progress: Progress) -> bool:
@@ -260,6 +263,11 @@ def _is_good(request: Request, progress: Progress) -> bool:
         if left < 0:
             return False
     return True
+
+
+def _is_complete(request: Request, progress: Progress) -> bool:
+    here = (steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed)
+    return request.is_layered and all(steps == request.steps for steps in here)
 
 
 def _lost(request: Request, progress: Progress) -> Iterator[float]:

@@ -6,17 +6,13 @@ Invariant: what `load` hands to the sink has passed every check of the object fo
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
-import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
-
-import msgspec
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
@@ -24,28 +20,20 @@ from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import DecisionCounter, decisions_text
-from kvtide.plan import Judge, JudgeRecord
+from kvtide.plan import Judge
+from kvtide.store.judging import read_judge, write_judge
 from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, Namespace, ObjectId, wants_latest
+from kvtide.types import ObjectId, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.ram.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
-
-JUDGE_BYTES_MAX = 4096
-
-
-def _judge_id() -> ObjectId:
-    """Return where the judge's record of this machine lies."""
-    name = hashlib.sha256(b"kvtide judge").digest()
-    return ObjectId(Namespace(name), BlockKey(hashlib.sha256(name + platform.node().encode()).digest()))
 
 
 class CacheStats(NamedTuple):
@@ -155,18 +143,14 @@ class Cache:
             self._guard("read the judge's record", self._recall, None)
 
     def _recall(self) -> None:
-        buffer = bytearray(JUDGE_BYTES_MAX)
-        size = self.tiers.get_into(_judge_id(), memoryview(buffer))
-        if size:
-            self.judge.restore(msgspec.json.decode(buffer[:size], type=JudgeRecord))
+        record = read_judge(self.tiers)
+        if record is not None:
+            self.judge.restore(record)
 
     def _store_judge(self) -> None:
-        """Keep what was learnt of a link beside the objects; without that there is nothing to keep."""
-        if self.judge.link.estimator.bytes_per_s() is None:
-            return
-        data = msgspec.json.encode(self.judge.record())
-        if not self.tiers.replace(_judge_id(), data):
-            self.tiers.put_from(_judge_id(), data)
+        # Without a link there is nothing to keep.
+        if self.judge.link.estimator.bytes_per_s() is not None:
+            write_judge(self.tiers, self.judge.record())
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.plan import PrefillSpeed, policy_named
-from kvtide.store.load import LoadRequest
+from kvtide.store.load import QUALITY_SLACK, LoadRequest
 
 
 class StreamSettings(NamedTuple):
@@ -38,7 +38,7 @@ class StreamSettings(NamedTuple):
 
     def request(self, prefill: PrefillSpeed, codec_quality: float) -> LoadRequest:
         """Return when a load should end. Exact blocks, which have no rougher form, are wanted as soon as can be."""
-        goal = codec_quality if self.quality is None else self.quality
+        goal = (codec_quality if self.quality is None else self.quality) * (1 + QUALITY_SLACK)
         if self.start_within_s is None:
             return LoadRequest(prefill, math.inf if goal else 0.0, goal)
         return LoadRequest(prefill, self.start_within_s, goal)

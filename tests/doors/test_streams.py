@@ -1,0 +1,172 @@
+"""Doors of streaming: a stored prefix over a shaped link, by options of `attach` and of a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted_on
+from tests.doors.register import door
+from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
+from tests.servers import RunningServer, running_server
+
+from kvtide.codec import Profile
+from kvtide.engines.transformers import CachedModel, attach, model_layout
+from kvtide.engines.transformers.streaming import StreamedPrefill
+from kvtide.outcomes import Choice, Decided, Why, parse_decisions
+from kvtide.store.load import StreamReport
+from kvtide_lab.bench.shaped import ShapedProxy
+
+# A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.
+SLOW_BYTES_PER_S, SOON_S = 2e4, 0.6
+PLENTY_BYTES_PER_S = 1e8
+
+
+class World:
+    """A server that has the prompt's blocks as tide stores them, and what loads them over a link."""
+
+    def __init__(self, model: Any, server: RunningServer, profile: Profile) -> None:
+        self._model = model
+        self._server = server
+        self.options: dict[str, Any] = {"codec": "tide:1e-3:3", "profiles": [profile]}
+        self.whole_bytes = 0
+
+    def store(self) -> None:
+        answer(self._model, self._server.url, PROMPT, **self.options)
+        self.whole_bytes = answer(self._model, self._server.url, PROMPT, **self.options).read_bytes
+
+    @contextmanager
+    def attached(self, bytes_per_s: float, **options: Any) -> Iterator[CachedModel]:
+        address = (self._server.address.host, self._server.address.port)
+        with (
+            ShapedProxy(address, lambda seconds: bytes_per_s * seconds) as proxy,
+            attach(
+                self._model, f"http://127.0.0.1:{proxy.port}", block_tokens=BLOCK, **self.options, **options
+            ) as cached,
+        ):
+            yield cached
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_model: Any) -> Profile:
+    return fitted_on(tiny_model, model_layout(tiny_model, BLOCK), PROMPT)
+
+
+@pytest.fixture
+def world(tiny_model: Any, profile: Profile) -> Iterator[World]:
+    # Each has its own: what is known of a link is kept beside the objects.
+    with running_server(tiers=("memory://",)) as server:
+        found = World(tiny_model, server, profile)
+        found.store()
+        yield found
+
+
+@pytest.fixture
+def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is never done before a link: a tiny model computes faster than any."""
+
+    def compute(self: StreamedPrefill, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        give_up_s = time.monotonic() + 20.0
+        while is_wanted():
+            assert time.monotonic() < give_up_s, "nothing came"
+            time.sleep(0.002)
+        return False
+
+    monkeypatch.setattr(StreamedPrefill, "compute", compute)
+
+
+def asked(cached: CachedModel, **options: Any) -> StreamReport:
+    cached.generate(PROMPT, max_new_tokens=2, do_sample=False, **options)
+    assert cached.last is not None and cached.last.streamed is not None
+    return cached.last.streamed
+
+
+@door("stream a prefix to a deadline")
+def test_at_the_deadline_the_model_starts_with_what_has_come(world: World, slow_engine: None) -> None:
+    with world.attached(SLOW_BYTES_PER_S, start_within_s=SOON_S) as cached:
+        report = asked(cached)
+    assert report.tokens == RESTORED
+    assert 0 < report.received_bytes < 0.8 * world.whole_bytes
+    assert report.kl > 1e-3, "not all refinements were there"
+
+
+@door("a deadline and a quality for each request")
+def test_a_call_says_when_it_wants_to_start(world: World, slow_engine: None) -> None:
+    reports = []
+    for quality in (1e-3, 1.0):
+        # What one call has brought is near the next.
+        with world.attached(PLENTY_BYTES_PER_S) as cached:
+            reports.append(asked(cached, kvtide_quality=quality))
+    fine, rough = reports
+    assert fine.kl <= 1.002e-3 < rough.kl
+    assert rough.received_bytes < fine.received_bytes
+
+
+@door("load no more than a quality needs")
+def test_a_quality_is_loaded_with_fewer_bytes(world: World, slow_engine: None) -> None:
+    with world.attached(PLENTY_BYTES_PER_S, quality="0.5") as cached:
+        report = asked(cached)
+    assert report.tokens == RESTORED
+    assert report.kl <= 0.5
+    assert report.received_bytes < 0.9 * world.whole_bytes
+
+
+@door("compute what would come too late")
+def test_both_ends_meet(world: World) -> None:
+    with world.attached(SLOW_BYTES_PER_S / 10, policy="two-ended", start_within_s=30.0) as cached:
+        report = asked(cached)
+    # The tiny model is far faster than this link.
+    assert report.computed_tokens > 0
+    assert report.kl == 0.0
+
+
+@door("read only the base on a slow link")
+def test_layered_computes_nothing_and_reads_the_base_of_all_first(world: World, slow_engine: None) -> None:
+    with world.attached(SLOW_BYTES_PER_S, policy="layered", start_within_s=SOON_S) as cached:
+        report = asked(cached)
+    assert (report.tokens, report.computed_tokens) == (RESTORED, 0)
+    assert report.fetch is not None and min(report.fetch.progress.here) >= 1
+
+
+@door("never rougher in the store than it says")
+def test_what_is_computed_on_top_of_rough_blocks_is_not_stored(world: World, slow_engine: None) -> None:
+    longer = torch.cat([PROMPT, PROMPT[:, :40]], dim=1)
+    with world.attached(SLOW_BYTES_PER_S, start_within_s=SOON_S) as cached:
+        cached.generate(longer, max_new_tokens=2, do_sample=False)
+        assert cached.last is not None and cached.last.streamed is not None
+        assert (cached.last.streamed.kl > 1e-3, cached.last.blocks_queued) == (True, 0)
+
+
+def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> None:
+    with world.attached(PLENTY_BYTES_PER_S, quality=0.5) as cached:
+        asked(cached)
+        counted = parse_decisions(cached.cache.stats().decisions)
+    assert counted[Decided(Choice.LOAD, Why.UNKNOWN_LINK)] == RESTORED
+
+
+def test_what_was_learnt_of_a_link_is_known_after_a_restart(world: World, slow_engine: None, tmp_path: Path) -> None:
+    for expected in (Why.UNKNOWN_LINK, Why.LINK_FASTER):
+        with world.attached(PLENTY_BYTES_PER_S, quality=0.5) as cached:
+            asked(cached)
+            assert set(parse_decisions(cached.cache.stats().decisions)) == {Decided(Choice.LOAD, expected)}, expected
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"start_within_s": -1.0}, "start_within_s is a number of seconds"),
+        ({"start_within_s": float("nan")}, "start_within_s is a number of seconds"),
+        ({"quality": "rough"}, "could not convert"),
+        ({"quality": -1.0}, "quality is a KL divergence"),
+        ({"policy": "quickest"}, "expected one of two-ended, layered"),
+        ({"policy": "layered", "importance": 0.5, "codec": "lossless"}, "takes no start_within_s"),
+    ],
+)
+def test_bad_options_are_refused(tiny_model: Any, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        attach(tiny_model, "memory://", **options)
