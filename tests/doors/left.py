@@ -58,7 +58,6 @@ LEFT = (
         Source.ASCEND,
     ),
     Left("encode stored blocks anew", "kvtide recompress", "a command that decodes and encodes a store", Source.ASCEND),
-    Left("lossy codecs in vLLM", '"codec": "tide:5e-3"', "a test on the real engine", Source.ASCEND),
     Left(
         "profiles of other models in vLLM",
         '"profiles": […]',

@@ -73,6 +73,22 @@ ATTACH = (
 
 VLLM = (
     Capability(
+        "a prefix streamed to a deadline, in vLLM",
+        '"start_within_s": 0.5, "quality": 5e-3',
+        "docs/streaming.md: In vLLM",
+        _REAL_VLLM,
+        Source.CACHEGEN,
+        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
+    ),
+    Capability(
+        "lossy codecs in vLLM",
+        '"codec": "tide:5e-3"',
+        _VLLM,
+        _REAL_VLLM,
+        Source.ASCEND,
+        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
+    ),
+    Capability(
         "vLLM restores after a restart",
         '"store": "disk:///var/cache/kvtide"',
         "docs/vllm.md: Quick start",

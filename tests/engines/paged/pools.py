@@ -35,6 +35,8 @@ def engine_writes(layers: Sequence[Any], order: CellOrder, bits: BlockBits, page
             keys[page, :, slot], values[page, :, slot] = bits[layer, 0, token], bits[layer, 1, token]
 
 
-def host_pages(order: CellOrder = CellOrder.TRANSPOSED_KEYS, pages: int = 12) -> tuple[HostPages, list[Any]]:
-    layers = empty_layers(pages)
-    return HostPages(layers, LAYOUT, order), layers
+def host_pages(
+    order: CellOrder = CellOrder.TRANSPOSED_KEYS, pages: int = 12, layout: BlockLayout = LAYOUT
+) -> tuple[HostPages, list[Any]]:
+    layers = empty_layers(pages, layout)
+    return HostPages(layers, layout, order), layers

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from kvtide.engines.paged import identity
+from kvtide.engines.paged.loads import WriteGate
 from kvtide.engines.paged.settings import ConnectorSettings
-from kvtide.engines.paged.worker import WriteGate
 
 
 @pytest.fixture

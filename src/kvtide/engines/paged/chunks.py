@@ -13,8 +13,8 @@ import numpy as np
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
+from kvtide.engines.paged.loads import WriteGate
 from kvtide.engines.paged.settings import ConnectorSettings
-from kvtide.engines.paged.worker import WriteGate
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for

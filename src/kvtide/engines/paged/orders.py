@@ -15,11 +15,18 @@ class BlockRef(NamedTuple):
     start: int
 
 
+class StreamOrder(NamedTuple):
+    """When a streamed load ends: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
+
+    within_s: float
+    quality: float | None = None
+
+
 class LoadOrder(NamedTuple):
     """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on.
 
     is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits. is_latest: copies of
-    this machine won't do.
+    this machine won't do. stream: how much time there is for refinements of streamed blocks; None for whole ones.
     """
 
     request: str
@@ -29,6 +36,7 @@ class LoadOrder(NamedTuple):
     deadline_s: float
     is_in_step: bool = False
     is_latest: bool = False
+    stream: StreamOrder | None = None
 
 
 class StoreOrder(NamedTuple):
@@ -64,9 +72,11 @@ class WorkerReport(NamedTuple):
     """What a worker found out in a step.
 
     `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
+    `rough`: requests whose blocks came rougher than the store has them.
     """
 
     step: int
     loads: tuple[LoadTiming, ...]
     lost: tuple[BlockKey, ...]
     failed: tuple[str, ...]
+    rough: tuple[str, ...] = ()

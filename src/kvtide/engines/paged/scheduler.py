@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, StreamOrder, WorkerReport
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
@@ -24,6 +24,8 @@ STEPS_IN_FLIGHT_MAX = 64
 # Blocks that a worker did not find are taken as missing for so long, whatever tiers say that have not noticed yet.
 LOST_S = 60.0
 LOST_MAX = 1 << 16
+# Blocks that lie rough in the engine's pages: more than any engine has.
+ROUGH_MAX = 1 << 18
 
 
 class ScheduledRequest(NamedTuple):
@@ -72,6 +74,8 @@ class SchedulerHalf:
         self._lookups: dict[str, _Lookup] = {}
         self._loads: list[LoadOrder] = []
         self._lost: OrderedDict[BlockKey, float] = OrderedDict()
+        # Blocks that lie rough in the engine's pages.
+        self._rough: OrderedDict[BlockKey, None] = OrderedDict()
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._step = self._heard = 0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
@@ -82,17 +86,26 @@ class SchedulerHalf:
         self.cache.close()
 
     def match(
-        self, request: str, salt: bytes, tokens: Sequence[int], computed_tokens: int, is_latest: bool = False
+        self,
+        request: str,
+        salt: bytes,
+        tokens: Sequence[int],
+        computed_tokens: int,
+        is_latest: bool = False,
+        stream: StreamOrder | None = None,
     ) -> int | None:
         """Return how many tokens behind `computed_tokens` are worth loading; None to be asked again soon.
 
         The last token always runs: its logits are the answer's next token. Nothing is changed by asking. For the latest
-        servers are asked, and copies of this machine don't count.
+        servers are asked, and copies of this machine don't count. stream: how a request that streams would, from its
+        first call on.
         """
         sequence = self._sequences.get(request)
         if sequence is None:
             namespaces = self._namespaces.of(salt + self._epoch)
             sequence = self._sequences[request] = TrackedSequence(namespaces, self._block_tokens)
+            if stream is not None:
+                sequence.stream = (self._clock.monotonic_s() + stream.within_s, stream.quality)
         sequence.computed_tokens, sequence.is_latest = computed_tokens, is_latest
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
@@ -105,10 +118,21 @@ class SchedulerHalf:
         # A look-up that goes on without us was given up.
         why = Why.DEADLINE if request in self._lookups else Why.ABSENT
         self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, why), absent)
-        if fresh <= 0 or self.cache.judge.is_load_faster(fresh, self._clock.monotonic_s()):
+        if fresh <= 0 or self._pays(sequence, fresh):
             return max(0, fresh)
         self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
         return 0
+
+    def _pays(self, sequence: TrackedSequence, tokens: int) -> bool:
+        """Tell whether loading tokens pays; where computing ends in time for a request that streams, that is exact."""
+        now_s, prefill = self._clock.monotonic_s(), self.cache.judge.prefill()
+        if (
+            sequence.stream is not None
+            and prefill is not None
+            and now_s + prefill.seconds(0, tokens) <= sequence.stream[0]
+        ):
+            return False
+        return self.cache.judge.is_load_faster(tokens, now_s)
 
     def _count(self, sequence: TrackedSequence, block: BlockRef, decided: Decided, tokens: int) -> None:
         """Count a decision about a request once for each shard, however often the engine asks."""
@@ -159,13 +183,22 @@ class SchedulerHalf:
         stop = start + loaded_tokens
         assert start % self._page_tokens == 0
         assert stop % self._block_tokens == 0
-        first = start // self._block_tokens
+        first = sequence.loaded_from = start // self._block_tokens
         blocks = tuple(sequence.blocks(())[first : stop // self._block_tokens])
         filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens
         deadline_s = self.cache.judge.deadline_s(loaded_tokens)
-        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest)
+        stream = self._stream(sequence, stop)
+        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest, stream)
         self._loads.append(order)
+
+    def _stream(self, sequence: TrackedSequence, stop: int) -> StreamOrder | None:
+        """Return what is left for a streamed load, less what computing behind it takes."""
+        if sequence.stream is None:
+            return None
+        (until_s, quality), prefill = sequence.stream, self.cache.judge.prefill()
+        rest_s = prefill.seconds(stop, max(stop, sequence.tokens)) if prefill is not None else 0.0
+        return StreamOrder(max(0.0, until_s - rest_s - self._clock.monotonic_s()), quality)
 
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
@@ -185,6 +218,9 @@ class SchedulerHalf:
         if sequence is None or full <= sequence.settled:
             return
         blocks = sequence.blocks(scheduled.tokens)[:full]
+        if self._is_rough(sequence, blocks):
+            sequence.settled = full
+            return
         # With several shards all are stored at once, so that the first one speaks for all.
         known = self._found(blocks[: len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)])
         fresh = range(max(known, sequence.settled), full)
@@ -198,6 +234,21 @@ class SchedulerHalf:
             yield StoreOrder(scheduled.request, block, filled)
             self._note_stored(block)
         sequence.settled = full
+
+    def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
+        """Tell whether any of the blocks is rough in the engine's pages; those behind it are then.
+
+        The engine hands pages from one request to the next by itself.
+        """
+        if sequence.rough_from is None and self._rough:
+            rough = (i for i, block in enumerate(blocks) if block.ids[0].key in self._rough)
+            sequence.rough_from = next(rough, None)
+        if sequence.rough_from is None:
+            return False
+        self._rough.update(dict.fromkeys(block.ids[0].key for block in blocks[sequence.rough_from :]))
+        while len(self._rough) > ROUGH_MAX:
+            self._rough.popitem(last=False)
+        return True
 
     def _note_stored(self, block: BlockRef) -> None:
         for object_id, parent in zip(block.ids, block.parents, strict=True):
@@ -216,6 +267,10 @@ class SchedulerHalf:
                 self._sequences[request].may_load = False
                 # What the step itself was to store, had its load not failed, is there once it is computed anew.
                 self._sequences[request].settled = 0
+        for request in report.rough:
+            if request in self._sequences:
+                sequence = self._sequences[request]
+                sequence.rough_from = sequence.loaded_from
         for key in report.lost:
             self.cache.index.remove(key)
             self._lost[key] = now_s
@@ -235,6 +290,7 @@ class SchedulerHalf:
         """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""
         self._epoch = b"\0epoch " + epoch
         self._sequences.clear()
+        self._rough.clear()
 
     def check(self) -> None:
         """AssertionError if anything of a finished request is left. Call it while no request runs."""

@@ -47,10 +47,21 @@ class TrackedSequence:
         self.may_load = True
         # Whether copies of this machine won't do.
         self.is_latest = False
+        # Where it is streamed: until when, by the clock, and at which quality.
+        self.stream: tuple[float, float | None] | None = None
+        # The first of its blocks that came rougher than the store has it: what is computed on top is not stored.
+        self.rough_from: int | None = None
+        # Where its last load began.
+        self.loaded_from = 0
         # What was decided, and counted, about what is not loaded.
         self.counted: set[Decided] = set()
         # What the engine had computed itself when it last asked for a match.
         self.computed_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens are known of it."""
+        return self._tokens
 
     def blocks(self, tokens: Sequence[int]) -> list[BlockRef]:
         """Return the full blocks of `tokens`, which start with all tokens given before. Don't change the list."""

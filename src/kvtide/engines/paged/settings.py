@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvtide.config import Limits
+from kvtide.engines.paged.orders import StreamOrder
 
 # Half a block more or less decides what a prompt restores; shorter blocks cost objects.
 BLOCK_TOKENS_WANTED = 128
@@ -40,6 +42,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     device_bytes_max: int = 0
     # A look-up or load that has no better bound is given up after this long, and the engine computes.
     match_s_max: float = 0.5
+    # Stream stored prefixes: the first token comes so many seconds after a request, on what has come of them by then,
+    # or earlier once the quality (a KL divergence; by default the codec's) is reached. None to load whole blocks.
+    start_within_s: float | None = None
+    quality: float | None = None
     load_s_max: float = 10.0
 
     @classmethod
@@ -51,6 +57,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"bad kvtide option: {error}") from error
         if settings.block_tokens < 0:
             raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
+        settings.check_stream()
         if settings.match_s_max <= 0:
             raise ValueError(f"match_s_max must be positive, got {settings.match_s_max}")
         if settings.device_multiprocessors <= 0 or settings.device_bytes_max < 0:
@@ -61,6 +68,23 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"{alone[0]} is an option of the kernels: it needs device_kernels to be true")
         settings.limits()
         return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
+
+    def check_stream(self) -> None:
+        """ValueError for options of streaming that can't be, or that go with no streaming."""
+        for name, value in (("start_within_s", self.start_within_s), ("quality", self.quality)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
+        if self.quality is not None and self.start_within_s is None:
+            raise ValueError("quality says when a streamed load may end early: it needs start_within_s")
+        if self.start_within_s is not None and self.load == "layers":
+            raise ValueError("start_within_s streams between the engine's steps: load must be auto or async")
+
+    def stream_order(self, request: Mapping[str, object]) -> StreamOrder | None:
+        """Return how a request with these options of its own is streamed; bad ones are left out."""
+        asked = {name: request.get(name) for name in ("start_within_s", "quality")}
+        valid = {name: float(value) for name, value in asked.items() if isinstance(value, int | float) and value >= 0}
+        within_s = valid.get("start_within_s", self.start_within_s)
+        return None if within_s is None else StreamOrder(within_s, valid.get("quality", self.quality))
 
     @property
     def is_local(self) -> bool:
@@ -76,7 +100,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check_chunks(self) -> None:
         """ValueError for options that do nothing where the engine moves bytes of its own to and from us."""
-        for option, is_given in (("device_kernels", self.device_kernels), ("load", self.load != "auto")):
+        given = (
+            ("device_kernels", self.device_kernels),
+            ("load", self.load != "auto"),
+            ("start_within_s", self.start_within_s is not None),
+        )
+        for option, is_given in given:
             if is_given:
                 raise ValueError(f"{option} is an option of vLLM's connector: here the engine itself fills its pages")
 

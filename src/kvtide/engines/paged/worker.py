@@ -6,9 +6,8 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -16,10 +15,27 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.kept import KeptBlocks
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, LoadTiming, StepCommands, StoreOrder, WorkerReport
-from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
+from kvtide.engines.paged.loads import PageLoad, StreamedPages
+from kvtide.engines.paged.orders import (
+    BlockRef,
+    LoadTiming,
+    StepCommands,
+    StoreOrder,
+    StreamOrder,
+    WorkerReport,
+)
+from kvtide.engines.paged.pages import LayeredPages, PagePool
+from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import Guarded, LoadReport, MissReason, Whole
+from kvtide.store.load import (
+    QUALITY_SLACK,
+    FetchLimits,
+    LoadReport,
+    LoadRequest,
+    MissReason,
+    Streamed,
+    Whole,
+)
 from kvtide.types import BlockKey, ObjectId, Section
 
 # Requests that load at the same time; more wait their turn.
@@ -28,41 +44,12 @@ LOADS_AT_ONCE = 4
 IDLE_WAIT_S = 0.005
 # As much is copied in 10 ms or so, for which the engine may stand still.
 COPY_BYTES_MAX = 128 << 20
+# Between steps nothing is computed beside a load: how fast the engine would be matters to nobody there.
+NO_PREFILL = PrefillSpeed(1.0)
+# A streamed load whose time is over still gets what is under way.
+READ_S_MIN = 0.05
 
 _Result = TypeVar("_Result")
-
-
-class WriteGate:
-    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
-
-    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.is_closed = False
-        self._writers = 0
-
-    @contextmanager
-    def enter(self) -> Iterator[bool]:
-        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
-        with self.changed:
-            is_in = not self.is_closed
-            self._writers += is_in
-        try:
-            yield is_in
-        finally:
-            with self.changed:
-                self._writers -= is_in
-                if self.is_closed:
-                    self.changed.notify_all()
-
-    def close(self) -> None:
-        """Let nobody in any more; return when nobody is inside. Idempotent."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._writers == 0)
 
 
 class LoadOutcome(NamedTuple):
@@ -70,108 +57,6 @@ class LoadOutcome(NamedTuple):
 
     requests: set[str]
     failed_pages: set[int]
-
-
-class _Load:
-    """One load. Its sink is a BlockSink that may be called too late: then it writes nothing."""
-
-    def __init__(
-        self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
-    ) -> None:
-        self.order = order
-        self.started_s = started_s
-        self._ids = ids
-        self._pool = pool
-        self._kept = kept
-        self._captured = [] if order.is_latest else kept.leading(ids)
-        self._pages_per_block = pool.layout.tokens // pool.page_tokens
-        self._gate = WriteGate()
-        # Of each layer, the blocks that are still to come.
-        self._missing = [len(order.blocks)] * pool.layout.layers
-
-    @property
-    def is_kept(self) -> bool:
-        """Tell whether nothing has to come from a tier."""
-        return len(self._captured) == len(self._ids)
-
-    def restore_kept(self, guarded: Guarded) -> int:
-        """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
-        for position, block in enumerate(self._captured):
-            if not guarded("restore", partial(self._restore, position, block), False):
-                return position
-        return len(self._captured)
-
-    def _restore(self, position: int, block: Captured) -> bool:
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                block.restore(pages, skip_pages)
-                self._note_layers()
-        return True
-
-    def sink(self, position: int, bits: BlockBits) -> None:
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                self._pool.scatter(bits, pages, skip_pages)
-                self._note_layers()
-                self._keep(position, pages, skip_pages)
-
-    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
-        """Let the pool decode a block into its pages. False if it does not."""
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                if not self._pool.decode(codec, meta, sections, pages, skip_pages):
-                    return False
-                self._note_layers()
-                self._keep(position, pages, skip_pages)
-        return True
-
-    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
-        """Write layers of a block, from layer `first` on, into a pool of LayeredPages."""
-        assert isinstance(self._pool, LayeredPages)
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                self._pool.scatter_layers(first, layers, pages, skip_pages)
-                stop = first + len(layers)
-                self._note_layers(first, stop)
-                if stop == self._pool.layout.layers:
-                    self._keep(position, pages, skip_pages)
-
-    def _keep(self, position: int, pages: Sequence[int], skip_pages: int) -> None:
-        """Keep a block that was loaded before as the pages hold it."""
-        if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
-            captured = self._pool.capture(pages)
-            # The engine's thread is another, which may give the pages away once the load has ended.
-            captured.wait()
-            self._kept.put(self._ids[position], captured)
-
-    def _room(self, position: int) -> tuple[Sequence[int], int]:
-        """Return the pages that a block fills, and how many of its pages come before them."""
-        start = position * self._pages_per_block - self.order.skip_pages
-        return self.order.pages[max(0, start) : start + self._pages_per_block], max(0, -start)
-
-    def _note_layers(self, first: int = 0, stop: int | None = None) -> None:
-        with self._gate.changed:
-            for layer in range(first, self._pool.layout.layers if stop is None else stop):
-                self._missing[layer] -= 1
-            if 0 in self._missing[first:stop]:
-                self._gate.changed.notify_all()
-
-    def wait_layer(self, layer: int) -> None:
-        """Wait until the layer is whole or the load has ended."""
-        with self._gate.changed:
-            self._gate.changed.wait_for(lambda: self._gate.is_closed or self._missing[layer] == 0)
-
-    def close(self) -> None:
-        """Let nothing more be written; return when nothing is. Idempotent."""
-        self._gate.close()
-
-    def unfilled(self, blocks: int) -> tuple[int, ...]:
-        """Return the pages behind the first `blocks` blocks."""
-        return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
 
 
 class WorkerHalf:
@@ -188,7 +73,7 @@ class WorkerHalf:
         self._clock = clock
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._changed = threading.Condition()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, PageLoad] = {}
         self._ended: list[str] = []
         self._failed_pages: set[int] = set()
         self._step = 0
@@ -197,6 +82,7 @@ class WorkerHalf:
         self._timings: list[LoadTiming] = []
         self._lost: list[BlockKey] = []
         self._failed: list[str] = []
+        self._rough: list[str] = []
 
     def close(self) -> None:
         """End all loads and store what is queued, as long as the cache may. Idempotent."""
@@ -214,7 +100,7 @@ class WorkerHalf:
         has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
             ids = [self.cache.tiers.named(block.ids[self._shard]) for block in order.blocks]
-            load = _Load(order, ids, self._pool, self._kept, self._clock.monotonic_s())
+            load = PageLoad(order, ids, self._pool, self._kept, self._clock.monotonic_s())
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
                 self._loads[order.request] = load
@@ -232,12 +118,12 @@ class WorkerHalf:
         self._pool.follow()
         return True
 
-    def _run(self, load: _Load) -> None:
+    def _run(self, load: PageLoad) -> None:
         kept = load.restore_kept(self.cache.guarded)
         is_whole = kept == len(load.order.blocks)
         self._finish(load, LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept))
 
-    def _finish(self, load: _Load, report: LoadReport) -> None:
+    def _finish(self, load: PageLoad, report: LoadReport) -> None:
         load.close()
         seconds = self._clock.monotonic_s() - load.started_s
         with self._changed:
@@ -247,10 +133,12 @@ class WorkerHalf:
             self._note(load, report, seconds)
             self._changed.notify_all()
 
-    def _load_rest(self, load: _Load, kept: int) -> LoadReport:
+    def _load_rest(self, load: PageLoad, kept: int) -> LoadReport:
         """Load what comes behind the blocks that were kept; those count as loaded."""
         metas = [self._meta(block, load.order.is_latest) for block in load.order.blocks[kept:]]
-        left_s = load.started_s + load.order.deadline_s - self._clock.monotonic_s()
+        left_s = max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
+        if load.order.stream is not None:
+            return self._stream(load, metas, kept, left_s, load.order.stream)
 
         def sink(position: int, bits: BlockBits) -> None:
             load.sink(kept + position, bits)
@@ -262,10 +150,25 @@ class WorkerHalf:
             load.take_layers(kept + position, first, layers)
 
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
-        report = self.cache.load(metas, Whole(sink, take, by_layer), max(0.0, left_s))
+        report = self.cache.load(metas, Whole(sink, take, by_layer), left_s)
         return report._replace(blocks=kept + report.blocks)
 
-    def _end(self, load: _Load, report: LoadReport) -> None:
+    def _stream(
+        self, load: PageLoad, metas: Sequence[BlockMeta], kept: int, left_s: float, how: StreamOrder
+    ) -> LoadReport:
+        """Bring the base of all blocks, refinements until then, and write each page once."""
+        until_s = load.started_s + how.within_s - self._clock.monotonic_s()
+        goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
+        request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
+        limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
+        streamed = Streamed(StreamedPages(load, kept), request, computes=False, limits=limits)
+        report = self.cache.load(metas, streamed, left_s)
+        if streamed.report is not None and streamed.report.kl > self.cache.quality * (1 + QUALITY_SLACK):
+            with self._changed:
+                self._rough.append(load.order.request)
+        return report._replace(blocks=kept + report.blocks)
+
+    def _end(self, load: PageLoad, report: LoadReport) -> None:
         unfilled = load.unfilled(report.blocks)
         if not load.order.is_in_step:
             self._ended.append(load.order.request)
@@ -273,10 +176,13 @@ class WorkerHalf:
         if unfilled and load.order.is_in_step:
             self._failed_requests[load.order.request] = self._step
 
-    def _note(self, load: _Load, report: LoadReport, seconds: float) -> None:
+    def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
         if report.blocks < wanted:
             self._failed.append(load.order.request)
+        if load.order.stream is not None and seconds <= load.order.stream.within_s:
+            # It took the time that it was given, and says nothing of a link.
+            return
         if report.reason is MissReason.DEADLINE:
             self._timings.append(LoadTiming(wanted * tokens, seconds * wanted * tokens / (report.blocks * tokens or 1)))
             return
@@ -298,7 +204,7 @@ class WorkerHalf:
         with self._changed:
             self._changed.wait_for(lambda: not self._loads_in_step())
 
-    def _loads_in_step(self) -> list[_Load]:
+    def _loads_in_step(self) -> list[PageLoad]:
         with self._changed:
             return [load for load in self._loads.values() if load.order.is_in_step]
 
@@ -345,8 +251,9 @@ class WorkerHalf:
     def report(self, step: int) -> WorkerReport:
         """Return what the scheduler half should know, once."""
         with self._changed:
-            found = WorkerReport(step, tuple(self._timings), tuple(self._lost), tuple(self._failed))
-            self._timings, self._lost, self._failed = [], [], []
+            timings, lost, failed = tuple(self._timings), tuple(self._lost), tuple(self._failed)
+            found = WorkerReport(step, timings, lost, failed, tuple(self._rough))
+            self._timings, self._lost, self._failed, self._rough = [], [], [], []
         return found
 
     def check(self) -> None:

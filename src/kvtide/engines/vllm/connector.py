@@ -64,7 +64,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         assert isinstance(other, StepReport)
         mine, theirs = self.report, other.report
         loads, lost, failed = mine.loads + theirs.loads, mine.lost + theirs.lost, mine.failed + theirs.failed
-        return StepReport(WorkerReport(mine.step, loads, lost, failed))
+        return StepReport(WorkerReport(mine.step, loads, lost, failed, mine.rough + theirs.rough))
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -125,13 +125,15 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not _is_plain(request):
             return 0, False
         salt = (request.cache_salt or "").encode()
-        is_latest = bool((request.kv_transfer_params or {}).get(LATEST_OPTION))
-        tokens = self.scheduler.match(request.request_id, salt, request.all_token_ids, num_computed_tokens, is_latest)
+        params = request.kv_transfer_params or {}
+        is_latest, stream = bool(params.get(LATEST_OPTION)), self._settings.stream_order(params)
+        ids = request.all_token_ids
+        tokens = self.scheduler.match(request.request_id, salt, ids, num_computed_tokens, is_latest, stream)
         return tokens, bool(tokens) and not self._is_in_step()
 
     def _is_in_step(self) -> bool:
         """Tell whether a load that is ordered now is for the step itself: there, nobody else would wait for it."""
-        is_alone = self._may_load_in_step and len(self._requests) == 1
+        is_alone = self._may_load_in_step and len(self._requests) == 1 and self._settings.start_within_s is None
         return self._settings.load == "layers" or (self._settings.load == "auto" and is_alone)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

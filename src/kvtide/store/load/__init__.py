@@ -12,6 +12,7 @@ from kvtide.store.load.access import (
 )
 from kvtide.store.load.backfill import Backfill
 from kvtide.store.load.job import LoadRequest
+from kvtide.store.load.run import FetchLimits
 from kvtide.store.load.sparse import ChunkBits, Sparse, SparseLoad
 from kvtide.store.load.streamed import Streamed, StreamReport
 from kvtide.store.load.whole import LayerSink, SectionSink, Whole
@@ -21,6 +22,7 @@ __all__ = [
     "Backfill",
     "BlockSink",
     "ChunkBits",
+    "FetchLimits",
     "Guarded",
     "LayerSink",
     "LoadAccess",

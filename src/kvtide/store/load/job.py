@@ -47,9 +47,10 @@ class FetchJob:
 def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: LoadRequest) -> FetchJob:
     """Return the job of one layered object a block.
 
-    spans: tokens [start, stop) of the chunks, whole blocks. kl: loss with refinement 0, with 0 and 1, and so on; one
-    figure for objects that are used whole. ValueError for spans that are not whole blocks or a loss too few or too
-    many; CorruptPayload for objects that are not a run of blocks with the same refinements.
+    spans: tokens [start, stop) of the chunks, whole blocks, counted from the first object's on. kl: loss with
+    refinement 0, with 0 and 1, and so on; one figure for objects that are used whole. ValueError for spans that are not
+    whole blocks or a loss too few or too many; CorruptPayload for objects that are not a run of blocks with the same
+    refinements.
     """
     steps = [_steps(stored, len(kl)) for stored in objects]
     if not steps or any(len(each) != len(steps[0]) for each in steps):
@@ -114,8 +115,8 @@ def _job(
         raise ValueError(f"expected a loss for each of {len(steps[0])} steps, got {len(kl)}")
     starts = [stored.meta.start for stored in objects[:blocks]]
     tokens = objects[0].meta.layout.tokens
-    if starts != [tokens * i for i in range(blocks)]:
-        raise CorruptPayload(f"expected blocks of {tokens} tokens from token 0 on, got blocks at {starts}")
+    if starts != [starts[0] + tokens * i for i in range(blocks)]:
+        raise CorruptPayload(f"expected blocks of {tokens} tokens one behind the other, got blocks at {starts}")
     chunks, pieces = [], []
     for start, stop in spans:
         if start % tokens or stop % tokens or not 0 <= start < stop <= blocks * tokens:

@@ -103,7 +103,11 @@ class Streamed:
         with access.backfill.paused():
             self.report = report = _Stream(access, self, metas, min(deadline_s, self._limits.read_s_max)).run()
         _count(access, metas, report)
-        return LoadReport(len(report.loaded), report.received_bytes, None)
+        if self._computes or len(report.loaded) == len(metas):
+            return LoadReport(len(report.loaded), report.received_bytes, None)
+        is_late = report.ready_s >= deadline_s
+        reason = MissReason.DEADLINE if is_late else MissReason.ABSENT
+        return LoadReport(len(report.loaded), report.received_bytes, reason)
 
     def _load_whole(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         started_s, found = access.clock.monotonic_s(), dict[int, BlockBits]()

@@ -1,0 +1,169 @@
+"""One load into an engine's pages: where each block goes, which layers are whole, and when nothing may be written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.codec import Codec
+from kvtide.engines.paged.kept import KeptBlocks
+from kvtide.engines.paged.orders import LoadOrder
+from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
+from kvtide.store.load import Guarded
+from kvtide.types import ObjectId, Section
+
+
+class WriteGate:
+    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
+
+    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._writers = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        with self.changed:
+            is_in = not self.is_closed
+            self._writers += is_in
+        try:
+            yield is_in
+        finally:
+            with self.changed:
+                self._writers -= is_in
+                if self.is_closed:
+                    self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more; return when nobody is inside. Idempotent."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._writers == 0)
+
+
+class PageLoad:
+    """One load. Its sink is a BlockSink that may be called too late: then it writes nothing."""
+
+    def __init__(
+        self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
+    ) -> None:
+        self.order = order
+        self.started_s = started_s
+        self._ids = ids
+        self._pool = pool
+        self._kept = kept
+        self._captured = [] if order.is_latest else kept.leading(ids)
+        self._pages_per_block = pool.layout.tokens // pool.page_tokens
+        self._gate = WriteGate()
+        # Of each layer, the blocks that are still to come.
+        self._missing = [len(order.blocks)] * pool.layout.layers
+
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether nothing has to come from a tier."""
+        return len(self._captured) == len(self._ids)
+
+    def restore_kept(self, guarded: Guarded) -> int:
+        """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
+        for position, block in enumerate(self._captured):
+            if not guarded("restore", partial(self._restore, position, block), False):
+                return position
+        return len(self._captured)
+
+    def _restore(self, position: int, block: Captured) -> bool:
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                block.restore(pages, skip_pages)
+                self._note_layers()
+        return True
+
+    def sink(self, position: int, bits: BlockBits, is_kept: bool = True) -> None:
+        """Write a block into its pages; a BlockSink. What is not to be kept may be rough."""
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                self._pool.scatter(bits, pages, skip_pages)
+                self._note_layers()
+                if is_kept:
+                    self._keep(position, pages, skip_pages)
+
+    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
+        """Let the pool decode a block into its pages. False if it does not."""
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                if not self._pool.decode(codec, meta, sections, pages, skip_pages):
+                    return False
+                self._note_layers()
+                self._keep(position, pages, skip_pages)
+        return True
+
+    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
+        """Write layers of a block, from layer `first` on, into a pool of LayeredPages."""
+        assert isinstance(self._pool, LayeredPages)
+        pages, skip_pages = self._room(position)
+        with self._gate.enter() as is_in:
+            if is_in:
+                self._pool.scatter_layers(first, layers, pages, skip_pages)
+                stop = first + len(layers)
+                self._note_layers(first, stop)
+                if stop == self._pool.layout.layers:
+                    self._keep(position, pages, skip_pages)
+
+    def _keep(self, position: int, pages: Sequence[int], skip_pages: int) -> None:
+        """Keep a block that was loaded before as the pages hold it."""
+        if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
+            captured = self._pool.capture(pages)
+            # The engine's thread is another, which may give the pages away once the load has ended.
+            captured.wait()
+            self._kept.put(self._ids[position], captured)
+
+    def _room(self, position: int) -> tuple[Sequence[int], int]:
+        """Return the pages that a block fills, and how many of its pages come before them."""
+        start = position * self._pages_per_block - self.order.skip_pages
+        return self.order.pages[max(0, start) : start + self._pages_per_block], max(0, -start)
+
+    def _note_layers(self, first: int = 0, stop: int | None = None) -> None:
+        with self._gate.changed:
+            for layer in range(first, self._pool.layout.layers if stop is None else stop):
+                self._missing[layer] -= 1
+            if 0 in self._missing[first:stop]:
+                self._gate.changed.notify_all()
+
+    def wait_layer(self, layer: int) -> None:
+        """Wait until the layer is whole or the load has ended."""
+        with self._gate.changed:
+            self._gate.changed.wait_for(lambda: self._gate.is_closed or self._missing[layer] == 0)
+
+    def close(self) -> None:
+        """Let nothing more be written; return when nothing is. Idempotent."""
+        self._gate.close()
+
+    def unfilled(self, blocks: int) -> tuple[int, ...]:
+        """Return the pages behind the first `blocks` blocks."""
+        return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
+
+
+class StreamedPages:
+    """The engine's pages behind those that are kept, as what a stream is appended to. It computes nothing."""
+
+    def __init__(self, load: PageLoad, kept: int) -> None:
+        self._load = load
+        self._kept = kept
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        """Compute nothing: between steps nobody does."""
+        return False
+
+    def append(self, block: int, bits: BlockBits) -> None:
+        """Write a block, for this request alone: it may be rough."""
+        self._load.sink(self._kept + block, bits, is_kept=False)

@@ -1,0 +1,154 @@
+"""Streamed loads of a connector: the base of all blocks in time, pages written once, nothing rough stored as fine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tests.codec.tide_profiles import fitted
+from tests.engines.paged.pools import PAGE_TOKENS, host_pages
+from tests.servers import running_server
+
+from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import SystemClock
+from kvtide.codec.tide import TideCodec
+from kvtide.engines.paged import CellOrder, Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
+from kvtide.engines.paged.orders import StreamOrder
+from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.store import Cache, PendingBlock, cache_for
+from kvtide.testing.strategies import smooth_bits
+from kvtide.types import BlockKey, ObjectId
+from kvtide_lab.bench.shaped import ShapedProxy
+
+LAYOUT = BlockLayout(layers=15, tokens=64, kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16)
+BLOCK, BLOCKS = LAYOUT.tokens, 3
+PROMPT = list(range(BLOCKS * BLOCK + 3))
+PAGES = 128
+LINE = [*PROMPT, *range(500, 500 + 2 * BLOCK)]
+
+
+def _namespaces() -> Namespaces:
+    return Namespaces(lambda salt: [NamespaceSpec(b"model", LAYOUT.dtype, "toy", BLOCK, salt)])
+
+
+def pending(meta: BlockMeta, seed: int) -> PendingBlock:
+    bits = smooth_bits(LAYOUT, seed)
+    return PendingBlock(meta, lambda: lambda: bits)
+
+
+def tide_cache(url: str) -> Cache:
+    profile = fitted(LAYOUT)
+    return cache_for(url, TideCodec(profile, 1e-3, 3), [profile])
+
+
+class Engine:
+    """Both halves over a link, and the blocks that the store has."""
+
+    def __init__(self, url: str) -> None:
+        self.cache, self.asking = tide_cache(url), tide_cache(url)
+        self.cache.open()
+        self.asking.open()
+        self.scheduler = SchedulerHalf(self.asking, _namespaces(), BLOCK, PAGE_TOKENS, SystemClock(), 5.0)
+        self.pool, self.pages = host_pages(CellOrder.SPLIT, PAGES, LAYOUT)
+        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
+
+    def load(self, request: str, stream: StreamOrder | None) -> set[int]:
+        hit = None
+        while hit is None:
+            hit = self.scheduler.match(request, b"", LINE, 0, stream=stream)
+        assert hit == BLOCKS * BLOCK
+        self.scheduler.allocated(request, list(range(1, PAGES)), hit)
+        orders = self.scheduler.plan((), 0)
+        self.worker.start(orders)
+        for _ in range(4000):
+            outcome = self.worker.ended([], is_idle=True)
+            if outcome.requests:
+                self.scheduler.heard(self.worker.report(orders.step))
+                return outcome.failed_pages
+        raise AssertionError("the load never ended")
+
+    def computed(self, request: str) -> int:
+        """Have the rest of the line computed; return how many blocks that orders to be stored."""
+        orders = self.scheduler.plan([ScheduledRequest(request, LINE, len(LINE), lambda: list(range(1, PAGES)))], 100)
+        self.worker.start(orders)
+        self.worker.store(orders)
+        return len(orders.stores)
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def engine_at() -> Iterator[Callable[[float], Engine]]:
+    """Make engines over a link of some bytes a second to a server that has the prompt's blocks."""
+    (namespace,) = _namespaces().of(b"")
+    keys = [BlockKey(namespace), *block_keys(namespace, np.array(PROMPT, dtype=np.uint32), BLOCK)]
+    metas = [BlockMeta(ObjectId(namespace, keys[i + 1]), keys[i], i * BLOCK, LAYOUT, "toy") for i in range(BLOCKS)]
+    made: list[Engine] = []
+    with running_server(tiers=("memory://",)) as server:
+        with tide_cache(server.url) as cache:
+            assert cache.store([pending(meta, seed) for seed, meta in enumerate(metas)]) == BLOCKS
+            assert cache.flush(20)
+        with ShapedProxy((server.address.host, server.address.port), lambda seconds: 1e9) as proxy:
+
+            def make(bytes_per_s: float) -> Engine:
+                proxy.restart(lambda seconds: bytes_per_s * seconds)
+                made.append(Engine(f"http://127.0.0.1:{proxy.port}"))
+                return made[-1]
+
+            yield make
+            for engine in made:
+                engine.close()
+
+
+def test_base_of_all_blocks_comes_in_time_and_is_never_stored_on(engine_at: Callable[[float], Engine]) -> None:
+    engine = engine_at(4e3)
+    assert engine.load("a", StreamOrder(0.8)) == set()
+    assert all(cells[1 : 1 + BLOCKS * BLOCK // PAGE_TOKENS].any() for cells in engine.pages)
+    assert engine.computed("a") == 0, "what is computed on top of rough blocks is not stored"
+    engine.scheduler.finished("a")
+    # The engine hands the pages on by itself: another request of the same tokens is not stored either.
+    engine.scheduler.match("b", b"", LINE, BLOCKS * BLOCK)
+    assert engine.computed("b") == 0
+    engine.scheduler.finished("b")
+
+
+def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Callable[[float], Engine]) -> None:
+    engine = engine_at(1e8)
+    assert engine.load("a", StreamOrder(20.0)) == set()
+    assert engine.computed("a") == 2
+    engine.scheduler.finished("a")
+
+
+def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Callable[[float], Engine]) -> None:
+    engine = engine_at(1e8)
+    engine.scheduler.cache.judge.note_prefill(0, 10_000, 1.0)
+    engine.cache.tiers.read_range = lambda *arguments: False  # type: ignore[method-assign]
+    assert len(engine.load("a", StreamOrder(0.0))) == BLOCKS * BLOCK // PAGE_TOKENS
+    assert engine.scheduler.match("a", b"", LINE, 0) == 0
+    engine.scheduler.finished("a")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"start_within_s": -1.0}, "start_within_s must be"),
+        ({"quality": 0.1}, "needs start_within_s"),
+        ({"start_within_s": 1.0, "quality": float("nan")}, "quality must be"),
+        ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        ConnectorSettings.parse({"store": "memory://", **options})
+
+
+def test_request_says_it_for_itself() -> None:
+    settings = ConnectorSettings.parse({"store": "memory://", "start_within_s": 1.0})
+    assert settings.stream_order({}) == StreamOrder(1.0)
+    assert settings.stream_order({"start_within_s": 0.25, "quality": 0.1}) == StreamOrder(0.25, 0.1)
+    assert settings.stream_order({"start_within_s": "soon", "quality": -1}) == StreamOrder(1.0)
+    assert ConnectorSettings.parse({"store": "memory://"}).stream_order({}) is None

@@ -1,0 +1,39 @@
+"""Streaming in real vLLM: a prefix on a server behind a slow link, by the deadline that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.servers import server_process
+from tests.vllm.conftest import PAGE_TOKENS
+
+from kvtide_lab.bench.engine_process import kvtide_transfer
+from kvtide_lab.bench.shaped import ShapedProxy
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = 1044
+FULL_PAGES = (PROMPT - 1) // PAGE_TOKENS
+# Computing the prompt takes longer, and so do the refinements of its blocks over such a link.
+SOON_S, SLOW_BYTES_PER_S = 0.6, 1.2e6
+TIDE = {"codec": "tide:1e-3:3"}
+
+
+def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list[int]) -> None:
+    read_bytes = {}
+    with server_process() as server:
+        with engine(kvtide_transfer(server.url, **TIDE)) as process:
+            process.ask(tokens[:PROMPT], 2)
+            assert process.do("settle")["is_done"]
+        with ShapedProxy(("127.0.0.1", server.port), lambda seconds: 1e9 * seconds) as proxy:
+            url = f"http://127.0.0.1:{proxy.port}"
+            for name, options, rate in (("whole", {}, 1e9), ("soon", {"start_within_s": SOON_S}, SLOW_BYTES_PER_S)):
+                with engine(kvtide_transfer(url, **options, **TIDE)) as process:
+                    process.ask(tokens[-300:], 2)
+                    proxy.restart(lambda seconds, rate=rate: rate * seconds)
+                    before = proxy.passed_bytes
+                    answer = process.ask(tokens[:PROMPT], 2)
+                    read_bytes[name] = proxy.passed_bytes - before
+                    assert answer["cached_tokens"] == FULL_PAGES * PAGE_TOKENS, name
+    assert 0 < read_bytes["soon"] < 0.8 * read_bytes["whole"], read_bytes
