@@ -13,6 +13,7 @@ from kvtide.cli.store import JsonOption
 from kvtide_lab.bench import codec_speed, disk, fairness, index, server, siege, stack, valkey
 from kvtide_lab.cli.bench_engine import bench_engine, bench_offload
 from kvtide_lab.cli.bench_importance import bench_importance
+from kvtide_lab.cli.bench_position import bench_position
 from kvtide_lab.cli.bench_stream import bench_stream
 from kvtide_lab.cli.bench_turns import bench_turns
 from kvtide_lab.cli.sim import ClientOption, client_mix
@@ -27,6 +28,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder
 
 app.command("stream")(bench_stream)
 app.command("importance")(bench_importance)
+app.command("position")(bench_position)
 app.command("turns")(bench_turns)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -71,6 +71,10 @@ class Profile:
         texts, tokens = calibrated_on
         shape = (layout.layers, layout.kv_heads, layout.head_dim)
         return cls.parse(_pack(_Description(kind, model, *shape, texts, tokens, _entries(arrays)), arrays))
+
+    def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Profile:
+        """Return a profile with these arrays added or replaced; its digest is another."""
+        return self.parse(replace(self, arrays={**self.arrays, **arrays}).to_bytes())
 
     def fits(self, layout: BlockLayout) -> bool:
         """Tell whether blocks of this layout are of the profile's model shape."""

@@ -13,10 +13,18 @@ from typing import Self
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import QUALITY_MAX, QUALITY_MIN, check_quality, quality_of_units, units_of_quality
+from kvtide.codec.tide.curve import (
+    QUALITY_MAX,
+    QUALITY_MIN,
+    bits_of_units,
+    check_quality,
+    quality_of_units,
+    units_of_quality,
+)
 from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
 from kvtide.codec.tide.grid import THIRD
+from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
@@ -77,10 +85,20 @@ class TideCodec:
 
         As the calibration measured it; beyond the curve's ends by the slope there.
         """
+        return tuple(quality_of_units(self._model.curve, units) for units in self._units()) if self._model else ()
+
+    @property
+    def law(self) -> LossLaw | None:
+        """Return what hits of mixed refinements cost in answers, None without a profile."""
         if self._model is None:
-            return ()
+            return None
+        sizes = tuple(bits_of_units(self._model.curve, units) for units in self._units())
+        return LossLaw(self._model.positions, self.losses, sizes)
+
+    def _units(self) -> list[int]:
+        """Return the step of the base, of refinement 1, and so on."""
         final, last = self._steps
-        return tuple(quality_of_units(self._model.curve, final + THIRD * later) for later in range(last, -1, -1))
+        return [final + THIRD * later for later in range(last, -1, -1)]
 
     @property
     def profile(self) -> bytes | None:

@@ -11,6 +11,8 @@ from kvtide.errors import CorruptPayload
 
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
+# What the line through the last two points may not fall below.
+BITS_MIN = 0.01
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
 
 
@@ -35,6 +37,12 @@ def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
     """Return the KL that was measured at a step, by the slope at the ends beyond them. CorruptPayload as above."""
     steps, kls = _points(curve)
     return math.exp(min(_between(steps, kls, units), 0.0))
+
+
+def bits_of_units(curve: NDArray[np.float32], units: int) -> float:
+    """Return the bits an element that were measured at a step, above zero. CorruptPayload as above."""
+    steps, _ = _points(curve)
+    return max(_between(steps, curve[:, 1].astype(np.float64), units), BITS_MIN)
 
 
 def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -18,6 +18,7 @@ from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
+from kvtide.codec.tide.law import read_law_table
 from kvtide.codec.tide.values import KeyRotation
 from kvtide.errors import CorruptPayload
 
@@ -113,6 +114,7 @@ class TideModel:
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
+        self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
     def groups_of(self, layer_start: int) -> list[Group]:

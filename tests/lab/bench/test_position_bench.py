@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.codec.tide_profiles import fitted_on
+
+from kvtide.codec.tide import LossLaw, PositionLaw, Term
+from kvtide.codec.tide.law import DEFAULT_POSITIONS
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide_lab.bench import position, position_show
+from kvtide_lab.bench.position import PositionSize, PositionSubject
+from kvtide_lab.bench.position_cases import EXACT, fit_mixtures, flats, trial_mixtures
+from kvtide_lab.bench.position_fit import PIECE_TOKENS, LossPoint, fitted
+from kvtide_lab.bench.position_spend import Spent, spend_rows, within
+from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
+
+LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009), (0.16, 0.77, 1.83, 3.24))
+ANSWER, BLOCK = 8, 16
+
+
+def points_of(law: LossLaw) -> Iterator[LossPoint]:
+    for tokens in (512, 1024, 2048):
+        for mixture in (*fit_mixtures(tokens), *trial_mixtures(tokens)):
+            for passages in (None, (tokens // PIECE_TOKENS // 2,)):
+                point = LossPoint(tuple(mixture.kept(tokens, PIECE_TOKENS)), passages, 1.0)
+                yield point._replace(kl=point.predicted(law))
+
+
+def test_fit_finds_the_law_that_points_were_made_by() -> None:
+    near = tuple(Term(0.1 / (i + 1) ** 2, 1.0, 0.7, 0.6) for i in range(8))
+    law = LossLaw(
+        (PositionLaw(Term(2e-3, 1, 1, 1), Term(0, 1, 1, 1), near), DEFAULT_POSITIONS[1]), LAW.losses, LAW.sizes
+    )
+    found = fitted(LAW, list(points_of(law)))
+    ratios = [point.predicted(found) / point.kl for point in points_of(law)]
+    assert np.mean(np.abs(np.array(ratios) - 1) < 0.2) > 0.8
+    assert np.median(np.abs(np.array(ratios) - 1)) < 0.05
+    assert found.positions[0].passage.weight == 0
+
+
+def test_fit_of_no_points_is_the_default() -> None:
+    assert fitted(LAW, []) == LAW
+
+
+def test_ratios_compare_with_one_refinement_for_all_at_the_same_loss_and_at_the_same_size() -> None:
+    flats = [Spent(f"all {i}", size, (0, 0), (kl, kl)) for i, (size, kl) in enumerate(((100, 0.1), (200, 0.01)))]
+    halfway = Spent("law at 0.01", 150, (0, 0), (0.01, 0.1**1.5 / 2))
+    row = spend_rows(64, 8, [[*flats, halfway]])[-1]
+    assert row.kl_vs_flat_goes_on == pytest.approx(0.01 / 0.1**1.5)
+    assert row.kl_vs_flat_copies == pytest.approx(0.5)
+    assert row.bytes_vs_flat == pytest.approx(150 / (150 + 100 * np.log10(2)))
+    assert row.bits == 150
+
+
+def test_order_within_a_size_has_all_bases_and_does_not_exceed_it() -> None:
+    sizes = [[10, 30, 60, 100]] * 8
+    for size_max in (0, 80, 150, 500, 900):
+        kept = within(LAW, sizes, 256, size_max)
+        assert sum(size[each] for size, each in zip(sizes, kept, strict=True)) <= max(size_max, 80)
+    assert kept == [3] * 8
+
+
+@pytest.fixture
+def subject(tiny_model: Any) -> PositionSubject:
+    layout = model_layout(tiny_model, BLOCK)
+    rng = np.random.default_rng(3)
+    words = rng.integers(4, 256, size=64)
+    ids = [rng.choice(words, size=512 + ANSWER + 1).tolist() for _ in range(3)]
+    profile = fitted_on(tiny_model, layout, torch.from_numpy(words)[None])
+    size = PositionSize(ANSWER, {512: 1}, {512: 1}, {512: 2}, {512: 1})
+    return PositionSubject(tiny_model, "tiny", layout, size, profile, ids[:1], ids[1:], (["noise"], ["noise"] * 2))
+
+
+def test_exact_mixture_loses_nothing_and_a_rough_passage_is_felt_by_its_copy(subject: PositionSubject) -> None:
+    judge = PositionJudge(subject.model, subject.layout, subject.fit[0][:200], 128, ANSWER)
+    judge.code(subject.codec)
+    assert list(judge.kls(Mixture("exact", EXACT), (32,))) == pytest.approx([0, 0], abs=1e-6)
+    fine, rough = (list(judge.kls(flat, (32,))) for flat in (flats()[3], flats()[0]))
+    assert all(0 < a < b for a, b in zip(fine, rough, strict=True))
+    same = Mixture("patched", 0, (Patch(0, 128, 3),))
+    assert list(judge.kls(same, (32,))) == pytest.approx(fine)
+    by_layers = Mixture("a layer", EXACT, (Patch(0, 128, 0, (0, 1)),))
+    assert 0 < next(judge.kls(by_layers, ())) != pytest.approx(rough[0])
+    assert all(size == sorted(size) for size in judge.sizes) and len(judge.sizes) == 8
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
+    subject: PositionSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(step: str, done: int, total: int) -> None:
+        if done:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        position.run(subject, position.partial_of(subject, tmp_path / "partial"), stop)
+    result = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
+    assert {row.stage for row in result.rows} == {"map", "fit", "held"}
+    assert all((row.law is None) == ("layers" in row.mixture) for row in result.rows)
+    assert {row.texts for row in result.rows if row.stage == "held"} == {2}
+    assert [row.way for row in result.spending if row.bytes_vs_flat is not None] == [
+        "law at 0.005",
+        "law at 0.01",
+        "law at 0.02",
+        "law at half of 0.005",
+    ]
+    monkeypatch.setattr(position, "_judge_job", None)
+    renewed = subject._replace(profile=position.with_law(subject.profile, result.law))
+    again = position.run(renewed, position.partial_of(renewed, tmp_path / "partial"), lambda *_: None)
+    assert again.rows == result.rows
+    law = renewed.codec.law
+    assert law is not None and law.positions[0].sink.weight == pytest.approx(result.law[0].sink.weight)
+    assert position_show.plot(result, tmp_path / "map.png") and (tmp_path / "map.png").stat().st_size > 10_000
+    position_show.render(result)
+
+
+def test_text_that_is_too_short_for_any_prefix_is_an_error(subject: PositionSubject) -> None:
+    with pytest.raises(ValueError, match="long enough"):
+        position.run(subject._replace(held=[[1, 2, 3]]), position.partial_of(subject, None), lambda *_: None)
