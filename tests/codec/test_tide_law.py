@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.codec import Profile
-from kvtide.codec.tide import LossLaw, PositionLaw, Purpose, Term, TideCodec, law_table
+from kvtide.codec.tide import LossLaw, PositionLaw, Powers, Purpose, TideCodec, law_table
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES
 from kvtide.errors import CorruptPayload
 
 LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009), (0.16, 0.77, 1.83, 3.24))
 BLOCKS = st.lists(st.integers(0, 4), min_size=1, max_size=40)
+LINEAR, WEIGHTS = Powers(1, 1, 1), (1.0,) * len(DISTANCES)
 KL_MAX = st.floats(1e-4, 1.0)
 
 
@@ -95,10 +96,11 @@ def test_nothing_and_exact_blocks_lose_nothing() -> None:
         lambda: LAW.cheapest([[4, 3, 2, 1]], 256, 0.1),
         lambda: LAW.cheapest([[1, 2]], 256, 0.1),
         lambda: LAW.cheapest([[1, 2, 3, 4]], 256, 0.0),
-        lambda: PositionLaw(Term(1, 1, 1, 1), Term(1, 1, 1, 1), ()),
-        lambda: PositionLaw(Term(-1, 1, 1, 1), Term(1, 1, 1, 1), (Term(1, 1, 1, 1),) * len(DISTANCES)),
-        lambda: PositionLaw(Term(1, 0, 1, 1), Term(1, 1, 1, 1), (Term(1, 1, 1, 1),) * len(DISTANCES)),
-        lambda: PositionLaw(Term(1, 1, 1, float("inf")), Term(1, 1, 1, 1), (Term(1, 1, 1, 1),) * len(DISTANCES)),
+        lambda: PositionLaw(1, 1, (), LINEAR, LINEAR),
+        lambda: PositionLaw(-1, 1, WEIGHTS, LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, WEIGHTS, LINEAR, Powers(1, 0, 1)),
+        lambda: PositionLaw(1, 1, WEIGHTS, Powers(1, 1, float("inf")), LINEAR),
+        lambda: PositionLaw(1, 1, (0.0, *WEIGHTS[1:]), LINEAR, LINEAR),
     ],
 )
 def test_what_is_no_law_and_no_hit_is_refused(call: object) -> None:
@@ -111,8 +113,7 @@ def with_law(table: np.ndarray) -> Profile:
 
 
 def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_default() -> None:
-    one = Term(0.5, 1, 0.75, 0.25)
-    positions = (PositionLaw(one, Term(0, 1, 1, 1), (one,) * len(DISTANCES)), DEFAULT_POSITIONS[1])
+    positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
     profile = Profile.parse(with_law(law_table(positions)).to_bytes())
     found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
     assert found is not None and default is not None

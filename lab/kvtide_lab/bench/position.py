@@ -25,6 +25,7 @@ from kvtide_lab.bench.position_cases import (
     QUALITY,
     REFINEMENTS,
     fit_mixtures,
+    flats,
     map_mixtures,
     passages_of,
     trial_mixtures,
@@ -38,6 +39,8 @@ from kvtide_lab.judge.position_judge import Mixture, PositionJudge
 WORKERS = 2
 # A row of the law's is good within so much of the model's KL.
 CLOSE = 0.25
+# What all others are compared with, text by text.
+REFERENCE = flats()[1]
 
 # Called with what is being done, and how much of it.
 Progress = Callable[[str, int, int], None]
@@ -177,7 +180,9 @@ def run(subject: PositionSubject, results: Results, progress: Progress) -> Posit
     law = subject.codec.law
     assert law is not None
     layers = subject.layout.layers
-    jobs = [*_jobs(subject, "map", subject.fit, size.map_texts, lambda tokens: map_mixtures(tokens, layers))]
+    jobs = [
+        *_jobs(subject, "map", subject.fit, size.map_texts, lambda tokens: [REFERENCE, *map_mixtures(tokens, layers)])
+    ]
     jobs += _jobs(subject, "fit", subject.fit, size.fit_texts, fit_mixtures)
     jobs += _jobs(subject, "held", subject.held, size.held_texts, trial_mixtures)
     if not {"fit", "held"} <= {job.stage for job in jobs}:
@@ -274,23 +279,37 @@ def _spent(subject: PositionSubject, law: LossLaw, job: _Job) -> list[Spent]:
 def _points(
     subject: PositionSubject, jobs: Sequence[_Job], results: Results
 ) -> Iterator[tuple[PositionRow, LossPoint | None]]:
-    """Yield each row, without the law's word, and its point; None where layers differ."""
-    groups: dict[tuple[str, int, Mixture], list[list[float]]] = {}
+    """Yield each row, without the law's word, and its point; None where layers differ.
+
+    Texts differ more than mixtures do, and not all are long enough for each length. So a point's KL is what the
+    mixture has over REFERENCE on the same texts, times the mean of REFERENCE over all texts to fit on.
+    """
+    groups: dict[tuple[str, int, Mixture], list[tuple[list[float], list[float]]]] = {}
+    usual: dict[str, list[float]] = {}
     for job in jobs:
+        reference = _found(results, job, REFERENCE)
+        if job.stage == "fit":
+            usual[job.case(REFERENCE)] = reference
         for mixture in job.mixtures:
-            found = results.get(job.case(mixture), 0)
-            assert found is not None
-            groups.setdefault((job.stage, job.tokens, mixture), []).append(found)
+            groups.setdefault((job.stage, job.tokens, mixture), []).append((_found(results, job, mixture), reference))
+    level = [fmean(found[0] for found in usual.values()), fmean(kl for found in usual.values() for kl in found[1:])]
     answer = subject.size.answer_tokens
     for (stage, tokens, mixture), by_text in groups.items():
         whole = not any(patch.layers for patch in mixture.patches)
         for place, passage in enumerate((None, *passages_of(tokens, answer))):
-            kls = [found[place] for found in by_text]
+            kls = [found[place] for found, _ in by_text]
             stderr = stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else None
             row = PositionRow(stage, tokens, mixture.name, passage, len(kls), fmean(kls), stderr, None)
             copied = passage is not None and range(passage // PIECE_TOKENS, (passage + answer) // PIECE_TOKENS)
             kept = tuple(mixture.kept(tokens, PIECE_TOKENS)) if whole else ()
-            yield row, LossPoint(kept, tuple(copied) if copied else None, row.kl) if whole else None
+            kl = sum(kls) / sum(reference[place] for _, reference in by_text) * level[passage is not None]
+            yield row, LossPoint(kept, tuple(copied) if copied else None, kl) if whole else None
+
+
+def _found(results: Results, job: _Job, mixture: Mixture) -> list[float]:
+    found = results.get(job.case(mixture), 0)
+    assert found is not None, "measured before"
+    return found
 
 
 def _close(rows: Sequence[PositionRow]) -> float | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.codec.tide import LossLaw, PositionLaw, Term
+from kvtide.codec.tide import LossLaw, PositionLaw, Powers, Purpose
 from kvtide.codec.tide.law import DEFAULT_POSITIONS
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import position, position_show
@@ -32,19 +32,20 @@ def points_of(law: LossLaw) -> Iterator[LossPoint]:
 
 
 def test_fit_finds_the_law_that_points_were_made_by() -> None:
-    near = tuple(Term(0.1 / (i + 1) ** 2, 1.0, 0.7, 0.6) for i in range(8))
-    law = LossLaw(
-        (PositionLaw(Term(2e-3, 1, 1, 1), Term(0, 1, 1, 1), near), DEFAULT_POSITIONS[1]), LAW.losses, LAW.sizes
-    )
+    weights = tuple(0.1 / (i + 1) ** 2 for i in range(8))
+    goes_on = PositionLaw(2e-3, 0, weights, Powers(1.0, 1.0, 0.6), Powers(1.0, 0.5, 0.4))
+    law = LossLaw((goes_on, DEFAULT_POSITIONS[1]), LAW.losses, LAW.sizes)
     found = fitted(LAW, list(points_of(law)))
     ratios = [point.predicted(found) / point.kl for point in points_of(law)]
     assert np.mean(np.abs(np.array(ratios) - 1) < 0.2) > 0.8
     assert np.median(np.abs(np.array(ratios) - 1)) < 0.05
-    assert found.positions[0].passage.weight == 0
+    assert found.positions[0].passage == 0
 
 
 def test_fit_of_no_points_is_the_default() -> None:
-    assert fitted(LAW, []) == LAW
+    found = fitted(LAW, [])
+    for purpose in Purpose:
+        assert found.kl([0, 1, 2], 256, purpose) == pytest.approx(LAW.kl([0, 1, 2], 256, purpose))
 
 
 def test_ratios_compare_with_one_refinement_for_all_at_the_same_loss_and_at_the_same_size() -> None:
@@ -117,7 +118,7 @@ def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
     again = position.run(renewed, position.partial_of(renewed, tmp_path / "partial"), lambda *_: None)
     assert again.rows == result.rows
     law = renewed.codec.law
-    assert law is not None and law.positions[0].sink.weight == pytest.approx(result.law[0].sink.weight)
+    assert law is not None and law.positions[0].sink == pytest.approx(result.law[0].sink)
     assert position_show.plot(result, tmp_path / "map.png") and (tmp_path / "map.png").stat().st_size > 10_000
     position_show.render(result)
 

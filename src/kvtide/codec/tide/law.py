@@ -23,6 +23,10 @@ DISTANCES = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 SINK_TOKENS = 256
 # Values of the curve's KL at which powers change.
 KNOTS = (0.01, 0.1)
+NEAR_RANGES = 3
+_RANGES = (NEAR_RANGES, len(DISTANCES) - NEAR_RANGES)
+# Sink, passage, ranges, and the powers near and far.
+LAW_NUMBERS = 2 + len(DISTANCES) + 6
 # By what share of its value a byte is valued for text that goes on, the rest for copies: what `cheapest` tries.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -37,13 +41,9 @@ class Purpose(IntEnum):
     COPIES = 1
 
 
-class Term(NamedTuple):
-    """A loss that grows with the curve's KL q: `weight` at KNOTS[0], by a power of q below, between and above KNOTS.
+class Powers(NamedTuple):
+    """How a loss grows with the curve's KL: its power below, between and above KNOTS."""
 
-    The powers differ since what is rough and far is soon ignored, and what is rough and near is not.
-    """
-
-    weight: float
     fine: float
     middle: float
     coarse: float
@@ -51,34 +51,42 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PositionLaw:
-    """How loss depends on position, for one purpose.
+    """How loss depends on position, for one purpose. ValueError for numbers that are no law.
 
-    sink: of the first SINK_TOKENS together. passage: of the block that an answer copies from. by_distance: of a
-    thousand tokens in each range of DISTANCES. ValueError for terms that are none.
+    Weights are losses where the curve has KNOTS[0]. sink: of the first SINK_TOKENS together. passage: of the block that
+    an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the passage and
+    the first NEAR_RANGES grow; far: how the others do. What is far and rough is soon ignored, what is near is not.
     """
 
-    sink: Term
-    passage: Term
-    by_distance: tuple[Term, ...]
+    sink: float
+    passage: float
+    by_distance: tuple[float, ...]
+    near: Powers
+    far: Powers
 
     def __post_init__(self) -> None:
-        terms = np.array((self.sink, self.passage, *self.by_distance), dtype=np.float64)
-        if terms.shape != (2 + len(DISTANCES), 4) or not np.isfinite(terms).all() or (terms < 0).any():
-            raise ValueError(
-                f"a position law has {2 + len(DISTANCES)} terms of numbers from 0 on, got {terms.tolist()}"
-            )
-        if not (terms[:, 1:] > 0).all():
-            raise ValueError("a position law's powers are above 0")
+        numbers = np.array((self.sink, self.passage, *self.by_distance, *self.near, *self.far), dtype=np.float64)
+        if len(numbers) != LAW_NUMBERS or not np.isfinite(numbers).all() or (numbers < 0).any():
+            raise ValueError(f"a position law has {LAW_NUMBERS} numbers from 0 on, got {numbers.tolist()}")
+        if min(*self.near, *self.far, self.by_distance[0]) <= 0:
+            raise ValueError("a position law's powers are above 0, and so is the weight of the newest tokens")
 
-    def of_blocks(self, blocks: int, block_tokens: int, losses: _Floats) -> _Floats:
-        """Return each block's loss, oldest first, at each of some losses of the curve, but for the passage's."""
-        found: _Floats = tokens_by_term(blocks, block_tokens) @ term_losses((self.sink, *self.by_distance), losses)
+    def of_blocks(self, blocks: int, block_tokens: int, curve: _Floats) -> _Floats:
+        """Return each block's loss, oldest first, at each KL of the curve, but for the passage's."""
+        ranges = np.repeat([self._grown(self.near, curve), far := self._grown(self.far, curve)], _RANGES, axis=0)
+        terms = np.array((self.sink, *self.by_distance))[:, None] * np.concatenate([[far], ranges])
+        found: _Floats = tokens_by_term(blocks, block_tokens) @ terms
         return found
 
-    def of_passage(self, losses: _Floats) -> _Floats:
-        """Return what the copied block's own refinement adds, at each of some losses of the curve."""
-        found: _Floats = term_losses([self.passage], losses)[0]
-        return found
+    def of_passage(self, curve: _Floats) -> _Floats:
+        """Return what the copied block's own refinement adds, at each KL of the curve."""
+        return self.passage * self._grown(self.near, curve)
+
+    @staticmethod
+    def _grown(powers: Powers, curve: _Floats) -> _Floats:
+        logs, (low, high) = np.log(np.maximum(curve, 1e-30)), np.log(KNOTS)
+        parts = (np.minimum(logs - low, 0), np.clip(logs - low, 0, high - low), np.maximum(logs - high, 0))
+        return np.where(curve > 0, np.exp(np.array(powers) @ np.stack(parts)), 0.0)
 
 
 def tokens_by_term(blocks: int, block_tokens: int) -> _Floats:
@@ -90,27 +98,13 @@ def tokens_by_term(blocks: int, block_tokens: int) -> _Floats:
     return np.column_stack([sinks, within])
 
 
-def term_losses(terms: Sequence[Term], curve: _Floats) -> _Floats:
-    """Return each term at each KL of the curve; none at 0."""
-    weights, *powers = np.array(terms, dtype=np.float64).T
-    logs, (low, high) = np.log(np.maximum(curve, 1e-30)), np.log(KNOTS)
-    parts = (np.minimum(logs - low, 0), np.clip(logs - low, 0, high - low), np.maximum(logs - high, 0))
-    found: _Floats = weights[:, None] * np.exp(sum(np.outer(*pair) for pair in zip(powers, parts, strict=True)))
-    return np.asarray(np.where(curve > 0, found, 0.0))
-
-
-def _ranges(weights: Sequence[float]) -> tuple[Term, ...]:
-    near, far = (0.8, 0.9, 0.8), (0.65, 0.6, 0.3)
-    return tuple(Term(weight, *(near if i < 3 else far)) for i, weight in enumerate(weights))
-
-
 # Of `tide-layer` on SmolLM2-135M: what a profile without a law is given.
 DEFAULT_POSITIONS = (
     PositionLaw(
-        Term(1e-3, 0.6, 0.6, 0.5), Term(0, 1, 1, 1), _ranges((0.07, 0.03, 0.005, 3e-3, 1e-3, 2e-4, 1e-4, 1e-4))
+        2e-3, 0, (0.07, 0.03, 0.007, 0.007, 2e-3, 8e-4, 4e-4, 2e-4), Powers(1.0, 0.9, 0.8), Powers(1.0, 0.7, 0.3)
     ),
     PositionLaw(
-        Term(1e-3, 0.6, 0.6, 0.5), Term(6e-3, 1, 1, 1), _ranges((0.015, 6e-3, 3e-3, 2e-3, 1e-3, 2e-4, 1e-4, 1e-4))
+        1e-3, 8e-3, (0.03, 0.01, 0.003, 0.003, 2e-3, 1e-3, 3e-4, 1e-4), Powers(1.0, 1.0, 0.9), Powers(1.0, 0.7, 0.3)
     ),
 )
 
@@ -225,8 +219,8 @@ def _steps_needed(lost: _Floats, ladder: _Ints, kl_max: float) -> int:
 
 
 def law_table(positions: Sequence[PositionLaw]) -> NDArray[np.float32]:
-    """Return the array `law` of a profile: for each purpose the version, then the terms."""
-    rows = [(LAW_VERSION, *law.sink, *law.passage, *(x for term in law.by_distance for x in term)) for law in positions]
+    """Return the array `law` of a profile: for each purpose the version, then the numbers."""
+    rows = [(LAW_VERSION, law.sink, law.passage, *law.by_distance, *law.near, *law.far) for law in positions]
     return np.array(rows, dtype=np.float32)
 
 
@@ -234,15 +228,16 @@ def read_law_table(table: NDArray[Any] | None) -> tuple[PositionLaw, PositionLaw
     """Return the laws in a profile's array, the default without one. CorruptPayload for an array that is none."""
     if table is None:
         return DEFAULT_POSITIONS
-    if table.shape != (len(Purpose), 9 + 4 * len(DISTANCES)) or (table[:, 0] != LAW_VERSION).any():
+    if table.shape != (len(Purpose), 1 + LAW_NUMBERS) or (table[:, 0] != LAW_VERSION).any():
         raise CorruptPayload(f"the profile's law must be of version {LAW_VERSION}, got an array of {table.shape}")
     try:
-        goes_on, copies = map(_read_row, table[:, 1:].astype(np.float64))
+        goes_on, copies = (law_of(row) for row in table[:, 1:].astype(np.float64).tolist())
     except ValueError as error:
         raise CorruptPayload(f"the profile's law is none: {error}") from error
     return goes_on, copies
 
 
-def _read_row(row: _Floats) -> PositionLaw:
-    sink, passage, *by_distance = (Term(*numbers) for numbers in row.reshape(-1, 4).tolist())
-    return PositionLaw(sink, passage, tuple(by_distance))
+def law_of(numbers: Sequence[float]) -> PositionLaw:
+    """Return the law of LAW_NUMBERS numbers in the order of `law_table`. ValueError if they are none."""
+    sink, passage, *rest = numbers
+    return PositionLaw(sink, passage, tuple(rest[:-6]), Powers(*rest[-6:-3]), Powers(*rest[-3:]))
