@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 
@@ -31,6 +31,7 @@ def holds(kept: list[int], kl_max: float) -> bool:
     return all(LAW.kl(kept, 256, purpose) <= kl_max * (1 + 1e-9) for purpose in Purpose)
 
 
+@settings(deadline=None)
 @given(BLOCKS, st.data())
 def test_more_refinements_never_lose_more(kept: list[int], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(kept) - 1))
@@ -39,6 +40,7 @@ def test_more_refinements_never_lose_more(kept: list[int], data: st.DataObject) 
         assert LAW.kl(finer, 256, purpose) <= LAW.kl(kept, 256, purpose) + 1e-12
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 9), KL_MAX)
 def test_cheapest_holds_the_loss_and_costs_no_more_than_one_refinement_for_all(n: int, seed: int, kl: float) -> None:
     sizes = sizes_of(n, seed)
@@ -96,11 +98,11 @@ def test_nothing_and_exact_blocks_lose_nothing() -> None:
         lambda: LAW.cheapest([[4, 3, 2, 1]], 256, 0.1),
         lambda: LAW.cheapest([[1, 2]], 256, 0.1),
         lambda: LAW.cheapest([[1, 2, 3, 4]], 256, 0.0),
-        lambda: PositionLaw(1, 1, (), LINEAR, LINEAR),
-        lambda: PositionLaw(-1, 1, WEIGHTS, LINEAR, LINEAR),
-        lambda: PositionLaw(1, 1, WEIGHTS, LINEAR, Powers(1, 0, 1)),
-        lambda: PositionLaw(1, 1, WEIGHTS, Powers(1, 1, float("inf")), LINEAR),
-        lambda: PositionLaw(1, 1, (0.0, *WEIGHTS[1:]), LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, (), LINEAR, LINEAR, LINEAR),
+        lambda: PositionLaw(-1, 1, WEIGHTS, LINEAR, LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, WEIGHTS, LINEAR, LINEAR, Powers(1, 0, 1)),
+        lambda: PositionLaw(1, 1, WEIGHTS, Powers(1, 1, float("inf")), LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, (0.0, *WEIGHTS[1:]), LINEAR, LINEAR, LINEAR),
     ],
 )
 def test_what_is_no_law_and_no_hit_is_refused(call: object) -> None:
@@ -113,7 +115,7 @@ def with_law(table: np.ndarray) -> Profile:
 
 
 def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_default() -> None:
-    positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
+    positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(0.5, 1, 1), Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
     profile = Profile.parse(with_law(law_table(positions)).to_bytes())
     found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
     assert found is not None and default is not None

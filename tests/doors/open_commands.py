@@ -65,6 +65,14 @@ LAB = (
         "tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables",
     ),
     Capability(
+        "loss by position, and the law in profiles",
+        "kvtide-lab bench position",
+        _MEASURE,
+        _TINY,
+        Source.OURS,
+        "tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_and_its_profile_carries_the_law",
+    ),
+    Capability(
         "loss over a chat",
         "kvtide-lab bench turns",
         _MEASURE,

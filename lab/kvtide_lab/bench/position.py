@@ -13,11 +13,11 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import LossLaw, PositionLaw, TideCodec, law_table
-from kvtide.codec.tide.law import DEFAULT_POSITIONS
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
@@ -155,7 +155,7 @@ def subject_of(
 def partial_of(subject: PositionSubject, path: Path | None) -> Results:
     """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
     # Whatever law the profile carries already: it changes nothing that is measured.
-    digest = with_law(subject.profile, DEFAULT_POSITIONS).digest.hex()
+    digest = subject.profile.with_arrays({"law": np.empty(0, dtype=np.float32)}).digest.hex()
     model = model_fingerprint(subject.model).hex()
     inputs = PositionInputs(model, subject.layout.tokens, subject.size.answer_tokens, digest)
     return Partial(inputs, float, path)

@@ -34,6 +34,7 @@ def fit_mixtures(tokens: int) -> list[Mixture]:
     found = flats()
     for kept in (1, 2):
         found += [only(f"newest {n}", tokens - n, tokens, kept) for n in (64, 256, tokens // 2)]
+    found.append(only("newest 256", tokens - 256, tokens, 0))
     for kept in (0, 1, 2):
         found.append(Mixture(f"newest 256 exact, rest {kept}", kept, (Patch(tokens - 256, tokens, EXACT),)))
     passage, *_ = passages_of(tokens, tokens // 8)

@@ -50,7 +50,7 @@ def fitted(law: LossLaw, points: Sequence[LossPoint]) -> LossLaw:
 def _fitted(law: LossLaw, purpose: Purpose, points: Sequence[LossPoint]) -> PositionLaw:
     """Return the positions for one purpose, by damped Gauss-Newton steps in logarithms."""
     prior = np.log(np.maximum(law_table(DEFAULT_POSITIONS)[purpose, 1:].astype(np.float64), 1e-12))
-    spread = np.array([_WEIGHT_SPREAD] * (len(prior) - 6) + 2 * list(_POWER_SPREADS))
+    spread = np.array([_WEIGHT_SPREAD] * (len(prior) - 9) + 3 * list(_POWER_SPREADS))
     wanted = np.log([point.kl for point in points])
 
     def rest(at: _Floats) -> _Floats:

@@ -33,7 +33,7 @@ def points_of(law: LossLaw) -> Iterator[LossPoint]:
 
 def test_fit_finds_the_law_that_points_were_made_by() -> None:
     weights = tuple(0.1 / (i + 1) ** 2 for i in range(8))
-    goes_on = PositionLaw(2e-3, 0, weights, Powers(1.0, 1.0, 0.6), Powers(1.0, 0.5, 0.4))
+    goes_on = PositionLaw(2e-3, 0, weights, Powers(1.0, 1.0, 0.6), Powers(1, 1, 1), Powers(1.0, 0.5, 0.4))
     law = LossLaw((goes_on, DEFAULT_POSITIONS[1]), LAW.losses, LAW.sizes)
     found = fitted(LAW, list(points_of(law)))
     ratios = [point.predicted(found) / point.kl for point in points_of(law)]

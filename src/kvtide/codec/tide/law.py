@@ -25,8 +25,8 @@ SINK_TOKENS = 256
 KNOTS = (0.01, 0.1)
 NEAR_RANGES = 3
 _RANGES = (NEAR_RANGES, len(DISTANCES) - NEAR_RANGES)
-# Sink, passage, ranges, and the powers near and far.
-LAW_NUMBERS = 2 + len(DISTANCES) + 6
+# Sink, passage, ranges, and three times three powers.
+LAW_NUMBERS = 2 + len(DISTANCES) + 9
 # By what share of its value a byte is valued for text that goes on, the rest for copies: what `cheapest` tries.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -54,22 +54,28 @@ class PositionLaw:
     """How loss depends on position, for one purpose. ValueError for numbers that are no law.
 
     Weights are losses where the curve has KNOTS[0]. sink: of the first SINK_TOKENS together. passage: of the block that
-    an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the passage and
-    the first NEAR_RANGES grow; far: how the others do. What is far and rough is soon ignored, what is near is not.
+    an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the first
+    NEAR_RANGES grow; copied: how the passage does; far: how the others do, which are soon ignored where they are rough.
     """
 
     sink: float
     passage: float
     by_distance: tuple[float, ...]
     near: Powers
+    copied: Powers
     far: Powers
 
     def __post_init__(self) -> None:
-        numbers = np.array((self.sink, self.passage, *self.by_distance, *self.near, *self.far), dtype=np.float64)
+        numbers = np.array((self.sink, self.passage, *self.by_distance, *self.powers), dtype=np.float64)
         if len(numbers) != LAW_NUMBERS or not np.isfinite(numbers).all() or (numbers < 0).any():
             raise ValueError(f"a position law has {LAW_NUMBERS} numbers from 0 on, got {numbers.tolist()}")
-        if min(*self.near, *self.far, self.by_distance[0]) <= 0:
+        if min(*self.powers, self.by_distance[0]) <= 0:
             raise ValueError("a position law's powers are above 0, and so is the weight of the newest tokens")
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """Return all powers: near, copied, far."""
+        return (*self.near, *self.copied, *self.far)
 
     def of_blocks(self, blocks: int, block_tokens: int, curve: _Floats) -> _Floats:
         """Return each block's loss, oldest first, at each KL of the curve, but for the passage's."""
@@ -80,7 +86,7 @@ class PositionLaw:
 
     def of_passage(self, curve: _Floats) -> _Floats:
         """Return what the copied block's own refinement adds, at each KL of the curve."""
-        return self.passage * self._grown(self.near, curve)
+        return self.passage * self._grown(self.copied, curve)
 
     @staticmethod
     def _grown(powers: Powers, curve: _Floats) -> _Floats:
@@ -98,13 +104,23 @@ def tokens_by_term(blocks: int, block_tokens: int) -> _Floats:
     return np.column_stack([sinks, within])
 
 
-# Of `tide-layer` on SmolLM2-135M: what a profile without a law is given.
+# Of `tide-layer` on SmolLM2-135M, eleven prefixes of 1,024 to 4,096 tokens: what a profile without a law is given.
 DEFAULT_POSITIONS = (
     PositionLaw(
-        2e-3, 0, (0.07, 0.03, 0.007, 0.007, 2e-3, 8e-4, 4e-4, 2e-4), Powers(1.0, 0.9, 0.8), Powers(1.0, 0.7, 0.3)
+        sink=0.00094,
+        passage=0,
+        by_distance=(0.074, 0.026, 0.0066, 0.0177, 0.0005, 0.0003, 0.0003, 0.0002),
+        near=Powers(1.0, 0.82, 1.0),
+        copied=Powers(1, 1, 1),
+        far=Powers(1.0, 0.65, 0.67),
     ),
     PositionLaw(
-        1e-3, 8e-3, (0.03, 0.01, 0.003, 0.003, 2e-3, 1e-3, 3e-4, 1e-4), Powers(1.0, 1.0, 0.9), Powers(1.0, 0.7, 0.3)
+        sink=0.00104,
+        passage=0.0085,
+        by_distance=(0.049, 0.0132, 0.0035, 0.0053, 0.002, 0.0018, 0.0003, 0.0001),
+        near=Powers(1.0, 0.89, 0.78),
+        copied=Powers(1.0, 1.01, 1.13),
+        far=Powers(1.0, 0.71, 0.39),
     ),
 )
 
@@ -220,7 +236,7 @@ def _steps_needed(lost: _Floats, ladder: _Ints, kl_max: float) -> int:
 
 def law_table(positions: Sequence[PositionLaw]) -> NDArray[np.float32]:
     """Return the array `law` of a profile: for each purpose the version, then the numbers."""
-    rows = [(LAW_VERSION, law.sink, law.passage, *law.by_distance, *law.near, *law.far) for law in positions]
+    rows = [(LAW_VERSION, law.sink, law.passage, *law.by_distance, *law.powers) for law in positions]
     return np.array(rows, dtype=np.float32)
 
 
@@ -240,4 +256,6 @@ def read_law_table(table: NDArray[Any] | None) -> tuple[PositionLaw, PositionLaw
 def law_of(numbers: Sequence[float]) -> PositionLaw:
     """Return the law of LAW_NUMBERS numbers in the order of `law_table`. ValueError if they are none."""
     sink, passage, *rest = numbers
-    return PositionLaw(sink, passage, tuple(rest[:-6]), Powers(*rest[-6:-3]), Powers(*rest[-3:]))
+    return PositionLaw(
+        sink, passage, tuple(rest[:-9]), *(Powers(*rest[start : start + 3 or None]) for start in range(-9, 0, 3))
+    )
