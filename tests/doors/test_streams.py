@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +102,8 @@ def test_a_call_says_when_it_wants_to_start(world: World, slow_engine: None) -> 
         with world.attached(PLENTY_BYTES_PER_S) as cached:
             reports.append(asked(cached, kvtide_quality=quality))
     fine, rough = reports
-    assert fine.kl <= 1.002e-3 < rough.kl
+    assert fine.is_whole and not rough.is_whole
+    assert fine.kl < rough.kl <= 1.0
     assert rough.received_bytes < fine.received_bytes
 
 
@@ -149,11 +149,13 @@ def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> No
     assert counted[Decided(Choice.LOAD, Why.UNKNOWN_LINK)] == RESTORED
 
 
-def test_what_was_learnt_of_a_link_is_known_after_a_restart(world: World, slow_engine: None, tmp_path: Path) -> None:
-    for expected in (Why.UNKNOWN_LINK, Why.LINK_FASTER):
+def test_what_was_learnt_of_a_link_is_known_after_a_restart(world: World, slow_engine: None) -> None:
+    for is_known in (False, True):
         with world.attached(PLENTY_BYTES_PER_S, quality=0.5) as cached:
             asked(cached)
-            assert set(parse_decisions(cached.cache.stats().decisions)) == {Decided(Choice.LOAD, expected)}, expected
+            ((choice, why),) = parse_decisions(cached.cache.stats().decisions)
+            assert choice is Choice.LOAD
+            assert (why is not Why.UNKNOWN_LINK) is is_known
 
 
 @pytest.mark.parametrize(

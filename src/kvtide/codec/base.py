@@ -64,6 +64,13 @@ class EmbeddedCodec(Codec, Protocol):
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the quality of a block that was encoded at `quality` without so many of its last refinements."""
 
+    def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
+        """Return what each block of a hit adds to the KL of an answer: (purposes, blocks, refinements + 1).
+
+        losses: the quality with refinement 0, with 0 and 1, and so on, kept by all blocks alike. Purposes: text that
+        goes on, and answers that copy. Blocks are those of the hit, oldest first: newest tokens weigh most.
+        """
+
 
 @runtime_checkable
 class LayeredCodec(Codec, Protocol):

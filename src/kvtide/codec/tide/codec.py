@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
@@ -185,6 +188,13 @@ class TideCodec:
             final_units, refinements = steps_of(run[0])
             units.append(final_units + THIRD * max(0, refinements + 1 - len(run)))
         return quality_of_units(self._model.curve, max(units))
+
+    def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
+        """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
+        if self._model is None:
+            raise CorruptPayload("a tide object needs its profile")
+        known = tuple(losses)
+        return LossLaw(self._model.positions, known, known).lost(blocks, block_tokens)
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""

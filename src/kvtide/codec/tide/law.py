@@ -173,7 +173,7 @@ class LossLaw:
         is_rising = size.shape == (len(sizes), len(self.losses)) and (np.diff(size, axis=1) >= 0).all()
         if block_tokens <= 0 or not kl_max > 0 or not is_rising:
             raise ValueError(f"expected rising sizes of blocks and a KL above 0, got {kl_max!r}, {sizes!r}")
-        lost = self._lost(len(size), block_tokens)
+        lost = self.lost(len(size), block_tokens)
         flats = [np.full(len(size), kept) for kept in range(self.refinements + 1)]
         found = [next((flat for flat in flats if (_sums(lost, flat) <= kl_max).all()), flats[-1])]
         for share in _SHARES:
@@ -193,12 +193,12 @@ class LossLaw:
         size = np.tile(np.array(self.sizes), (blocks, 1))
         kept = [0] * blocks
         found = [(block, 0) for block in range(blocks)]
-        for block in self._ladder(size, self._lost(blocks, block_tokens), 0.5).tolist():
+        for block in self._ladder(size, self.lost(blocks, block_tokens), 0.5).tolist():
             kept[block] += 1
             found.append((block, kept[block]))
         return found
 
-    def _lost(self, blocks: int, block_tokens: int) -> _Floats:
+    def lost(self, blocks: int, block_tokens: int) -> _Floats:
         """Return what each block adds to each purpose's KL: (purposes, blocks, refinements + 1)."""
         losses = np.array(self.losses)
         return np.stack(

@@ -163,7 +163,7 @@ class WorkerHalf:
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
         streamed = Streamed(StreamedPages(load, kept), request, computes=False, limits=limits)
         report = self.cache.load(metas, streamed, left_s)
-        if streamed.report is not None and streamed.report.kl > self.cache.quality * (1 + QUALITY_SLACK):
+        if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
                 self._rough.append(load.order.request)
         return report._replace(blocks=kept + report.blocks)

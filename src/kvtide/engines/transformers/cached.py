@@ -32,7 +32,7 @@ from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSetting
 from kvtide.keys import LatestKeys
 from kvtide.plan import PrefillSpeed, policy_named
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import QUALITY_SLACK, Sparse, Streamed, StreamReport, Whole
+from kvtide.store.load import Sparse, Streamed, StreamReport, Whole
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
@@ -335,7 +335,7 @@ class CachedModel:
         streamed, stop = report.streamed, len(tokens)
         if streamed is not None:
             loaded = frozenset(streamed.loaded)
-            if loaded and streamed.kl > self.cache.quality * (1 + QUALITY_SLACK):
+            if loaded and streamed.is_rougher_than(self.cache.quality):
                 # What is computed on top of rougher blocks than are stored is no better than they are.
                 stop = min(loaded) * self.layout.tokens
         fresh = [meta for block, meta in enumerate(self._metas(tokens[:stop])) if block not in loaded]

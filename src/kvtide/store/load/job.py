@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.plan import Chunk, PrefillSpeed, Request
@@ -44,18 +47,37 @@ class FetchJob:
         return replace(self, request=replace(self.request, prefill=prefill, deadline_s=deadline_s))
 
 
-def layered_job(objects: Sequence[StoredObject], spans: _Spans, kl: Sequence[float], wish: LoadRequest) -> FetchJob:
+def layered_job(
+    objects: Sequence[StoredObject],
+    spans: _Spans,
+    kl: Sequence[float],
+    wish: LoadRequest,
+    by_block: NDArray[np.float64] | None = None,
+) -> FetchJob:
     """Return the job of one layered object a block.
 
     spans: tokens [start, stop) of the chunks, whole blocks, counted from the first object's on. kl: loss with
-    refinement 0, with 0 and 1, and so on; one figure for objects that are used whole. ValueError for spans that are not
-    whole blocks or a loss too few or too many; CorruptPayload for objects that are not a run of blocks with the same
-    refinements.
+    refinement 0, with 0 and 1, and so on; one figure for objects that are used whole. by_block: as in
+    `EmbeddedCodec.losses_by_block`, where the place of a block counts; the purpose that loses more is the chunk's.
+    ValueError for spans that are not whole blocks or a loss too few or too many; CorruptPayload for objects that are
+    not a run of blocks with the same refinements.
     """
     steps = [_steps(stored, len(kl)) for stored in objects]
     if not steps or any(len(each) != len(steps[0]) for each in steps):
         raise CorruptPayload(f"expected objects with the same refinements, got {[len(each) for each in steps]}")
-    return _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
+    job = _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
+    return job if by_block is None else replace(job, request=_by_place(job.request, by_block))
+
+
+def _by_place(request: Request, by_block: NDArray[np.float64]) -> Request:
+    """Return the request with what each chunk adds to the loss of all, as a mean over its own tokens."""
+    chunks, block_tokens = [], request.tokens // by_block.shape[1]
+    for chunk in request.chunks:
+        span = by_block[:, chunk.start // block_tokens : chunk.stop // block_tokens].sum(axis=1).max(axis=0)
+        # Measured laws may rise by a rounding.
+        falling = np.minimum.accumulate(span) * request.tokens / chunk.tokens
+        chunks.append(replace(chunk, kl=tuple(falling.tolist())))
+    return replace(request, chunks=tuple(chunks))
 
 
 def losses_of(stored: StoredObject, codec: Codec | None) -> tuple[float, ...]:

@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec import Codec
+from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import Choice, Why
 from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting
-from kvtide.store.load.access import LoadAccess, LoadReport, MissReason
+from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, losses_of
 from kvtide.store.load.receiver import Receiver
@@ -52,7 +52,7 @@ class StreamReport(NamedTuple):
     tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. kl: what the loaded
     ones cost, in nats. ready_s: until the engine had all of it. decision: None if there was nothing to load.
     stored_tokens: those that could have been loaded, computed or not. loaded: blocks that were appended. fetch: None if
-    nothing was loaded.
+    nothing was loaded. is_whole: whether what was loaded has all its refinements.
     """
 
     tokens: int
@@ -63,6 +63,11 @@ class StreamReport(NamedTuple):
     stored_tokens: int = 0
     loaded: Sequence[int] = ()
     fetch: FetchReport | None = None
+    is_whole: bool = True
+
+    def is_rougher_than(self, quality: float) -> bool:
+        """Tell whether what was loaded is rougher than it is stored, and than a quality."""
+        return not self.is_whole and self.kl > quality * (1 + QUALITY_SLACK)
 
     @property
     def received_bytes(self) -> int:
@@ -226,7 +231,10 @@ class _Stream:
         computed = [chunk for chunk, (_, stop) in enumerate(spans) if stop <= done]
         begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
         losses = losses_of(stored[0], codec)
-        return layered_job(stored, spans, losses, request._replace(deadline_s=left_s)), computed, begun
+        by_block = None
+        if isinstance(codec, EmbeddedCodec):
+            by_block = codec.losses_by_block(losses, len(stored), self._tokens)
+        return layered_job(stored, spans, losses, request._replace(deadline_s=left_s), by_block), computed, begun
 
     def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamReport:
         fetch = load.finish(self._engine, is_begun_computed)
@@ -234,7 +242,7 @@ class _Stream:
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
         if load.appended:
             self._access.backfill.offer(PartialLoad(load.job.objects, load.receiver, load.appended))
-        computed = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed)
+        computed, here = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed), fetch.progress.here
         return StreamReport(
             load.tokens,
             computed,
@@ -244,6 +252,7 @@ class _Stream:
             start.stored_tokens,
             tuple(load.appended),
             fetch,
+            all(steps == request.steps for chunk, steps in enumerate(here) if chunk not in fetch.progress.computed),
         )
 
 
