@@ -13,16 +13,9 @@ LEFT = (
         "a test on a server process",
         Source.CACHEGEN,
     ),
-    Left("level of each chunk by the bandwidth", 'policy="cachegen"', _STREAMED, Source.CACHEGEN),
     Left("anchors first, then deltas", 'policy="anchor-first"', _STREAMED, Source.CACHEGEN),
     Left(
         "deltas one by one on a slow link", 'policy="deltas"', f"a plan that sends so, and {_STREAMED}", Source.CACHEGEN
-    ),
-    Left(
-        "levels of one context together",
-        'codec="cachegen:1-4"',
-        "several levels under one key, chosen by streamed loads",
-        Source.CACHEGEN,
     ),
     Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
     Left(

@@ -68,6 +68,15 @@ ATTACH = (
     ),
     Capability("compute what would come too late", 'policy="two-ended"', _STREAM, _LINK, Source.CACHEGEN),
     Capability("read only the base on a slow link", 'policy="layered"', _STREAM, _LINK, Source.OURS),
+    Capability("levels of one context together", 'codec="cachegen:1-4"', _STREAM, _LINK, Source.CACHEGEN),
+    Capability(
+        "level of each chunk by the bandwidth",
+        'policy="cachegen", chunk_tokens=1536',
+        _STREAM,
+        _LINK,
+        Source.CACHEGEN,
+    ),
+    Capability("text where computing fits", 'policy="cachegen"', _STREAM, _LINK, Source.CACHEGEN),
     Capability("never rougher in the store than it says", "start_within_s=0.5", _STREAM, _LINK, Source.OURS),
 )
 

@@ -29,7 +29,7 @@ PLENTY_BYTES_PER_S = 1e8
 class World:
     """A server that has the prompt's blocks as tide stores them, and what loads them over a link."""
 
-    def __init__(self, model: Any, server: RunningServer, profile: Profile) -> None:
+    def __init__(self, model: Any, server: RunningServer, profile: Profile | None) -> None:
         self._model = model
         self._server = server
         self.options: dict[str, Any] = {"codec": "tide:1e-3:3", "profiles": [profile]}
@@ -140,6 +140,42 @@ def test_what_is_computed_on_top_of_rough_blocks_is_not_stored(world: World, slo
         cached.generate(longer, max_new_tokens=2, do_sample=False)
         assert cached.last is not None and cached.last.streamed is not None
         assert (cached.last.streamed.kl > 1e-3, cached.last.blocks_queued) == (True, 0)
+
+
+@pytest.fixture
+def levels(tiny_model: Any) -> Iterator[World]:
+    """A server that has the prompt's blocks in four levels of CacheGen."""
+    with running_server(tiers=("memory://",)) as server:
+        found = World(tiny_model, server, None)
+        found.options = {"codec": "cachegen:1-4"}
+        found.store()
+        assert server.store.stats().objects == 4 * RESTORED // BLOCK
+        yield found
+
+
+@door("level of each chunk by the bandwidth")
+@door("levels of one context together")
+def test_cachegen_picks_a_level_for_each_chunk(levels: World, slow_engine: None) -> None:
+    read = {}
+    for rate in (SLOW_BYTES_PER_S, PLENTY_BYTES_PER_S):
+        with levels.attached(rate, policy="cachegen", start_within_s=SOON_S, chunk_tokens=BLOCK) as cached:
+            # Slower than any link: no chunk is sent as text.
+            cached.cache.judge.note_prefill(0, 100, 1000.0)
+            report = asked(cached)
+            assert (report.tokens, report.computed_tokens) == (RESTORED, 0)
+            assert report.fetch is not None
+            read[rate] = report.fetch.progress.here
+    # The level after the first two, in the middle while no rate is known.
+    assert read[SLOW_BYTES_PER_S][0] == read[PLENTY_BYTES_PER_S][0] == 2
+    assert read[SLOW_BYTES_PER_S][-1] < read[PLENTY_BYTES_PER_S][-1] == 4
+
+
+@door("text where computing fits")
+def test_cachegen_sends_text_where_computing_fits(levels: World) -> None:
+    with levels.attached(SLOW_BYTES_PER_S, policy="cachegen", start_within_s=30.0) as cached:
+        report = asked(cached)
+    assert report.received_bytes == 0
+    assert report.kl == 0.0
 
 
 def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> None:

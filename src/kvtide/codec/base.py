@@ -73,6 +73,15 @@ class EmbeddedCodec(Codec, Protocol):
 
 
 @runtime_checkable
+class LevelledCodec(Codec, Protocol):
+    """A codec that has blocks stored coarser too, each level an object of its own."""
+
+    @property
+    def coarser(self) -> Sequence[Codec]:
+        """Return the coarser levels, the next one first."""
+
+
+@runtime_checkable
 class LayeredCodec(Codec, Protocol):
     """A codec whose objects have one section for each layer, which is decoded without the others."""
 

@@ -13,7 +13,7 @@ from kvtide.codec.raw import RawCodec
 
 
 class CodecSpec(NamedTuple):
-    """A codec as a user names it: `cachegen[:level[:coder]]`, `tide[:quality[:refinements]]`, or a name alone."""
+    """A codec as a user names it: `cachegen[:level[-level][:coder]]`, `tide[:quality[:refinements]]`, a name alone."""
 
     name: str
     arguments: tuple[str, ...]
@@ -64,7 +64,15 @@ def _level_and_coder(arguments: tuple[str, ...]) -> tuple[int, int]:
 def _cachegen(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     from kvtide.codec.published import CachegenCodec
 
-    return CachegenCodec(*_level_and_coder(arguments), profile)
+    finest, dash, coarsest = arguments[0].partition("-") if arguments else ("", "", "")
+    if not dash:
+        return CachegenCodec(*_level_and_coder(arguments), profile)
+    first, coder = _level_and_coder((finest, *arguments[1:]))
+    last, _ = _level_and_coder((coarsest,))
+    coarser = [CachegenCodec(level, coder, profile) for level in range(first + 1, last + 1)]
+    if not coarser:
+        raise ValueError(f"levels are from the finest to the coarsest, as 1-4, got {arguments[0]}")
+    return CachegenCodec(first, coder, profile, coarser)
 
 
 def _chunkwise(arguments: tuple[str, ...], profile: Profile | None) -> Codec:

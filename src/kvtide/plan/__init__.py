@@ -20,7 +20,7 @@ from kvtide.plan.base import (
 from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
 from kvtide.plan.judge import Decision, Judge, JudgeRecord, Link, Speed, Way, decide
 from kvtide.plan.layered import Layered, TwoEnded
-from kvtide.plan.policies import POLICIES, policy_named
+from kvtide.plan.policies import POLICIES, is_by_level, policy_named
 from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "cut_for_meeting",
     "decide",
     "expected_s",
+    "is_by_level",
     "is_ready",
     "leading_pass",
     "mean_kl",

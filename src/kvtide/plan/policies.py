@@ -7,11 +7,16 @@ from types import MappingProxyType
 
 from kvtide.plan.base import StreamPolicy
 from kvtide.plan.layered import Layered, TwoEnded
-from kvtide.plan.levels import CachegenRule
+from kvtide.plan.levels import CachegenRule, FixedLevel
 
 POLICIES: Mapping[str, Callable[[], StreamPolicy]] = MappingProxyType(
     {"two-ended": TwoEnded, "layered": Layered, "cachegen": CachegenRule}
 )
+
+
+def is_by_level(policy: StreamPolicy) -> bool:
+    """Tell whether a policy picks levels, and not refinements."""
+    return isinstance(policy, CachegenRule | FixedLevel)
 
 
 def policy_named(name: str | None) -> StreamPolicy:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, Profile
+from kvtide.codec import Codec, CodecRegistry, LevelledCodec, Profile
 from kvtide.config import Limits
 from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import DecisionCounter, decisions_text
@@ -114,6 +114,7 @@ class Cache:
             self._queued,
             self._workers,
             self.backfill,
+            len(codec.coarser) if isinstance(codec, LevelledCodec) else 0,
         )
         self._placer = Placer(tiers, index, codec, quality, limits, self._guard, self._coarse, self.decisions)
 

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import Codec, LosslessCodec
+from kvtide.codec import Codec, LevelledCodec, LosslessCodec
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable, UnencodableBlock
 from kvtide.index import TIERS_MAX, Index
 from kvtide.outcomes import DecisionCounter
-from kvtide.store.load import QUALITY_SLACK
+from kvtide.store.load import QUALITY_SLACK, level_meta
 from kvtide.store.storing import QueuedBlock
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
@@ -129,6 +129,8 @@ class Placer:
     def store(self, block: QueuedBlock) -> None:
         """Place a block that was queued; it waits no more. Raises nothing."""
         self._guard("store", partial(self.place, block.meta, partial(self._packed, block), block.cost), False)
+        if isinstance(self._codec, LevelledCodec) and self._codec.coarser:
+            self._guard("store levels", partial(self._place_levels, block, self._codec), None)
         self._index.remove(block.meta.id.key, QUEUE_TIER)
 
     def tell_decisions(self) -> None:
@@ -148,6 +150,14 @@ class Placer:
                 level = logging.WARNING if self.counts.add("unencodable") == 1 else logging.DEBUG
                 _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
         return None
+
+    def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:
+        """Store a block in the coarser levels too, each an object of its own."""
+        for number, level in enumerate(codec.coarser, 1):
+            meta = level_meta(block.meta, number)
+            if not self._tiers.contains(meta.id):
+                sections = level.encode(meta, block.source())
+                self._tiers.put_from(meta.id, pack_object(meta, level.codec_id, sections, level.profile, level.quality))
 
     def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""

@@ -124,12 +124,15 @@ class _Base(NamedTuple):
 
 
 class CachegenCodec(ProfiledCodec):
-    """The codec; see ProfiledCodec for level, coder and profile."""
+    """The codec; see ProfiledCodec for level, coder and profile. coarser: levels that blocks are stored in besides."""
 
     codec_id = "cachegen-2"
 
-    def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
+    def __init__(
+        self, level: int = 3, coder: int = 0, profile: Profile | None = None, coarser: Sequence[CachegenCodec] = ()
+    ) -> None:
         super().__init__(level, LEVEL_QUALITY, coder, profile)
+        self.coarser = tuple(coarser)
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound: what one layer takes, and the deltas of all layers that share sections, twice."""

@@ -14,6 +14,7 @@ from kvtide.engines.transformers.fingerprint import NamespaceSettings, model_lay
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.selective import SELECTED_QUALITY, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamSettings
+from kvtide.plan import CHUNK_TOKENS
 from kvtide.store import cache_for
 from kvtide.tier import ScoreRanking
 
@@ -32,6 +33,7 @@ def attach(
     start_within_s: float | None = None,
     quality: float | str | None = None,
     policy: str | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
@@ -44,8 +46,9 @@ def attach(
     profile as tide does. None, the default: all of it exactly.
     start_within_s: stream a stored prefix, its roughest form first, computing meanwhile, and start the model after so
     many seconds with what has come. quality: the KL divergence, in nats, at which it starts earlier; the codec's unless
-    given. policy: what to ask for first, one of `kvtide.plan.POLICIES`. Any of the three switches streaming on, and
-    `last.streamed` says what came (docs/streaming.md).
+    given. policy: what to ask for first, one of `kvtide.plan.POLICIES`; `cachegen` picks one of the levels that
+    `codec="cachegen:1-4"` stores for each `chunk_tokens`. Any of the three switches streaming on, and `last.streamed`
+    says what came (docs/streaming.md).
     The salt keeps tenants apart. The fingerprint is taken from the weights unless given; one that is given must change
     whenever the weights do.
     UnsupportedModel (a ValueError) for a model that kvtide can't serve exactly; ValueError for a bad store or codec.
@@ -70,5 +73,5 @@ def attach(
     if (start_within_s, quality, policy) != (None, None, None):
         if settings is not None:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
-        cached.stream(StreamSettings(start_within_s, None if quality is None else float(quality), policy))
+        cached.stream(StreamSettings(start_within_s, None if quality is None else float(quality), policy, chunk_tokens))
     return cached

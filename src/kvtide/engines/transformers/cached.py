@@ -306,7 +306,8 @@ class CachedModel:
             return None
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
-        streamed = Streamed(engine, streaming.request(speed, self.cache.quality), policy_named(streaming.policy))
+        request, policy = streaming.request(speed, self.cache.quality), policy_named(streaming.policy)
+        streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens)
         self.cache.load(metas, streamed)
         if (found := streamed.report) is None:
             return None

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.plan import PrefillSpeed, policy_named
+from kvtide.plan import CHUNK_TOKENS, PrefillSpeed, policy_named
 from kvtide.store.load import QUALITY_SLACK, LoadRequest
 
 
@@ -20,12 +20,13 @@ class StreamSettings(NamedTuple):
 
     start_within_s: seconds from the call until the model starts with what has come, at worst the roughest form of a
     block; None for no deadline. quality: KL divergence, in nats, at which it starts earlier; None for that of the
-    codec. policy: what to ask for first (`plan.policies`).
+    codec. policy: what to ask for first (`plan.policies`). chunk_tokens: of what a level is picked for.
     """
 
     start_within_s: float | None = None
     quality: float | None = None
     policy: str | None = None
+    chunk_tokens: int = CHUNK_TOKENS
 
     def checked(self) -> StreamSettings:
         """Return itself."""
@@ -33,6 +34,8 @@ class StreamSettings(NamedTuple):
             raise ValueError(f"start_within_s is a number of seconds from 0 on, got {self.start_within_s!r}")
         if self.quality is not None and not 0 <= self.quality < math.inf:
             raise ValueError(f"quality is a KL divergence from 0 on, got {self.quality!r}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is a number from 1 on, got {self.chunk_tokens!r}")
         policy_named(self.policy)
         return self
 

@@ -9,6 +9,7 @@ from kvtide.store.load.access import (
     LoadWorkers,
     MissReason,
     Strategy,
+    level_meta,
 )
 from kvtide.store.load.backfill import Backfill
 from kvtide.store.load.job import LoadRequest
@@ -37,4 +38,5 @@ __all__ = [
     "StreamReport",
     "Streamed",
     "Whole",
+    "level_meta",
 ]

@@ -5,12 +5,14 @@ Invariant: what is handed out has passed every check of the object format and be
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -27,7 +29,7 @@ from kvtide.store.load.backfill import Backfill
 from kvtide.store.storing import BlockSource
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, Section
+from kvtide.types import BlockKey, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,12 @@ class MissReason(Enum):
     DEADLINE = "deadline"
     FAULT = "fault"
     CLOSED = "the cache is not open, or this is a forked process"
+
+
+def level_meta(meta: BlockMeta, level: int) -> BlockMeta:
+    """Return under which id a block lies that is stored so many levels coarser."""
+    key = BlockKey(hashlib.sha256(meta.id.key + b"level" + level.to_bytes(1)).digest())
+    return replace(meta, id=ObjectId(meta.id.namespace, key))
 
 
 class LoadReport(NamedTuple):
@@ -146,7 +154,9 @@ class LoadAccess:
         queued: Callable[[ObjectId], BlockSource | None],
         workers: LoadWorkers,
         backfill: Backfill,
+        coarser_levels: int = 0,
     ) -> None:
+        """coarser_levels: in how many of them blocks are stored besides."""
         self.tiers = tiers
         self.index = index
         self.quality_max = quality * (1 + QUALITY_SLACK)
@@ -158,6 +168,7 @@ class LoadAccess:
         self.queued = queued
         self.workers = workers
         self.backfill = backfill
+        self.coarser_levels = coarser_levels
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()

@@ -16,10 +16,10 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import Choice, Why
-from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting
-from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason
+from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting, is_by_level
+from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason, level_meta
 from kvtide.store.load.backfill import PartialLoad
-from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, losses_of
+from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, level_job, losses_of
 from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
 from kvtide.store.load.speculative import SpeculativePrefill, StreamStart
@@ -88,12 +88,15 @@ class Streamed:
         policy: StreamPolicy | None = None,
         computes: bool = True,
         limits: FetchLimits | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
+        """chunk_tokens: of a policy for levels, which picks one for each chunk."""
         self._engine = engine
         self._request = request
         self._policy = policy or (TwoEnded() if computes else Layered())
         self._computes = computes
         self._limits = limits or FetchLimits()
+        self._chunk_tokens = chunk_tokens
         self.report: StreamReport | None = None
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
@@ -150,12 +153,13 @@ class _Stream:
         self._tokens = metas[0].layout.tokens
         self._heads_s_max = heads_s_max
         self._started_s = access.clock.monotonic_s()
-        self._codec_id = ""
+        self._is_by_level = is_by_level(self._policy)
+        self._chunk_tokens = how._chunk_tokens
 
     def run(self) -> StreamReport:
         total, clock = len(self._metas) * self._tokens, self._access.clock
         lead = SpeculativePrefill(total, self._tokens, self._request, clock)
-        if self._computes:
+        if self._computes and not self._is_by_level:
             pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
             opened = pool.submit(self._open, lead)
             # Heads that come too late are read to no purpose, for their own bound at most.
@@ -184,18 +188,32 @@ class _Stream:
             # At least two round trips, one after the other.
             link.latency_s = min(link.latency_s, self._since() / 2)
         stored, codec = self._usable(heads)
+        coarser = self._coarser(len(stored), deadline_s)
 
         def found(done: int, under_way: int) -> StreamStart:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
                 return StreamStart(None, 0, None)
-            job, computed, begun = self._job(stored, codec, done, under_way)
+            job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
-            if decision.way is Way.RECOMPUTE and self._computes:
+            # The rule for levels says itself when computing fits.
+            if decision.way is Way.RECOMPUTE and self._computes and not self._is_by_level:
                 return StreamStart(decision, job.request.tokens, None)
             load = StreamedLoad(access, job, self._policy, self._limits, computed, begun)
             return StreamStart(decision, job.request.tokens, load)
 
         lead.open(found)
+
+    def _coarser(self, blocks: int, deadline_s: float) -> list[list[StoredObject]]:
+        """Return the blocks as they are stored in coarser levels, the coarsest first; those that all have."""
+        found = []
+        for number in range(self._access.coarser_levels if self._is_by_level and blocks else 0, 0, -1):
+            metas = [level_meta(meta, number) for meta in self._metas[:blocks]]
+            ids = [meta.id for meta in metas]
+            heads = read_heads(self._access.tiers, ids, deadline_s, self._limits.requests_max)
+            is_same = [head.meta.parent == meta.parent for head, meta in zip(heads, metas, strict=False)]
+            if sum(is_same) == blocks:
+                found.append(heads)
+        return found
 
     def _usable(self, heads: Sequence[StoredObject]) -> tuple[list[StoredObject], Codec | None]:
         """Return the leading objects that are the blocks asked for, of one codec that is here and good enough."""
@@ -213,15 +231,18 @@ class _Stream:
         return found, first
 
     def _job(
-        self, stored: Sequence[StoredObject], codec: Codec, done: int, under_way: int
+        self, levels: Sequence[Sequence[StoredObject]], codec: Codec, done: int, under_way: int
     ) -> tuple[FetchJob, Sequence[int], Sequence[int]]:
         """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
-        request, total = self._request, len(stored) * self._tokens
+        request, stored = self._request, levels[-1]
+        total = len(stored) * self._tokens
         decode_s = self._access.judge.decode_token_s(codec.codec_id) * total
         left_s = max(0.0, request.deadline_s - self._since() - decode_s)
         if 0 < left_s < math.inf and not request.kl_goal and self._computes:
             chunk_tokens = max(self._tokens, CHUNK_TOKENS // self._tokens * self._tokens)
             spans = cut_for_meeting(total, self._tokens, request.prefill, left_s, chunk_tokens)
+        elif self._is_by_level:
+            spans = cut(total, self._chunk_tokens // self._tokens * self._tokens or self._tokens)
         else:
             # They meet as early as they can, wherever that is.
             spans = cut(total, self._tokens)
@@ -230,17 +251,20 @@ class _Stream:
         spans = list(pairwise([0, *marks, total]))
         computed = [chunk for chunk, (_, stop) in enumerate(spans) if stop <= done]
         begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
+        request = request._replace(deadline_s=left_s)
+        if self._is_by_level:
+            return level_job(levels, spans, [level[0].quality for level in levels], request), computed, begun
         losses = losses_of(stored[0], codec)
         by_block = None
         if isinstance(codec, EmbeddedCodec):
             by_block = codec.losses_by_block(losses, len(stored), self._tokens)
-        return layered_job(stored, spans, losses, request._replace(deadline_s=left_s), by_block), computed, begun
+        return layered_job(stored, spans, losses, request, by_block), computed, begun
 
     def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamReport:
         fetch = load.finish(self._engine, is_begun_computed)
         request = load.job.request
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
-        if load.appended:
+        if load.appended and not self._is_by_level:
             self._access.backfill.offer(PartialLoad(load.job.objects, load.receiver, load.appended))
         computed, here = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed), fetch.progress.here
         return StreamReport(
