@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, runs_for
+from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
 from tests.gpu.twin import needs_compiler
 
 from kvtide.codec.entropy import ESCAPE, Escapes, RansCoder, RansTables, Runs, Streams
@@ -108,7 +108,7 @@ def test_streams_that_are_not_whole_are_refused(kernels: Kernels, fault: str) ->
 
 def test_symbols_without_probability_are_refused(kernels: Kernels) -> None:
     tables = RansCoder().build(counts_of([[1, 1] + [0] * 30]))
-    call = DeviceRans(kernels, tables).prepare_encode(np.full((1, 40), 5, dtype=np.uint8), Runs.one_table(1, 40))
+    call = DeviceRans(kernels, tables).prepare_encode(np.full((1, 40), 5, dtype=np.uint8), one_table(1, 40))
     call.launch()
     with pytest.raises(ValueError, match="no probability"):
         call.result()

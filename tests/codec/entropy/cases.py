@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtide.codec.entropy import Runs
+
 COUNT_ROWS: dict[str, list[int]] = {
     "one symbol": [0] * 7 + [5] + [0] * 24,
     "first symbol": [9] + [0] * 31,
@@ -47,3 +49,8 @@ def draw_symbols(
 def runs_for(rng: np.random.Generator, streams: int, count: int, run_symbols: int, tables: int) -> NDArray[np.uint16]:
     """Return a random table for each run of each stream."""
     return rng.integers(0, tables, size=(streams, -(-count // run_symbols)), dtype=np.uint16)
+
+
+def one_table(streams: int, count: int) -> Runs:
+    """Return the runs of `streams` streams of `count` symbols that all take table 0."""
+    return Runs(np.zeros((streams, 1), dtype=np.uint16), count)

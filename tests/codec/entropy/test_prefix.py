@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codec.entropy import prefix_twin
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, runs_for
 
 from kvtide import _native
-from kvtide.codec.entropy import PrefixCoder, RansCoder, Runs, prefix_twin
+from kvtide.codec.entropy import PrefixCoder, RansCoder, Runs
 from kvtide.codec.entropy.prefix import PrefixTables
 from kvtide.codec.entropy.rans import rans_paths
 

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, runs_for
+from tests.codec.entropy import rans_twin
+from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
 
 from kvtide import _native
-from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams, rans_twin
-from kvtide.codec.entropy.rans import rans_paths
+from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
+from kvtide.codec.entropy.rans import rans_paths, slot_map
 
 IDENTITY = np.arange(32, dtype=np.uint8)
 
 
 def twin_streams(tables: RansTables, symbols: NDArray[np.uint8], runs: Runs) -> list[bytes]:
-    maps = [rans_twin.slot_map(row) for row in tables.frequencies.tolist()]
+    maps = [slot_map(row) for row in tables.frequencies.tolist()]
     rows = zip(symbols.tolist(), runs.tables.tolist(), strict=True)
     return [rans_twin.encode(row, maps, run_tables, runs.symbols) for row, run_tables in rows]
 
@@ -53,7 +54,7 @@ def test_frequencies_are_those_of_the_twin(row: list[int]) -> None:
 
 @given(row=count_rows)
 def test_every_slot_belongs_to_the_symbol_that_claims_it(row: list[int]) -> None:
-    slots = rans_twin.slot_map(rans_twin.quantise(row))
+    slots = slot_map(rans_twin.quantise(row))
     for symbol, ranks in enumerate(slots.slots):
         assert [slots.symbols[slot] for slot in ranks] == [symbol] * slots.frequencies[symbol]
         assert [slots.ranks[slot] for slot in ranks] == list(range(slots.frequencies[symbol]))
@@ -108,7 +109,7 @@ def test_decoding_writes_each_tables_values(path: str, dtype: type[np.unsignedin
 def test_foreign_bytes_fail_or_decode_as_the_twin_does(data: bytes, count: int, rows: list[list[int]]) -> None:
     counts = counts_of(rows)
     runs = Runs(runs_for(np.random.default_rng(len(data)), 1, count, 32, len(rows)), 32)
-    maps = [rans_twin.slot_map(rans_twin.quantise(row)) for row in rows]
+    maps = [slot_map(rans_twin.quantise(row)) for row in rows]
     truth = rans_twin.decode(data, count, maps, runs.tables[0].tolist(), 32)
     for path in rans_paths():
         native = _native.RansTables(RansCoder().build(counts).frequencies)
@@ -150,4 +151,4 @@ def test_frequencies_that_are_no_table_are_refused(row: list[int]) -> None:
 def test_unknown_path_is_refused() -> None:
     tables = RansTables(np.full((1, 32), 128, np.uint16), path="abacus")
     with pytest.raises(ValueError, match="no such path"):
-        tables.encode(np.zeros((1, 32), np.uint8), Runs.one_table(1, 32))
+        tables.encode(np.zeros((1, 32), np.uint8), one_table(1, 32))

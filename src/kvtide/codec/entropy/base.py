@@ -36,11 +36,6 @@ class Runs:
     tables: NDArray[np.uint16]
     symbols: int
 
-    @classmethod
-    def one_table(cls, streams: int, count: int) -> Runs:
-        """Return the runs of `streams` streams of `count` symbols that all take table 0."""
-        return cls(np.zeros((streams, min(count, 1)), dtype=np.uint16), max(count, 1))
-
 
 class Escapes(NamedTuple):
     """Elements that take the places of ESCAPE, in order of stream and position, and how many each stream takes."""
@@ -62,12 +57,6 @@ class EntropyTables(Protocol):
 
     def to_bytes(self) -> bytes:
         """Return the tables in the form that the coder's `parse` reads."""
-
-    def coded_bits(self, counts: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the bits that symbols of these counts take under each table, without what a stream costs.
-
-        counts: (tables, 32). Infinite where a symbol occurs that the table can't code.
-        """
 
     def encode(self, symbols: NDArray[np.uint8], runs: Runs) -> Streams:
         """Return one stream for each row of `symbols`: (streams, count), contiguous.

@@ -39,14 +39,6 @@ class PrefixTables(NativeTables):
         """Return the tables in the form that `PrefixCoder.parse` reads."""
         return _native.prefix_write_tables(self._lengths).tobytes()
 
-    def coded_bits(self, counts: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the bits that symbols of these counts take under each table."""
-        check_counts(counts)
-        costs = np.where(self._lengths > 0, self._lengths, np.inf)
-        with np.errstate(invalid="ignore"):
-            bits: NDArray[np.float64] = np.where(counts > 0, counts * costs, 0.0).sum(axis=1)
-        return bits
-
 
 class PrefixCoder:
     """Makes prefix tables."""

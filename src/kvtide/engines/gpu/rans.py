@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams, rans_twin
+from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams
 from kvtide.codec.entropy.base import Elements, check_decode, check_encode
+from kvtide.codec.entropy.rans import slot_map
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.errors import CorruptPayload
 
@@ -47,7 +48,7 @@ def decode_lanes(tables: RansTables) -> NDArray[np.uint32]:
     """Return what each lane keeps of each table to decode with: (tables, 32, 2), as RansLane."""
     rows = np.zeros((tables.count, SYMBOLS, 2), dtype=np.uint32)
     for row, frequencies in zip(rows, tables.frequencies.tolist(), strict=True):
-        found = rans_twin.slot_map(frequencies)
+        found = slot_map(frequencies)
         for bucket in range(SYMBOLS):
             first = bucket * BUCKET
             symbols = found.symbols[first : first + BUCKET]
@@ -72,7 +73,7 @@ def _encode_shares(tables: RansTables) -> _Shares:
     lanes[:, :, 0] = frequencies << 16 | (np.cumsum(frequencies, axis=1) - frequencies)
     reciprocals = np.minimum((1 << 32) // np.maximum(frequencies, 1), (1 << 32) - 1)
     lanes[:, :, 1] = np.where(frequencies > 0, reciprocals, 0)
-    slots = [list(chain.from_iterable(rans_twin.slot_map(row).slots)) for row in tables.frequencies.tolist()]
+    slots = [list(chain.from_iterable(slot_map(row).slots)) for row in tables.frequencies.tolist()]
     return _Shares(lanes, np.array(slots, dtype=np.uint16))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtide.codec.entropy.twin_bits import BitReader, field_bits, to_bits, to_bytes
+from tests.codec.entropy.twin_bits import BitReader, field_bits, to_bits, to_bytes
 
 SYMBOLS = 32
 LENGTH_MAX = 10
