@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.conftest import Tally
+from tests.faults.files import FAULT_KINDS, FaultyFiles
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, stored_records
 
@@ -26,7 +27,6 @@ from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
-from kvtide.testing.faulty_files import FAULT_KINDS, FaultyFiles
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.disk import DiskTier

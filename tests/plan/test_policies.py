@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.plan.plan_suite import PlanSuite
 
 from kvtide.plan import (
     Chunk,
@@ -20,7 +21,6 @@ from kvtide.plan import (
 )
 from kvtide.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner
 from kvtide.plan.levels import CachegenRule, FixedLevel
-from kvtide.testing.plan_suite import PlanSuite
 
 SPEED = PrefillSpeed(1000)
 

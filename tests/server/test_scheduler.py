@@ -6,11 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.server.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.scheduler.base import Flow, Owner
 from kvtide.server.scheduler.policies import POLICIES, DrrPolicy, VtcPolicy, policy_named
-from kvtide.testing.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
 BYTE_FAIR = ("drr", "vtc")
 

@@ -19,9 +19,9 @@ from kvtide.tier.ram.memory import MemoryTier
 from kvtide.tier.records import raise_generation, records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
-from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.wrapped import Counting
 
 SPACE = object_id(1).namespace
 OTHER = ObjectId(Namespace(b"\x5a" * 32), object_id(1).key)

@@ -13,8 +13,8 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.faults import LOOK_UPS_MAX
-from kvtide.tier.wrap import Counting
 from kvtide.types import ObjectId
+from kvtide_lab.wrapped import Counting
 
 IDS = [object_id(number) for number in range(12)]
 

@@ -15,7 +15,7 @@ from kvtide.tier import Ranking, ScoreRanking, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import Counting, Slow
+from kvtide_lab.wrapped import Counting, Slow
 
 PAGE = 4096
 

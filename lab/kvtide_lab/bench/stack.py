@@ -22,9 +22,10 @@ from kvtide.evict.ranking import FrequencyRanking
 from kvtide.tier import Ranking, ScoreRanking
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import Counting, WrappedTier
+from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
+from kvtide_lab.wrapped import Counting
 
 # One request: the ids of its blocks, from the first token on.
 Request = Sequence[int]

@@ -31,9 +31,9 @@ from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.repack import Repacker, UseStore
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.wrap import Paced
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
+from kvtide_lab.wrapped import Paced
 
 ANSWER_TOKENS = 16
 # Room for a question and its answer.

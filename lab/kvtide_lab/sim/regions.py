@@ -21,9 +21,9 @@ from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.regions import CentralTier, RegionSettings, Synchroniser
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import Counting
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.wrapped import Counting
 
 # A block of a model of 7 to 8 billion parameters with grouped heads, fp16: what one object stands for.
 BLOCK_BYTES = 32 << 20

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from kvtide.plan import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, PrefillSpeed, Progress, Request, StreamPolicy, is_ready
 
-__all__ = ["PlanSuite", "requests"]
-
 # One test inherited by many classes, none of which keeps anything: examples of one are good for all.
 _inherited = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 

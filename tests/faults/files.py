@@ -11,8 +11,6 @@ from kvtide.tier import PAGE_BYTES
 from kvtide.tier.base import Buffer
 from kvtide.tier.files import FileInfo, Files
 
-__all__ = ["FAULT_KINDS", "FaultyFiles"]
-
 # What can go wrong with a call: an error that it raises, or a transfer that ends early.
 FAULT_KINDS = ("EIO", "ENOSPC", "EINTR", "short read", "short write")
 

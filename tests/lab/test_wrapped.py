@@ -10,7 +10,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.wrap import Counting, Faulty, Paced, Slow
+from kvtide_lab.wrapped import Counting, Faulty, Paced, Slow
 
 
 def memory() -> MemoryTier:

@@ -18,8 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtide.errors import QueueFull
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 
-__all__ = ["SchedulerSuite", "drain", "scheduler_for"]
-
 SLICE_BYTES = 100
 # In the random walk, bodies reach to several slices.
 _BODY_BYTES_MAX = 450
