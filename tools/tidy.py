@@ -27,7 +27,7 @@ OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
     *("tier.base", "tier.breaker", "tier.buffers", "tier.deadline", "tier.files", "tier.lend", "tier.records"),
     *("tier.source", "tier.wrap", "tier.ram.device", "tier.stack.invalidation"),
-    *("server.http.receive", "server.settings"),
+    "server.settings",
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy")}

@@ -15,8 +15,7 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.errors import QueueFull
 from kvtide.server.http.bodies import BodyBuffers
-from kvtide.server.pace import ProgressBudget
-from kvtide.server.settings import ServerLimits
+from kvtide.server.settings import ProgressBudget, ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import valkey_server, wait_until
 

@@ -11,8 +11,8 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.http.doors import FILES_MAX, ConnectionLimits, Guest, connections_for
-from kvtide.server.settings import ServerLimits
+from kvtide.server.http.doors import ConnectionLimits, Guest, connections_for
+from kvtide.server.settings import FILES_MAX, ServerLimits
 
 
 @contextmanager

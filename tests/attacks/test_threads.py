@@ -13,7 +13,7 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.http.rates import Rates
+from kvtide.server.http.shares import Rates
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.wrap import WrappedTier

@@ -24,10 +24,18 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
-from kvtide.server.observe.history import History, Sample, history_body
-from kvtide.server.observe.outlook import MemberStatus, PoolStatus, RegionStatus
 from kvtide.server.observe.pages import DASHBOARD_POLICY, dashboard_page
-from kvtide.server.observe.status import Status, server_status, status_body
+from kvtide.server.observe.status import (
+    History,
+    MemberStatus,
+    PoolStatus,
+    RegionStatus,
+    Sample,
+    Status,
+    history_body,
+    server_status,
+    status_body,
+)
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import TierStats

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from kvtide.server.http.connection import Connection
 from kvtide.server.http.mover import Body, BodyProgress, Mover
 from kvtide.server.http.sender import Sender, SendOrder
-from kvtide.server.http.workers import Workers
+from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.pace import ProgressBudget
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
+from kvtide.server.settings import ProgressBudget
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 

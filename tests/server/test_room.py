@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.server.room import check_memory, memory_bytes
-from kvtide.server.settings import ServerLimits, ServerSettings
+from kvtide.server.settings import ServerLimits, ServerSettings, check_memory, memory_bytes
 
 
 def started(soft: int, hard: int) -> tuple[int, str]:

@@ -9,8 +9,7 @@ import pytest
 from tests.server.scheduler_suite import SLICE_BYTES, SchedulerSuite, drain, scheduler_for
 
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.server.scheduler.base import Flow, Owner
-from kvtide.server.scheduler.policies import POLICIES, DrrPolicy, VtcPolicy, policy_named
+from kvtide.server.scheduler.policies import POLICIES, DrrPolicy, Flow, Owner, VtcPolicy, policy_named
 
 BYTE_FAIR = ("drr", "vtc")
 

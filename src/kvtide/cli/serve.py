@@ -19,14 +19,20 @@ from kvtide.server import (
     Service,
     SettingsFile,
     backing_for,
-    check_memory,
-    memory_bytes,
     new_token,
-    take_descriptors,
     token_digest,
 )
 from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
-from kvtide.server.settings import DEFAULT_LISTEN, ListenAddress, ServerSettings, parse_address, read_settings
+from kvtide.server.settings import (
+    DEFAULT_LISTEN,
+    ListenAddress,
+    ServerSettings,
+    check_memory,
+    memory_bytes,
+    parse_address,
+    read_settings,
+    take_descriptors,
+)
 from kvtide.tier.pool import PoolServer, membership_of
 
 

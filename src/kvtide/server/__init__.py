@@ -3,7 +3,6 @@
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.live import SettingsFile
 from kvtide.server.member import Member
-from kvtide.server.room import check_memory, memory_bytes, take_descriptors
 from kvtide.server.service import Service, backing_for
 
 __all__ = [
@@ -11,9 +10,6 @@ __all__ = [
     "Service",
     "SettingsFile",
     "backing_for",
-    "check_memory",
-    "memory_bytes",
     "new_token",
-    "take_descriptors",
     "token_digest",
 ]

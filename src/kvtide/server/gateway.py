@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import NOBODY, Scope
-from kvtide.server.http import BodyBuffers, Connection, Exchange, Guest, Reception, Workers
-from kvtide.server.http.receive import receive
+from kvtide.server.http import BodyBuffers, Connection, Exchange, Guest, Reception, Workers, receive
 from kvtide.server.listing import Listing
 from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route

@@ -11,8 +11,7 @@ from functools import partial
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http import BodyBuffers, Exchange, Headers, Sender, SendOrder, Workers
-from kvtide.server.http.receive import receive
+from kvtide.server.http import BodyBuffers, Exchange, Headers, Sender, SendOrder, Workers, receive
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live
 from kvtide.server.member import Member

@@ -1,7 +1,13 @@
-"""The server's configuration: one TOML file, flags on top. Every bound of the server has its name here."""
+"""The server's configuration: one TOML file, flags on top; and whether the machine has what its bounds ask for.
+
+Every bound of the server has its name here.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
 import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_address
@@ -12,7 +18,6 @@ import msgspec
 
 from kvtide.config import Limits
 from kvtide.server.auth import Grant
-from kvtide.server.pace import ProgressBudget
 from kvtide.server.proxies import Proxies, ProxyHeader
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
@@ -20,20 +25,44 @@ from kvtide.tier import disk_path
 
 __all__ = [
     "ListenAddress",
-    "ServerLimits",
     "ServerSettings",
-    "TlsSettings",
-    "are_records_kept",
+    "check_memory",
+    "memory_bytes",
     "parse_address",
     "read_settings",
-    "records_path",
+    "take_descriptors",
 ]
 
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
 CONNECTION_BYTES = 64 << 10
+# Descriptors that are no client's: segments of the disk tier, connections to other servers, the loop's own.
+FILES_MAX = 256
 DRAIN_DELAY_S_MAX = 600.0
 DEFAULT_LISTEN = "127.0.0.1:7421"
+_log = logging.getLogger(__name__)
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class ProgressBudget:
+    """A bucket of time: waiting empties it, bytes that move fill it, up to `slow_s_max` seconds.
+
+    So a peer is never slower than `bytes_s_min` for longer than that, however fast it was before. `due_s` is when the
+    bucket is empty if nothing moves.
+    """
+
+    def __init__(self, slow_s_max: float, bytes_s_min: float, now_s: float) -> None:
+        self._slow_s_max = slow_s_max
+        self._bytes_s_min = bytes_s_min
+        self.due_s = now_s + slow_s_max
+
+    def moved(self, count: int, now_s: float) -> None:
+        """Note bytes that moved."""
+        self.due_s = min(now_s + self._slow_s_max, self.due_s + count / self._bytes_s_min)
+
+    def paused(self, seconds: float) -> None:
+        """Note time that the peer did not keep us waiting."""
+        self.due_s += seconds
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,3 +254,41 @@ def _path(kind: type[object], value: object) -> Path:
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+
+
+def take_descriptors(limits: ServerLimits) -> None:
+    """Let this process have as many descriptors as its connections and files need, as far as the system allows."""
+    wanted = limits.connections_max + FILES_MAX
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if allowed > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Return how much memory this process may have: the machine's, or what its control group leaves it."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (cgroup / name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        # The word `max` is no bound.
+        if text.isdecimal():
+            found = min(found, int(text))
+    return found
+
+
+def check_memory(settings: ServerSettings, there_bytes: int) -> None:
+    """Warn if the limits let the server take more memory than there is."""
+    limits = settings.limits
+    has_memory = any(url.startswith("memory://") for url in settings.tiers)
+    wanted = limits.resident_bytes_max - (0 if has_memory else limits.memory_bytes_max)
+    if wanted > there_bytes:
+        _log.warning(
+            "the limits let this server take %.1f GiB of memory and there are %.1f: lower memory_bytes_max, "
+            "buffer_bytes_max or connections_max",
+            wanted / 2**30,
+            there_bytes / 2**30,
+        )

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtide.errors import RequestRefused
 from kvtide.server.http.mover import Body, BodyProgress, Following, Mover
-from kvtide.server.pace import ProgressBudget
+from kvtide.server.settings import ProgressBudget
 from kvtide.tier.lend import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 

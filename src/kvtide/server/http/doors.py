@@ -1,4 +1,4 @@
-"""Who is connected, and on whose account: strangers come and go, who was let in stays.
+"""Who is connected, and on whose account: strangers come and go, who was let in stays. And the sockets they come by.
 
 Invariant: a stranger's connection never keeps anybody out. Where there is no room left the stranger who has been here
 longest makes some: who has a token shows it with the first bytes.
@@ -6,25 +6,29 @@ longest makes some: who has a token shows it with the first bytes.
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv6Address
+from pathlib import Path
 
 from kvtide.errors import RequestRefused
-from kvtide.server.settings import ServerLimits
+from kvtide.server.settings import FILES_MAX, ListenAddress, ServerLimits
 
 _log = logging.getLogger(__name__)
 
-# Descriptors that are no client's: segments of the disk tier, connections to other servers, the loop's own.
-FILES_MAX = 256
 # Whoever has one address of a network like this has all of them.
 _IPV6_NETWORK_BITS = 64
 # No tenant's name begins like that.
 ADDRESS_MARK = "@"
 # Accounts of all that runs on this machine.
 SHARED_ADDRESSES = frozenset({f"{ADDRESS_MARK}unix", f"{ADDRESS_MARK}127.0.0.1", f"{ADDRESS_MARK}::"})
+
+_BACKLOG = 1024
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def host_of(peer: object) -> str:
@@ -138,3 +142,39 @@ class ConnectionLimits:
         assert self._known >= 0
         assert self._owners.total() == len(self) <= self._connections_max
         assert all(0 < count <= self._owner_connections_max for count in self._owners.values())
+
+
+def listener_on(address: ListenAddress) -> socket.socket:
+    """Return a socket that listens on an address. OSError if it is taken."""
+    if address.path:
+        path = Path(address.path)
+        if path.is_socket():
+            # Left by a server that was killed: one that lives answers.
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(address.path) == 0:
+                    raise OSError(errno.EADDRINUSE, f"another server listens on {address}")
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address.path)
+    else:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def bound(address: ListenAddress, listener: socket.socket) -> ListenAddress:
+    """Return the address with the port that the listener really has."""
+    return address if address.path else address._replace(port=listener.getsockname()[1])
+
+
+def turn_away(sock: socket.socket) -> None:
+    """Tell a client that there is no room for it, and close."""
+    with sock:
+        try:
+            sock.send(_BUSY, socket.MSG_DONTWAIT)
+        except OSError as error:
+            _log.debug("a connection too many went away: %s", error)

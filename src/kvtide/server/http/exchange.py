@@ -14,7 +14,7 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import Caller
 from kvtide.server.http.connection import Connection
 from kvtide.server.http.doors import ADDRESS_MARK, SHARED_ADDRESSES
-from kvtide.server.pace import ProgressBudget
+from kvtide.server.settings import ProgressBudget
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import Route, deadline_ms, urgency
 

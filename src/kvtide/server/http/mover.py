@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtide._native import JOB_ENDED, JOB_STOPPED
 from kvtide._native import Mover as NativeMover
-from kvtide.server.pace import ProgressBudget
+from kvtide.server.settings import ProgressBudget
 from kvtide.tier.lend import FilePart
 
 # A job's number, how many bytes moved, and how it ended: native/mover.hpp has the numbers.

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from kvtide.errors import RequestRefused
 from kvtide.server.http.doors import ConnectionLimits, Guest, account_of
 from kvtide.server.http.exchange import Exchange
-from kvtide.server.http.rates import Rates
-from kvtide.server.http.turns import HEALTH, STRANGERS, Turns
+from kvtide.server.http.shares import HEALTH, STRANGERS, Rates, Turns
 from kvtide.server.live import Live
 from kvtide.wire.protocol import PageRoute, parse_target
 

@@ -14,10 +14,10 @@ from functools import partial
 from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.http.connection import Connection
 from kvtide.server.http.mover import Body, BodyProgress, Following
-from kvtide.server.http.workers import Workers
+from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
-from kvtide.server.pace import ProgressBudget
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
+from kvtide.server.settings import ProgressBudget
 from kvtide.tier.lend import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 

@@ -1,13 +1,31 @@
-"""An amount of something (threads, bytes) that owners hold for a while, each at most a share of it.
+"""What owners (tenants, addresses) may have of a server at a time: amounts, turns, requests a second, threads.
 
-Invariant: what is free goes to the owners who wait in turn, however many of their requests wait.
+Invariant: what is free goes to the owners who wait in turn, however many of their requests wait; no owner that made up
+many names, or sends many requests, makes another wait for more than its own share.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from typing import NamedTuple
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from kvtide.errors import RequestRefused
+
+# Owners that no tenant or address can be called like.
+STRANGERS = "(strangers)"
+HEALTH = "(health)"
+# More of them save passes of the loop, at some 20 us each, and make the others wait for as many.
+REQUESTS_A_PASS = 4
+# Owners whose requests are counted before all counts begin anew.
+_OWNERS_MAX = 1024
+# So few are kept without a look at whether they are full again.
+_KNOWN_MIN = 64
+_Result = TypeVar("_Result")
 
 
 class _Claim(NamedTuple):
@@ -95,3 +113,149 @@ class Shares:
         """AssertionError if the accounting is off."""
         assert self._held_in_all == self._held.total()
         assert all(held > 0 for held in self._held.values())
+
+
+class Turns:
+    """Gives turns on one event loop. Counts begin anew in the pass behind the one in which an owner had all of its."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._taken: dict[str, int] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._is_next_due = False
+
+    async def take(self, owner: str) -> None:
+        """Wait for the owner's next turn, unless it has some left."""
+        if owner not in self._waiting and self._taken.get(owner, 0) < REQUESTS_A_PASS:
+            self._count(owner)
+            return
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        await turn
+
+    def _count(self, owner: str) -> None:
+        self._taken[owner] = taken = self._taken.get(owner, 0) + 1
+        if (taken == REQUESTS_A_PASS or len(self._taken) > _OWNERS_MAX) and not self._is_next_due:
+            self._is_next_due = True
+            self._loop.call_soon(self._next_pass)
+
+    def _next_pass(self) -> None:
+        """Give every owner who waits their turns."""
+        self._is_next_due = False
+        self._taken.clear()
+        for owner, turns in list(self._waiting.items()):
+            while turns and self._taken.get(owner, 0) < REQUESTS_A_PASS:
+                turn = turns.popleft()
+                if not turn.done():
+                    self._count(owner)
+                    turn.set_result(None)
+            if not turns:
+                del self._waiting[owner]
+
+
+class Rates:
+    """Lets an owner make `requests_s()` requests a second, as it is now, with a burst of one second's."""
+
+    def __init__(self, requests_s: Callable[[], float], owners_max: int = 16384) -> None:
+        if owners_max <= 0:
+            raise ValueError(f"owners_max must be positive, got {owners_max}")
+        self._requests_s = requests_s
+        self._owners_max = owners_max
+        # What is left of the burst, and when that was; below 0 what others wait for. Last used last.
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    @property
+    def _burst(self) -> float:
+        return max(1.0, self._requests_s())
+
+    def __len__(self) -> int:
+        """Return how many buckets are not full, as far as anybody looked."""
+        return len(self._left)
+
+    def take(self, owner: str, now_s: float) -> None:
+        """Count one request. RequestRefused (429) if the owner has none left."""
+        left = self._refilled(owner, now_s)
+        self._note(owner, left - 1 if left >= 1 else left, now_s)
+        if left < 1:
+            raise RequestRefused(429, "too many requests", retry_after_s=(1 - left) / self._requests_s())
+
+    def owe(self, owner: str, now_s: float, count: int) -> None:
+        """Count requests that were not asked for one by one, as a debt of one burst at most."""
+        self._note(owner, max(-self._burst, self._refilled(owner, now_s) - count), now_s)
+
+    def wait_s(self, owner: str, now_s: float, wait_s_max: float) -> float:
+        """Count one request and return how long it has to wait. RequestRefused (429) if that is longer than this."""
+        left = self._refilled(owner, now_s) - 1
+        if -left / self._requests_s() > wait_s_max:
+            raise RequestRefused(429, "too many requests", retry_after_s=-left / self._requests_s())
+        self._note(owner, left, now_s)
+        return max(0.0, -left / self._requests_s())
+
+    def _refilled(self, owner: str, now_s: float) -> float:
+        left, then_s = self._left.get(owner, (self._burst, now_s))
+        return min(self._burst, left + (now_s - then_s) * self._requests_s())
+
+    def _note(self, owner: str, left: float, now_s: float) -> None:
+        self._left[owner] = (left, now_s)
+        self._left.move_to_end(owner)
+        while len(self._left) > _KNOWN_MIN:
+            oldest = next(iter(self._left))
+            if len(self._left) <= self._owners_max and self._refilled(oldest, now_s) < self._burst:
+                return
+            del self._left[oldest]
+
+
+class Workers:
+    """`io_threads` threads for reading, and one more so that a write finds one. Used from one event loop."""
+
+    def __init__(self, io_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(io_threads + 1, "kvtide-tiers")
+        owner_max = max(1, io_threads - 1)
+        self._reading = Shares(io_threads, owner_max)
+        self._writing = Shares(io_threads, owner_max)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Wait for what runs."""
+        self._executor.shutdown()
+
+    async def read(
+        self, owner: str, action: Callable[[], _Result], undo: Callable[[_Result], None] | None = None
+    ) -> _Result:
+        """Run what may wait for a tier. If we are cancelled meanwhile, its result goes to `undo`."""
+        return await self._run(self._reading, owner, action, undo)
+
+    async def write(self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] | None = None) -> _Result:
+        """Run what may wait for a tier to take something, or call `drop` if we are cancelled before a thread has it."""
+        return await self._run(self._writing, owner, action, drop=drop)
+
+    async def _run(
+        self,
+        shares: Shares,
+        owner: str,
+        action: Callable[[], _Result],
+        undo: Callable[[_Result], None] | None = None,
+        drop: Callable[[], None] | None = None,
+    ) -> _Result:
+        try:
+            await shares.take(owner)
+        except asyncio.CancelledError:
+            if drop is not None:
+                drop()
+            raise
+        future = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        # The thread is the owner's until it is done, also if nobody waits for it any more.
+        future.add_done_callback(lambda _: shares.give_back(owner))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if undo is not None:
+                future.add_done_callback(partial(_undo, undo))
+            raise
+
+
+def _undo(undo: Callable[[_Result], None], future: asyncio.Future[_Result]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        undo(future.result())

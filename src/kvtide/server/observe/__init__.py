@@ -2,8 +2,8 @@
 
 from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, AccessLog, write_log
 from kvtide.server.observe.health import Health
-from kvtide.server.observe.outlook import Outlook
 from kvtide.server.observe.pages import PAGES, Observability, Observatory
+from kvtide.server.observe.status import Outlook
 
 __all__ = [
     "ACCESS_LOGGER",

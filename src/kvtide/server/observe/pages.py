@@ -15,9 +15,16 @@ from kvtide.server.http import Exchange, Workers
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
 from kvtide.server.observe.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
-from kvtide.server.observe.history import SAMPLE_S, History, Sample, history_body
-from kvtide.server.observe.outlook import Outlook
-from kvtide.server.observe.status import Status, server_status, status_body
+from kvtide.server.observe.status import (
+    SAMPLE_S,
+    History,
+    Outlook,
+    Sample,
+    Status,
+    history_body,
+    server_status,
+    status_body,
+)
 from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.errors import QueueFull
-from kvtide.server.scheduler.base import Flow, Owner, Send, Slice
-from kvtide.server.scheduler.policies import policy_named
+from kvtide.server.scheduler.policies import Flow, Owner, Send, Slice, policy_named
 
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
