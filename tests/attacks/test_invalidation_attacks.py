@@ -181,7 +181,7 @@ def test_what_waited_to_be_written_back_is_dropped(server: RunningServer, tmp_pa
         assert engine.stack.flush(WAIT_S)
 
     def then() -> None:
-        wait_until(lambda: engine.stack._unwritten_bytes >= 2 * len(OLD), "both to be queued")
+        wait_until(lambda: engine.stack._writer._held_bytes >= 2 * len(OLD), "both to be queued")
         invalidate(server)
         refreshing = threading.Thread(target=engine.invalidations.refresh)
         refreshing.start()

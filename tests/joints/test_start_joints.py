@@ -22,7 +22,7 @@ from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of
-from kvtide.tier.demote import Evicting
+from kvtide.tier.base import Evicting
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

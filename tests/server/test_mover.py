@@ -20,7 +20,7 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.lend import FilePart, LentObject
+from kvtide.tier.base import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 
 _Result = TypeVar("_Result")

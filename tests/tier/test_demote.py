@@ -13,7 +13,7 @@ from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Tier, stack_of
-from kvtide.tier.demote import Demoter
+from kvtide.tier.background import Demoter
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

@@ -12,7 +12,7 @@ from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, Sco
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ram.arena import Arena, Span, frame_bytes_for
+from kvtide.tier.ram.framed import Arena, Span, frame_bytes_for
 
 PAGE = 4096
 

@@ -10,7 +10,7 @@ from tests.store.load.sources import made_objects
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.deadline import until
+from kvtide.tier.breaker import until
 from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy

@@ -17,7 +17,7 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
-from kvtide.tier.deadline import until
+from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import BenchService, s3_command, s3_server
 

@@ -18,8 +18,8 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.regions import Latest
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
-from kvtide.tier.deadline import until
-from kvtide.tier.lend import Lender, LentObject, is_lender
+from kvtide.tier.base import Lender, LentObject, is_lender
+from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header
 

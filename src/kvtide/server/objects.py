@@ -21,8 +21,7 @@ from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Records, Region, stored_quality
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
-from kvtide.tier.base import Replacing
-from kvtide.tier.lend import LentObject
+from kvtide.tier.base import LentObject, Replacing
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (

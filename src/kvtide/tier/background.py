@@ -1,6 +1,6 @@
 """Threads for what a tier does behind its callers' backs.
 
-Invariant: work that was taken and has not ended is known, so that it can be waited for.
+Invariant: work that was taken and has not ended is known, so that it can be waited for; nobody waits for room.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
+
+from kvtide.tier.base import Fill
+from kvtide.types import ObjectId
 
 CLOSE_S_MAX = 30.0
+DEMOTE_BYTES_MAX = 256 << 20
 
 
 class Background:
-    """A pool of threads between `open` and `close`. Who submits bounds how much."""
+    """A pool of threads between `open` and `close`. Work may hold bytes, `bytes_max` in sum, reserved before."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, bytes_max: int = 0) -> None:
+        self._bytes_max = bytes_max
+        self._held_bytes = 0
         self._threads = threads
         self._name = name
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._unfinished: set[Future[None]] = set()
+        self._unfinished: set[Future[object]] = set()
 
     def open(self) -> None:
         """Take work from now on."""
@@ -34,29 +41,79 @@ class Background:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
 
-    def submit(self, action: Callable[[], None]) -> bool:
-        """Do it later. False if closed."""
+    def reserve(self, size: int) -> bool:
+        """Hold bytes for work that is submitted next. False if closed, or others hold too many."""
+        with self._lock:
+            has_room = self._pool is not None and self._held_bytes + size <= self._bytes_max
+            self._held_bytes += size if has_room else 0
+        return has_room
+
+    def release(self, size: int) -> None:
+        """Give reserved bytes back that no work will use."""
+        with self._lock:
+            self._held_bytes -= size
+
+    def submit(self, action: Callable[[], object], reserved_bytes: int = 0) -> bool:
+        """Do it later, then release what was reserved for it. False, and released, if closed."""
         pool = self._pool
-        if pool is None:
-            return False
         try:
-            future = pool.submit(action)
+            future = pool.submit(action) if pool is not None else None
         except RuntimeError:  # closed meanwhile
+            future = None
+        if future is None:
+            self.release(reserved_bytes)
             return False
         with self._lock:
             self._unfinished.add(future)
-        future.add_done_callback(self._end)
+        future.add_done_callback(partial(self._end, reserved_bytes))
         return True
 
-    def _end(self, future: Future[None]) -> None:
+    def _end(self, reserved_bytes: int, future: Future[object]) -> None:
         with self._lock:
             self._unfinished.discard(future)
+            self._held_bytes -= reserved_bytes
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was submitted before this call has ended. False if that took longer."""
         with self._lock:
             pending = set(self._unfinished)
         return not wait(pending, timeout_s).not_done
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off. Call it while nothing waits."""
+        with self._lock:
+            assert not self._unfinished
+            assert self._held_bytes == 0
+
+
+class Demoter:
+    """Sends what a tier evicts to a slower one instead of losing it. What finds no room is dropped and counted."""
+
+    def __init__(self, put: Callable[[ObjectId, bytearray], None], bytes_max: int = DEMOTE_BYTES_MAX) -> None:
+        self._put = put
+        self._queue = Background(1, "kvtide-demote", bytes_max)
+        self.open, self.flush, self.check = self._queue.open, self._queue.wait, self._queue.check
+        self.demoted = self.dropped = 0
+
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, for at most `timeout_s`, and drop the rest. Idempotent."""
+        self.flush(timeout_s)
+        self._queue.close()
+
+    def offer(self, object_id: ObjectId, size: int, fill: Fill) -> None:
+        """Take an object that is about to be evicted, if there is room for it. Under the lock of the tier."""
+        if not self._queue.reserve(size):
+            self.dropped += 1
+            return
+        data = bytearray(size)
+        if fill(memoryview(data)):
+            self._queue.submit(partial(self._send, object_id, data), size)
+        else:
+            self._queue.release(size)
+
+    def _send(self, object_id: ObjectId, data: bytearray) -> None:
+        self._put(object_id, data)
+        self.demoted += 1
 
 
 class Repeater:

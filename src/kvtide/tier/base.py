@@ -5,30 +5,29 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
-    "POOL_SCHEMES",
-    "AdmittingTier",
     "Batched",
     "Buffer",
-    "Checked",
-    "Forcible",
-    "IsPinned",
-    "ObjectInfo",
-    "Observer",
-    "OnRemoved",
-    "Ordered",
-    "Recorded",
+    "FilePart",
+    "Lender",
+    "LentObject",
+    "Noting",
     "Replacing",
     "Reporting",
     "Tier",
     "TierStats",
+    "is_lender",
 ]
 
 # URLs of pools of servers.
@@ -39,6 +38,11 @@ Buffer = bytes | bytearray | memoryview
 IsPinned = Callable[[BlockKey], bool]
 # Told of objects that are no longer in a tier.
 OnRemoved = Callable[[Sequence[ObjectId]], None]
+# Fills a buffer of the object's size with its bytes. False if they can't be had any more.
+Fill = Callable[[memoryview], bool]
+# Called with an object that is about to be evicted, its size, and how to copy it.
+Offer = Callable[[ObjectId, int, Fill], None]
+REMEMBERED_MAX = 4096
 
 
 class ObjectInfo(NamedTuple):
@@ -153,6 +157,14 @@ class Reporting(Protocol):
 
 
 @runtime_checkable
+class Evicting(Protocol):
+    """A tier that offers what it evicts."""
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted, under the tier's own locks: it must not call the tier."""
+
+
+@runtime_checkable
 class Ordered(Protocol):
     """A tier whose objects leave in an order that can be told of requests."""
 
@@ -183,3 +195,70 @@ class AdmittingTier(Protocol):
 
     def would_admit(self, object_id: ObjectId, size: int) -> bool:
         """Tell whether an object deserves a place now."""
+
+
+class Removals:
+    """The last REMEMBERED_MAX reasons. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: OrderedDict[ObjectId, str] = OrderedDict()
+
+    def note(self, object_id: ObjectId, reason: str) -> None:
+        """Remember a reason, and forget the oldest one if there are too many."""
+        with self._lock:
+            self._reasons[object_id] = reason
+            self._reasons.move_to_end(object_id)
+            while len(self._reasons) > REMEMBERED_MAX:
+                self._reasons.popitem(last=False)
+
+    def reason(self, object_id: ObjectId) -> str | None:
+        """Return the reason, or None if it was never known or is forgotten."""
+        with self._lock:
+            return self._reasons.get(object_id)
+
+
+class FilePart(NamedTuple):
+    """An object's place in an open file."""
+
+    descriptor: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object of `size` bytes, in `file` or, without one, in `views`. `head` are its first bytes, 256 if it has them.
+
+    Read it only. `release` gives it back; call it once.
+    """
+
+    size: int
+    head: bytes
+    views: Sequence[memoryview]
+    file: FilePart | None
+    release: Callable[[], None]
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A tier that lends objects."""
+
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend an object; None if it is not here. A use of the object, as `get_into` is."""
+
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
+
+
+class LendingTier(Tier, Lender, Protocol):
+    """A tier that lends objects."""
+
+
+@cache
+def _lends(kind: type) -> bool:
+    return issubclass(kind, Lender)
+
+
+def is_lender(tier: Tier) -> TypeGuard[LendingTier]:
+    """Tell whether a tier lends. Its class is asked once: a look at the protocol takes a tenth of a small GET."""
+    return _lends(type(tier))

@@ -1,10 +1,20 @@
-"""A circuit breaker: after so many faults in a row nobody asks a peer for a while, then one call tries it."""
+"""How long to wait for another server: until its caller's deadline, and not at all while a circuit breaker is open.
+
+Invariant: a call that its caller's deadline ended says nothing of the server that was asked.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from kvtide.clock import Clock
+
+# Of the thread that calls; a stack, a flight and a pool lie in between, for which it is nothing.
+_UNTIL_S: ContextVar[float] = ContextVar("until_s", default=math.inf)
 
 
 class Breaker:
@@ -52,3 +62,18 @@ class Breaker:
             self._faults += 1
             if self._faults >= self._faults_max:
                 self._opened_s = self._clock.monotonic_s()
+
+
+@contextmanager
+def until(deadline_s: float) -> Iterator[None]:
+    """Let no call of this thread wait longer, by the monotonic clock, for the time of the `with`."""
+    before = _UNTIL_S.set(deadline_s)
+    try:
+        yield
+    finally:
+        _UNTIL_S.reset(before)
+
+
+def caller_deadline_s() -> float:
+    """Return until when the caller waits: infinity if it did not say."""
+    return _UNTIL_S.get()

@@ -30,11 +30,9 @@ from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, TierStats
-from kvtide.tier.breaker import Breaker
+from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.deadline import caller_deadline_s, until
-from kvtide.tier.removals import Removals
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _Result = TypeVar("_Result")

@@ -21,7 +21,7 @@ from kvtide.store.load.job import FetchJob, layered_job
 from kvtide.store.placing import FaultGuard
 from kvtide.testing.strategies import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
-from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.source import Take, read_range_of_any
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind

@@ -16,7 +16,7 @@ from typing import Any
 from kvtide.errors import RequestRefused
 from kvtide.server.http.mover import Body, BodyProgress, Following, Mover
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.lend import FilePart
+from kvtide.tier.base import FilePart
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 
 # The mover is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.

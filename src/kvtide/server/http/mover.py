@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvtide._native import JOB_ENDED, JOB_STOPPED
 from kvtide._native import Mover as NativeMover
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.lend import FilePart
+from kvtide.tier.base import FilePart
 
 # A job's number, how many bytes moved, and how it ended: native/mover.hpp has the numbers.
 _Outcome = asyncio.Future[tuple[int, int, int]]

@@ -18,7 +18,7 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.lend import FilePart, LentObject
+from kvtide.tier.base import FilePart, LentObject
 from kvtide.wire.protocol import ByteRange
 
 # What TLS reads of a file at a time: the kernel can't encrypt.

@@ -17,7 +17,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.store.load.receiver import Receiver
-from kvtide.tier.deadline import until
+from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 

@@ -19,7 +19,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.plan import Fetch, Link, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.store.load.job import FetchJob, ObjectRange
 from kvtide.store.load.receiver import OfferOutcome, Receiver
-from kvtide.tier.deadline import until
+from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 
 _log = logging.getLogger(__name__)

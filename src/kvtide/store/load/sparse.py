@@ -25,7 +25,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
 from kvtide.tier.base import Tier
-from kvtide.tier.deadline import until
+from kvtide.tier.breaker import until
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 

@@ -19,15 +19,13 @@ from pathlib import Path
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
-from kvtide.tier.base import Buffer, IsPinned
+from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
 from kvtide.tier.buffers import BufferPool, aligned_buffer
-from kvtide.tier.demote import Offer
 from kvtide.tier.disk.catalog import Catalog, CatalogEntry
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.disk.eviction import GivenUp, Lineage, bytes_of, fitting
 from kvtide.tier.disk.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.tier.files import Files
-from kvtide.tier.lend import LentObject
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtide.tier.base import Buffer
+from kvtide.tier.base import Buffer, FilePart, LentObject
 from kvtide.tier.buffers import BufferPool, aligned_buffer, copy_bytes, is_aligned
 from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.disk.opened import OpenSegments
 from kvtide.tier.files import Files
-from kvtide.tier.lend import FilePart, LentObject
 from kvtide.tier.record import (
     PAGE_BYTES,
     RecordHeader,

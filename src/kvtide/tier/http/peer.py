@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import Buffer
-from kvtide.tier.breaker import Breaker
-from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
 from kvtide.tier.source import Take
 from kvtide.wire.http import pack_request_head

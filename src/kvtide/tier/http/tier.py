@@ -21,7 +21,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
-from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.connection import HttpAnswer, Patience
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch

@@ -14,8 +14,7 @@ from kvtide.clock import Clock
 from kvtide.errors import DeviceFault, TierUnavailable
 from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned
-from kvtide.tier.ram.arena import Frames
-from kvtide.tier.ram.framed import FramedTier, Resident
+from kvtide.tier.ram.framed import FramedTier, Frames, Resident
 from kvtide.types import ObjectId
 
 _log = logging.getLogger(__name__)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import EvictionOrder
-from kvtide.tier.base import Buffer, IsPinned
+from kvtide.tier.base import Buffer, IsPinned, LentObject
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.lend import LentObject, joined
-from kvtide.tier.ram.arena import Arena
-from kvtide.tier.ram.framed import FramedTier, Resident
+from kvtide.tier.ram.framed import Arena, FramedTier, Resident
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES
 
@@ -98,7 +96,7 @@ class MemoryTier(FramedTier[Arena]):
             views = lease.enter_context(self.lease(object_id))
             if views is None:
                 return None
-            return LentObject(sum(map(len, views)), joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
+            return LentObject(sum(map(len, views)), _joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
 
     def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
         """Lend the object's memory if it is here."""
@@ -115,3 +113,13 @@ class MemoryTier(FramedTier[Arena]):
             copy_bytes(buffer[: len(view)], view)
             buffer = buffer[len(view) :]
         return True
+
+
+def _joined(views: Sequence[memoryview], size: int) -> bytes:
+    parts = []
+    for view in views:
+        if size <= 0:
+            break
+        parts.append(bytes(view[:size]))
+        size -= len(view)
+    return b"".join(parts)

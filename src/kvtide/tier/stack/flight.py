@@ -1,14 +1,17 @@
-"""Single flight: callers that want the same bytes at the same time cause one read.
+"""Reads that serve more than their caller: one for several callers at once, and reads ahead of whoever will come.
 
-Invariant: a follower's buffer is written by the leader before it returns, and by nobody after the follower has left.
+Invariant: followers get the bytes that the reader got, or read for themselves; an object that somebody has begun to
+read meanwhile is not brought ahead.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from kvtide.tier.background import Background
 from kvtide.tier.buffers import copy_bytes
 from kvtide.types import NamedId, ObjectId, wants_latest
 
@@ -17,6 +20,8 @@ FOLLOW_S_MAX = 30.0
 
 # What a reader returns: how many bytes are in the buffer, None for a miss.
 Read = Callable[[], int | None]
+PREFETCH_THREADS = 2
+PREFETCH_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -85,3 +90,43 @@ def _serve(follower: _Follower, buffer: memoryview, came: int | None) -> None:
     follower.size = min(wanted, came)
     copy_bytes(follower.buffer[: follower.size], buffer[: follower.size])
     follower.was_served = True
+
+
+class Prefetcher:
+    """A queue of at most PREFETCH_MAX objects, and the threads that bring them."""
+
+    def __init__(self, bring: Callable[[ObjectId, int], None]) -> None:
+        self._bring = bring
+        self._background = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self.open, self.close, self.wait = self._background.open, self._background.close, self._background.wait
+        self._lock = threading.Lock()
+        self._queued: set[ObjectId] = set()
+
+    def discard(self, object_id: ObjectId) -> None:
+        """Forget an object that somebody reads now."""
+        if self._queued:
+            with self._lock:
+                self._queued.discard(object_id)
+
+    def queue(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
+        """Queue objects of at most `size_max` bytes, in order; return how many there was room for."""
+        count = 0
+        for object_id in object_ids:
+            with self._lock:
+                if len(self._queued) >= PREFETCH_MAX:
+                    return count
+                if object_id in self._queued:
+                    continue
+                self._queued.add(object_id)
+                if not self._background.submit(partial(self._run, object_id, size_max)):
+                    self._queued.discard(object_id)
+                    return count
+            count += 1
+        return count
+
+    def _run(self, object_id: ObjectId, size_max: int) -> None:
+        with self._lock:
+            if object_id not in self._queued:
+                return
+            self._queued.discard(object_id)
+        self._bring(object_id, size_max)

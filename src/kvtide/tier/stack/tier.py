@@ -9,7 +9,6 @@ Invariant: a fault of one tier never hides what another one holds; it is counted
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,12 +18,15 @@ import msgspec
 from kvtide.evict import Ranking, RecencyRanking
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.background import Background
+from kvtide.tier.background import Background, Demoter
 from kvtide.tier.base import (
     AdmittingTier,
     Buffer,
     Checked,
+    Evicting,
     Forcible,
+    Lender,
+    LentObject,
     Noting,
     ObjectInfo,
     Observer,
@@ -34,15 +36,13 @@ from kvtide.tier.base import (
     Reporting,
     Tier,
     TierStats,
+    is_lender,
 )
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.demote import Demoter, Evicting
-from kvtide.tier.lend import Lender, LentObject, is_lender
 from kvtide.tier.source import Take, read_range_of_any
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
-from kvtide.tier.stack.flight import SingleFlight
+from kvtide.tier.stack.flight import Prefetcher, SingleFlight
 from kvtide.tier.stack.generations import Generations
-from kvtide.tier.stack.prefetch import Prefetcher
 from kvtide.types import Namespace, ObjectId, wants_latest
 
 if TYPE_CHECKING:
@@ -92,15 +92,13 @@ class TierStack:
         self.demoter = Demoter(self._demote_evicted)
         self._open: list[Tier] = []
         self.open_tiers: dict[str, Tier] = {}
-        self._lock = threading.Lock()
         self._observer: Observer | None = None
         self._faults = TierFaults(tiers)
         self.tier_names = [self._faults.label(tier) for tier in tiers]
         self._ask = self._faults.ask
         self._flight = SingleFlight()
         self._prefetcher = Prefetcher(self._bring_ahead)
-        self._writer = Background(1, "kvtide-write-back")
-        self._unwritten_bytes = 0
+        self._writer = Background(1, "kvtide-write-back", WRITE_BACK_BYTES_MAX)
 
     def observe(self, observer: Observer) -> None:
         """Tell it from now on where objects are. Call it before `open`."""
@@ -296,23 +294,13 @@ class TierStack:
         return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
-        with self._lock:
-            has_room = self._unwritten_bytes + len(buffer) <= WRITE_BACK_BYTES_MAX
-            self._unwritten_bytes += len(buffer) if has_room else 0
-        if not has_room:
-            return self._put_all([tier], object_id, buffer)
-        if not self._writer.submit(partial(self._write_later, tier, object_id, bytes(buffer))):
-            with self._lock:
-                self._unwritten_bytes -= len(buffer)
-            return self._put_all([tier], object_id, buffer)
-        return False
-
-    def _write_later(self, tier: Tier, object_id: ObjectId, data: bytes) -> None:
-        try:
-            self._put_all([tier], object_id, data)
-        finally:
-            with self._lock:
-                self._unwritten_bytes -= len(data)
+        size = len(buffer)
+        # A copy: the bytes are the caller's again when this returns.
+        if self._writer.reserve(size) and self._writer.submit(
+            partial(self._put_all, [tier], object_id, bytes(buffer)), size
+        ):
+            return False
+        return self._put_all([tier], object_id, buffer)
 
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
         """Bring the next objects of a matched run into the faster tiers in the background, in order.

@@ -20,8 +20,7 @@ from redis.retry import Retry
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.breaker import Breaker
-from kvtide.tier.deadline import caller_deadline_s
+from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.tier.valkey.resp import WAIT_S_MIN, RespSocket
 from kvtide.tier.valkey.url import ValkeyAddress, ValkeyTarget
 

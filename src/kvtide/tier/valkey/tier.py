@@ -16,9 +16,8 @@ from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, TierStats
-from kvtide.tier.deadline import caller_deadline_s, until
-from kvtide.tier.removals import Removals
+from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.tier.valkey.nodes import ValkeyNodes
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.tier.valkey.url import ValkeyAddress, parse_valkey_url
