@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import POLICIES, policy_named
-from kvtide.index import RadixIndex, Rules
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace
 
@@ -22,12 +22,11 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         blocks_max=st.sampled_from([0, 1, 5, 12]),
-        quotas=st.dictionaries(st.sampled_from(TENANTS), st.sampled_from([0, 3])),
     )
-    def start(self, policy: str, blocks_max: int, quotas: dict[Namespace, int]) -> None:
+    def start(self, policy: str, blocks_max: int) -> None:
         self.clock = ManualClock()
-        self.index = RadixIndex(self.clock, policy_named(policy), blocks_max, Rules(quotas))
-        self.blocks_max, self.quotas = blocks_max, quotas
+        self.index = RadixIndex(self.clock, policy_named(policy), blocks_max)
+        self.blocks_max = blocks_max
         self.held: dict[BlockKey, Namespace] = {}
         self.pins: dict[BlockKey, int] = {}
         self.pinned: list[list[BlockKey]] = []
@@ -40,14 +39,12 @@ class IndexMachine(RuleBasedStateMachine):
     def leading(self, keys: list[BlockKey]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
 
-    @rule(
-        prompt=prompts, priority=st.integers(0, 2), tier=st.integers(0, 1), pause_s=st.sampled_from([0.0, 1.0, 300.0])
-    )
-    def insert(self, prompt: tuple[Namespace, list[int]], priority: int, tier: int, pause_s: float) -> None:
+    @rule(prompt=prompts, tier=st.integers(0, 1), pause_s=st.sampled_from([0.0, 1.0, 300.0]))
+    def insert(self, prompt: tuple[Namespace, list[int]], tier: int, pause_s: float) -> None:
         namespace, tokens = prompt
         keys = block_keys(namespace, tokens, 1)
         self.clock.advance(pause_s)
-        evicted = self.index.insert(namespace, keys, tier=tier, priority=priority)
+        evicted = self.index.insert(namespace, keys, tier=tier)
         self.held.update(dict.fromkeys(keys, namespace))
         self.lose(evicted)
         self.bound_holds()

@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
-from kvtide.index import ListedBlock, Match, RadixIndex, RestoreReport, Rules
+from kvtide.index import ListedBlock, Match, RadixIndex, RestoreReport
 from kvtide.testing.policy_suite import chain
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey, Namespace
@@ -16,8 +16,8 @@ NS = namespace()
 OTHER = Namespace(b"o" * 32)
 
 
-def index_of(blocks_max: int = 100, policy: str = "lru", rules: Rules | None = None) -> RadixIndex:
-    return RadixIndex(ManualClock(), policy_named(policy), blocks_max, rules or Rules())
+def index_of(blocks_max: int = 100, policy: str = "lru") -> RadixIndex:
+    return RadixIndex(ManualClock(), policy_named(policy), blocks_max)
 
 
 def count(index: RadixIndex, *numbers: int) -> int:
@@ -195,64 +195,6 @@ def test_tier_out_of_range_is_refused(tier: int) -> None:
 def test_bad_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks_max must not be negative"):
         index_of(-1)
-    with pytest.raises(ValueError, match="quota must not be negative"):
-        Rules({NS: -1})
-    with pytest.raises(ValueError, match="ttl_s must be positive"):
-        Rules(ttl_s=0.0)
-
-
-def test_quota_of_zero_holds_nothing_and_leaves_others_alone() -> None:
-    index = index_of(10, rules=Rules({NS: 0}))
-    index.insert(OTHER, chain(5, 6))
-    assert index.insert(NS, chain(1, 2)) == chain(1, 2)[::-1]
-    assert (count(index, 1), count(index, 5, 6)) == (0, 2)
-
-
-def test_tenant_over_its_quota_pays_itself() -> None:
-    index = index_of(10, rules=Rules({NS: 3}))
-    index.insert(OTHER, chain(5, 6))
-    index.insert(NS, chain(1, 2, 3))
-    assert index.insert(NS, chain(4)) == [chain(1, 2, 3)[2]]
-    assert count(index, 5, 6) == 2
-
-
-def test_low_priority_goes_before_older_high_priority() -> None:
-    index = index_of(3)
-    index.insert(NS, chain(1, 2), priority=5)
-    index.insert(NS, chain(3), priority=1)
-    assert index.insert(NS, chain(4), priority=5) == chain(3)
-
-
-def test_prefix_rises_to_the_highest_priority_that_uses_it() -> None:
-    index = index_of(4, "arc")
-    index.insert(NS, chain(1, 2), priority=0)
-    index.insert(NS, chain(1, 2, 3), priority=2)
-    index.insert(NS, chain(7), priority=1)
-    assert index.insert(NS, chain(8), priority=1) == chain(7)
-    index.check()
-
-
-def test_prefix_unused_for_its_time_to_live_is_gone() -> None:
-    clock = ManualClock()
-    index = RadixIndex(clock, policy_named("lru"), 10, Rules(ttl_s=10.0))
-    index.insert(NS, chain(1, 2))
-    clock.advance(6.0)
-    index.insert(NS, chain(1))
-    clock.advance(6.0)
-    assert count(index, 1, 2) == 1
-    assert index.insert(NS, chain(9)) == [chain(1, 2)[1]]
-    index.check()
-
-
-def test_pinned_prefix_outlives_its_time_to_live() -> None:
-    clock = ManualClock()
-    index = RadixIndex(clock, policy_named("lru"), 10, Rules(ttl_s=10.0))
-    index.insert(NS, chain(1, 2))
-    index.pin(chain(1, 2))
-    clock.advance(11.0)
-    assert index.victims(0) == []
-    assert index.stats().held_blocks == 2
-    index.check()
 
 
 def test_index_is_rebuilt_from_records_in_any_order() -> None:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
-from kvtide.index import RadixIndex, Rules
+from kvtide.index import RadixIndex
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
 BELADY = "belady"
 # Of the order of magnitude of today's models of 8 billion parameters.
 TOKENS_OF_EQUAL_COST = 16_384
-_NO_RULES = Rules()
 
 
 class TenantResult(NamedTuple):
@@ -82,15 +81,13 @@ def prefill_cost(blocks: float, block_tokens: int) -> float:
     return blocks * (1 + blocks * block_tokens / (2 * TOKENS_OF_EQUAL_COST))
 
 
-def replay(
-    trace: Trace, policy: str, blocks_max: int, rules: Rules = _NO_RULES, weighs_cost: bool = False
-) -> ReplayResult:
+def replay(trace: Trace, policy: str, blocks_max: int, weighs_cost: bool = False) -> ReplayResult:
     """Match and insert every request in order; `weighs_cost` tells the policy what blocks cost to prefill.
 
     ValueError for an unknown policy.
     """
     clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
-    index = RadixIndex(clock, policy_named(policy), blocks_max, rules)
+    index = RadixIndex(clock, policy_named(policy), blocks_max)
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
     requests: Counter[str] = Counter()
     blocks: Counter[str] = Counter()

@@ -1,11 +1,9 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
 from kvtide.index.base import Index, IndexStats, ListedBlock, Match, RestoreReport
-from kvtide.index.ledger import Rules
 from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
 from kvtide.index.radix import RadixIndex
-from kvtide.index.run import Run
-from kvtide.index.tree import TIERS_MAX
+from kvtide.index.tree import TIERS_MAX, Run
 
 __all__ = [
     "TIERS_MAX",
@@ -18,7 +16,6 @@ __all__ = [
     "Match",
     "RadixIndex",
     "RestoreReport",
-    "Rules",
     "Run",
     "Use",
 ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from kvtide.index.run import Run
+from kvtide.index.tree import Run
 
 # Entries of candidates that left stay in the heap until they are a majority.
 _HEAP_SLACK = 64
@@ -25,22 +25,19 @@ class Use(NamedTuple):
     held_blocks: int
 
 
-class EvictionPolicy(Protocol):
-    """Chooses what to evict. Called under the index's lock; needs none of its own."""
+class EvictionPolicy:
+    """Chooses what to evict; what a subclass does not say it need not hear. Called under the index's lock alone."""
 
     # Evicted blocks that the index shall remember for this policy; 0 for none.
-    ghost_blocks_max: int
+    ghost_blocks_max = 0
     # Whether the last block of a request shall be a run of its own.
-    splits_tail: bool
+    splits_tail = False
 
     def adopt(self, run: Run, count: int) -> None:
-        """Note that `count` blocks of a run, none of them held, come under this policy; it may be a run with others."""
+        """Note that `count` blocks of a run are new, none of them held; it may be a run that has others."""
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Note a use of a request's runs, first blocks first; new ones have `uses` 1. None is a candidate now.
-
-        Never empty; all runs of the request, save for leading ones that are under another account's policy.
-        """
+        """Note a use of a request's runs, first blocks first; new ones have `uses` 1. None is a candidate now."""
 
     def resize(self, run: Run, delta: int) -> None:
         """Note that `run.held` has changed by `delta`: blocks came (positive) or were evicted."""
@@ -50,25 +47,25 @@ class EvictionPolicy(Protocol):
 
     def enter(self, run: Run) -> None:
         """Note that a run may be evicted from now on."""
+        raise NotImplementedError
 
     def leave(self, run: Run) -> None:
         """Note that a run may not be evicted any more."""
+        raise NotImplementedError
 
     def victim(self) -> Run | None:
         """Return the candidate to shrink next; None if there is none. Changes nothing that a caller can see."""
+        raise NotImplementedError
 
     def forget(self, run: Run, count: int) -> None:
-        """Note that `count` blocks of a run, none of them held, leave this policy; with no `keys` left, so does it."""
+        """Note that `count` blocks of a run, none of them held, are unknown now; with no `keys` left, so is the run."""
 
 
-class HeapPolicy:
+class HeapPolicy(EvictionPolicy):
     """Evicts the candidate of lowest priority; equal ones in the order in which they became candidates.
 
     A priority holds from `enter` to `leave`: every use takes the run out and puts it back.
     """
-
-    ghost_blocks_max = 0
-    splits_tail = False
 
     def __init__(self) -> None:
         # (priority, number of the entry, run, the run's `order` then): another `order` now means that it left since.
@@ -79,18 +76,6 @@ class HeapPolicy:
     def priority(self, run: Run) -> float:
         """Return what the run is worth; lower goes first."""
         raise NotImplementedError
-
-    def adopt(self, run: Run, count: int) -> None:
-        """Nothing to note."""
-
-    def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Nothing to note: the priority is computed when a run becomes a candidate."""
-
-    def resize(self, run: Run, delta: int) -> None:
-        """Nothing to note."""
-
-    def split(self, upper: Run, lower: Run) -> None:
-        """Nothing to note."""
 
     def enter(self, run: Run) -> None:
         """Rank the run."""
@@ -115,9 +100,6 @@ class HeapPolicy:
                 return run
             heapq.heappop(self._heap)
         return None
-
-    def forget(self, run: Run, count: int) -> None:
-        """Nothing to note."""
 
 
 class LruPolicy(HeapPolicy):

@@ -10,18 +10,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 from kvtide.clock import Clock
 from kvtide.index.base import IndexStats, ListedBlock, Match, Rebuild, RestoreReport
-from kvtide.index.ledger import Account, Ledger, Rules
 from kvtide.index.policy import EvictionPolicy, Use
-from kvtide.index.run import Run
-from kvtide.index.tree import TIERS_MAX, Anchor, Tree, mark_tier, tier_bit_of, tier_blocks
+from kvtide.index.tree import TIERS_MAX, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
-
-_NO_RULES = Rules()
 
 
 class RadixIndex:
@@ -31,19 +25,21 @@ class RadixIndex:
     most its `ghost_blocks_max` evicted blocks.
     """
 
-    def __init__(
-        self, clock: Clock, policy_of: Callable[[int], EvictionPolicy], blocks_max: int, rules: Rules = _NO_RULES
-    ) -> None:
+    def __init__(self, clock: Clock, policy_of: Callable[[int], EvictionPolicy], blocks_max: int) -> None:
+        if blocks_max < 0:
+            raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
         self._clock = clock
-        self._ttl_s = rules.ttl_s
+        self._blocks_max = blocks_max
+        self._policy = policy_of(blocks_max)
         self._lock = threading.Lock()
-        self._ledger = Ledger(policy_of, blocks_max, rules)
         self._tree = Tree()
+        self._held = 0
+        # Runs that have remembered blocks, those that lost one longest ago first.
+        self._ghosts: OrderedDict[Run, None] = OrderedDict()
+        self._ghost_blocks = 0
         self._pins: dict[BlockKey, int] = {}
         # Candidates whose last held block turned out to be pinned, by that block.
         self._parked: dict[BlockKey, Run] = {}
-        # All runs, least recently used first and children before parents; kept for the TTL only.
-        self._by_use: OrderedDict[Run, None] = OrderedDict()
         self._uses = 0
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
@@ -52,10 +48,9 @@ class RadixIndex:
             known = self._tree.known_count(keys)
             if not known or not self._tree.is_at(keys[known - 1], known):
                 return Match((), (0,) * TIERS_MAX, b"")
-            oldest_s = self._oldest_s()
             count, masks = 0, bytearray()
             for run in self._tree.path_of(keys[known - 1]):
-                if run.last_s <= oldest_s or not run.held:
+                if not run.held:
                     break
                 count = min(known, run.start + run.held)
                 masks += run.tiers[: count - run.start]
@@ -63,51 +58,45 @@ class RadixIndex:
                     break
         return Match(tuple(keys[:count]), tier_blocks(masks), bytes(masks))
 
-    def _oldest_s(self) -> float:
-        return float("-inf") if self._ttl_s is None else self._clock.monotonic_s() - self._ttl_s
-
     def insert(
         self,
         namespace: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None = None,
         tier: int = 0,
-        priority: int = 0,
         value: float = 1.0,
         cost: float | None = None,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
         Blocks of the prefix itself may be among these: those that have no place or are worth less than all others.
-        Higher `priority` goes later; `value` is the mean number of important tokens of the new blocks; costs: `Index`.
+        `value` is the mean number of important tokens of the new blocks; costs: `Index`.
         """
         tier_bit = tier_bit_of(tier)
         if cost is not None and not cost > 0:
             raise ValueError(f"cost must be positive, got {cost}")
         evicted: list[BlockKey] = []
         with self._lock:
-            self._expire(evicted)
             anchor = self._tree.anchor(namespace, parent) if keys else None
             if anchor is None:
                 return evicted
             known = self._tree.checked_known_count(anchor, keys)
             self._tree.keep_root(namespace, anchor.root)
-            account = self._ledger.account_of(namespace, priority)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
-            if last is not None and last.may_grow(anchor.depth, account):
+            if last is not None and not self._policy.splits_tail and last.may_grow(anchor.depth):
                 last.note_cost(cost, len(keys))
                 self._tree.extend(last, keys, tier_bit)
-                account.policy.adopt(last, len(keys))
+                self._policy.adopt(last, len(keys))
                 self._hold(last)
                 self._offer(last)
             else:
-                path = self._path(anchor, keys, known, account, value, cost)
+                path = self._path(anchor, keys, known, value, cost)
                 self._use(path, anchor.depth, known, tier_bit)
-            self._enforce(namespace, evicted)
+            self._collect(self._held - self._blocks_max, evicted)
         return evicted
 
     def _path(
-        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, account: Account, value: float, cost: float | None
+        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, value: float, cost: float | None
     ) -> list[Run]:
         """Return the runs from the namespace's first block to the last key, the new ones made."""
         end = keys[known - 1] if known else anchor.key
@@ -117,15 +106,12 @@ class RadixIndex:
             if lower is not None:
                 self._note_split(lower)
             path = self._tree.path_of(end)
-        for run in path:
-            if run.account.priority < account.priority:
-                self._move(run, account)
         fresh = list(keys[known:])
-        for part in [fresh[:-1], fresh[-1:]] if account.policy.splits_tail else [fresh]:
+        for part in [fresh[:-1], fresh[-1:]] if self._policy.splits_tail else [fresh]:
             if part:
                 run = self._tree.grow(path[-1] if path else anchor.root, part)
-                run.account, run.value, run.given_cost = account, value, cost
-                account.policy.adopt(run, len(part))
+                run.value, run.given_cost = value, cost
+                self._policy.adopt(run, len(part))
                 path.append(run)
         return path
 
@@ -135,10 +121,8 @@ class RadixIndex:
         if lower.is_candidate and not lower.held:
             self._withdraw(lower)
         if upper.held < len(upper.keys):
-            lower.account.ghosts[upper] = None
-        if self._ttl_s is not None:
-            self._by_use[upper] = None
-        lower.account.policy.split(upper, lower)
+            self._ghosts[upper] = None
+        self._policy.split(upper, lower)
 
     def _use(self, path: list[Run], depth: int, known: int, tier_bit: int) -> None:
         """Note a use of the path; the blocks behind the first `depth` ones, `known` of them known, are in that tier."""
@@ -151,85 +135,47 @@ class RadixIndex:
             if run.start == held:
                 held += run.held
             run.uses += 1
-            run.last_s = now_s
             run.last_use = self._uses
-        use = Use(now_s, path[-1].stop, depth + known, held)
-        # A prefix that more urgent requests use has a policy of its own.
-        for account, runs in groupby(path, key=attrgetter("account")):
-            account.policy.touch(list(runs), use)
+        self._policy.touch(path, Use(now_s, path[-1].stop, depth + known, held))
         for run in path:
             if run.held < len(run.keys):
                 # What was evicted is in no tier any more.
                 run.tiers[run.held :] = bytes((tier_bit,)) * (len(run.keys) - run.held)
                 self._hold(run)
             mark_tier(run, max(0, depth - run.start), tier_bit)
-        if self._ttl_s is not None:
-            for run in reversed(path):
-                self._by_use[run] = None
-                self._by_use.move_to_end(run)
         self._offer(path[-1])
 
     def _hold(self, run: Run) -> None:
         """Hold all blocks of a run whose parent is held."""
-        account = run.account
         delta = len(run.keys) - run.held
-        if run in account.ghosts:
-            del account.ghosts[run]
-            account.ghost_blocks -= delta
+        if run in self._ghosts:
+            del self._ghosts[run]
+            self._ghost_blocks -= delta
         if not run.held and run.parent is not None:
             run.parent.held_children += 1
         self._add_held(run, delta)
 
     def _add_held(self, run: Run, delta: int) -> None:
         run.held += delta
-        run.account.held += delta
-        self._ledger.held += delta
-        run.account.policy.resize(run, delta)
+        self._held += delta
+        self._policy.resize(run, delta)
 
     def _offer(self, run: Run) -> None:
         """Make the run a candidate if it is a held leaf. Whether it is pinned is found out when its turn comes."""
         if run.held and not run.held_children and not run.is_candidate and run.parent is not None:
             run.is_candidate = True
-            run.account.policy.enter(run)
+            self._policy.enter(run)
 
     def _withdraw(self, run: Run) -> None:
         run.is_candidate = False
-        run.account.policy.leave(run)
+        self._policy.leave(run)
 
-    def _move(self, run: Run, account: Account) -> None:
-        """Put a run of lower priority under the account of the request that uses it now."""
-        old = run.account
-        if run.is_candidate:
-            self._withdraw(run)
-        ghosts = len(run.keys) - run.held
-        if run in old.ghosts:
-            del old.ghosts[run]
-            old.ghost_blocks -= ghosts
-            account.ghosts[run] = None
-            account.ghost_blocks += ghosts
-        held = run.held
-        self._add_held(run, -held)
-        old.policy.forget(run, len(run.keys))
-        run.account = account
-        account.policy.adopt(run, len(run.keys))
-        self._add_held(run, held)
-
-    def _enforce(self, namespace: Namespace, evicted: list[BlockKey]) -> None:
-        over, accounts = self._ledger.excess(namespace)
-        self._collect(over, accounts, evicted)
-        over = self._ledger.held - self._ledger.blocks_max
-        if over > 0:
-            self._collect(over, self._ledger.payers(), evicted)
-
-    def _collect(self, count: int, accounts: Sequence[Account], evicted: list[BlockKey]) -> None:
-        for account in accounts:
-            while count > 0:
-                run = account.policy.victim()
-                if run is None:
-                    break
-                keys = self._shrink(run, count)
-                evicted += keys
-                count -= len(keys)
+    def _collect(self, count: int, evicted: list[BlockKey]) -> None:
+        """Evict up to `count` blocks in the policy's order."""
+        while count > 0 and (run := self._policy.victim()) is not None:
+            keys = self._shrink(run, count)
+            evicted += keys
+            count -= len(keys)
 
     def _shrink(self, run: Run, count: int) -> list[BlockKey]:
         """Evict up to `count` blocks from the end of a candidate, deepest first; none if the last one is pinned."""
@@ -242,7 +188,8 @@ class RadixIndex:
             self._parked[run.keys[stop - 1]] = run
             return []
         evicted = self._drop(run, start)
-        self._trim(run.account)
+        while self._ghost_blocks > self._policy.ghost_blocks_max:
+            self._forget(next(iter(self._ghosts)))
         return evicted
 
     def _drop(self, run: Run, start: int) -> list[BlockKey]:
@@ -250,8 +197,8 @@ class RadixIndex:
         dropped = run.keys[start : run.held]
         if dropped:
             self._add_held(run, -len(dropped))
-            run.account.ghosts.setdefault(run)
-            run.account.ghost_blocks += len(dropped)
+            self._ghosts.setdefault(run)
+            self._ghost_blocks += len(dropped)
             if not start:
                 assert run.parent is not None
                 if run.is_candidate:
@@ -261,45 +208,19 @@ class RadixIndex:
         dropped.reverse()
         return dropped
 
-    def _trim(self, account: Account) -> None:
-        while account.ghost_blocks > account.policy.ghost_blocks_max:
-            self._forget(next(iter(account.ghosts)))
-
     def _forget(self, run: Run) -> None:
         """Forget the blocks of a run that are not held, and whatever hangs below them."""
         for gone in self._tree.below(run) if run.children else [run]:
-            account = gone.account
-            del account.ghosts[gone]
+            del self._ghosts[gone]
             count = self._tree.forget_tail(gone)
-            account.ghost_blocks -= count
-            account.policy.forget(gone, count)
-            if not gone.keys:
-                self._by_use.pop(gone, None)
-
-    def _expire(self, evicted: list[BlockKey]) -> None:
-        oldest_s = self._oldest_s()
-        put_back: list[Run] = []
-        while self._by_use:
-            run = next(iter(self._by_use))
-            if run.last_s > oldest_s:
-                break
-            del self._by_use[run]
-            self._offer(run)
-            if run.is_candidate:
-                evicted += self._shrink(run, run.held)
-            if run.held:
-                put_back.append(run)
-        for run in put_back:
-            # In use, or something below it is: as good as used now.
-            run.last_s = self._clock.monotonic_s()
-            self._by_use[run] = None
+            self._ghost_blocks -= count
+            self._policy.forget(gone, count)
 
     def victims(self, count: int) -> list[BlockKey]:
         """Evict up to `count` blocks in the policy's order and return them; fewer if the others are in use."""
         evicted: list[BlockKey] = []
         with self._lock:
-            self._expire(evicted)
-            self._collect(count - len(evicted), self._ledger.payers(), evicted)
+            self._collect(count, evicted)
         return evicted
 
     def place(self, key: BlockKey, tier: int) -> None:
@@ -372,14 +293,17 @@ class RadixIndex:
     def stats(self) -> IndexStats:
         """Return the counts."""
         with self._lock:
-            return IndexStats(self._ledger.held, len(self._tree), len(self._pins))
+            return IndexStats(self._held, len(self._tree), len(self._pins))
 
     def check(self) -> None:
         """AssertionError if the index contradicts itself."""
         with self._lock:
             self._tree.check()
             runs = list(self._tree.runs())
-            self._ledger.check(runs)
+            assert self._held == sum(run.held for run in runs)
+            assert self._ghosts.keys() == {run for run in runs if run.held < len(run.keys)}
+            assert self._ghost_blocks == sum(len(run.keys) - run.held for run in self._ghosts)
+            assert self._ghost_blocks <= self._policy.ghost_blocks_max
             assert all(count > 0 for count in self._pins.values())
             for run in runs:
                 if run.is_candidate:
@@ -387,5 +311,3 @@ class RadixIndex:
                     assert not run.held_children
                 elif run.held and not run.held_children:
                     assert self._parked.get(run.keys[run.held - 1]) is run
-            if self._ttl_s is not None:
-                assert self._by_use.keys() >= {run for run in runs if run.held}

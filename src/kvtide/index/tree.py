@@ -1,21 +1,90 @@
-"""The shape of the index: which runs there are and how they hang together. No accounting, no policy.
+"""The shape of the index: runs (blocks of one prefix that were always used together) and how they hang together.
 
-Invariant: each known key is in exactly one run, `where` names it, and a run's parent ends right before it starts.
+Invariant: each known key is in exactly one run, `where` names it, and a run's parent ends right before it starts. The
+leading `held` blocks of a run are held, the others are remembered only; a block is held only if those before it are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvtide.index.run import Run
 from kvtide.types import BlockKey, Namespace
 
 # A block's tiers are the bits of one byte.
 TIERS_MAX = 8
 # For each tier's bit, what every mask becomes with it.
 _WITH_BIT = {1 << tier: bytes(mask | 1 << tier for mask in range(256)) for tier in range(TIERS_MAX)}
+# A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
+# the order of magnitude of today's 8B models).
+BLOCKS_OF_EQUAL_COST = 64
+
+
+class Run:
+    """Consecutive blocks `[start, start + len(keys))` of a prefix, in the tree of their namespace.
+
+    Index and policy share it: the first group of fields belongs to the index, the second to the policy. `uses` and
+    `last_use` (a sequence number) tell of the latest use, set before the policy hears of it. `value` is the mean number
+    of important tokens of its blocks, `given_cost` what recomputing one of them costs if somebody said so.
+    """
+
+    __slots__ = (
+        "children",
+        "given_cost",
+        "held",
+        "held_children",
+        "is_candidate",
+        "keys",
+        "last_use",
+        "order",
+        "parent",
+        "start",
+        "state",
+        "tag",
+        "tiers",
+        "uses",
+        "value",
+    )
+
+    def __init__(self, keys: list[BlockKey], parent: Run | None, start: int) -> None:
+        self.keys = keys
+        self.parent = parent
+        self.start = start
+        self.children: set[Run] = set()
+        self.held = 0
+        self.held_children = 0
+        self.is_candidate = False
+        self.tiers = bytearray(len(keys))
+        self.uses = 0
+        self.last_use = 0
+        self.value = 1.0
+        self.given_cost: float | None = None
+
+        self.order = 0
+        self.tag = 0
+        self.state: Any = None
+
+    @property
+    def cost(self) -> float:
+        """Return what recomputing one of its held blocks costs; if not given, by its position, a prompt's first 1."""
+        if self.given_cost is not None:
+            return self.given_cost
+        return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
+
+    def may_grow(self, depth: int) -> bool:
+        """Tell whether blocks behind `depth` share this run's history: stored one by one, used by nobody since."""
+        return self.uses == 1 and self.stop == depth and self.held == len(self.keys) and not self.children
+
+    def note_cost(self, cost: float | None, blocks: int) -> None:
+        """Take the cost of blocks that are about to be added; the given one is the mean over all, if all gave one."""
+        if cost is not None and self.given_cost is not None:
+            self.given_cost += blocks / (len(self.keys) + blocks) * (cost - self.given_cost)
+
+    @property
+    def stop(self) -> int:
+        """Return the position behind the last block."""
+        return self.start + len(self.keys)
 
 
 class Anchor(NamedTuple):
@@ -108,8 +177,8 @@ class Tree:
         upper = Run(lower.keys[:count], parent, lower.start)
         upper.held = min(lower.held, count)
         upper.tiers = lower.tiers[:count]
-        upper.account, upper.value, upper.given_cost = lower.account, lower.value, lower.given_cost
-        upper.uses, upper.last_s, upper.last_use = lower.uses, lower.last_s, lower.last_use
+        upper.value, upper.given_cost = lower.value, lower.given_cost
+        upper.uses, upper.last_use = lower.uses, lower.last_use
         lower.keys = lower.keys[count:]
         lower.tiers = lower.tiers[count:]
         lower.held -= upper.held

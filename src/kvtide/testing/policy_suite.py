@@ -14,7 +14,7 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOf
-from kvtide.index import RadixIndex, Rules
+from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey
@@ -98,14 +98,3 @@ class PolicySuite:
             index.insert(namespace(), chain(number, 1, 2, 3, 4))
         stats = index.stats()
         assert stats.known_blocks <= stats.held_blocks + policy_of(16).ghost_blocks_max
-
-    def test_quota_and_ttl_hold(self, policy_of: PolicyOf) -> None:
-        clock, rng = ManualClock(), random.Random(4)
-        index = RadixIndex(clock, policy_of, 30, Rules({namespace(): 9}, ttl_s=60.0))
-        drive(index, clock, rng, 100)
-        assert index.stats().held_blocks <= 9
-        clock.advance(61.0)
-        assert index.match(chain(0)).blocks == ()
-        index.victims(0)
-        assert index.stats().held_blocks == 0
-        index.check()

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.evict.policies import POLICIES
-from kvtide.index import Rules
 from kvtide.types import BlockKey
 from kvtide_lab.sim import (
     BELADY,
@@ -22,7 +21,6 @@ from kvtide_lab.sim import (
     compare,
     prefill_cost,
     replay,
-    tenant_namespace,
 )
 
 
@@ -82,12 +80,6 @@ def test_tenants_with_equal_prompts_do_not_hit_each_other() -> None:
         ("a", 2, 4, 2),
         ("b", 2, 4, 2),
     ]
-
-
-def test_quota_of_a_tenant_holds_in_a_replay() -> None:
-    trace = trace_of([1, 2], [1, 2], [1, 2], [1, 2], tenants="ab")
-    result = replay(trace, "lru", 100, Rules({tenant_namespace("a"): 0}))
-    assert [each.hit_blocks for each in result.tenants] == [0, 2]
 
 
 def test_comparison_sets_each_policy_between_lru_and_the_bound() -> None:

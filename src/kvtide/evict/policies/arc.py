@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtide.index import HeapPolicy, LruPolicy, Run, Use
+from kvtide.index import EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 
 # `tag` of a run: the list it is in, or was in when its blocks were evicted.
 _ONCE, _AGAIN = 1, 2
 
 
-class ArcPolicy:
+class ArcPolicy(EvictionPolicy):
     """Two LRU lists, runs used once and runs used again; a remembered run that comes back moves the target."""
-
-    splits_tail = False
 
     def __init__(self, blocks_max: int) -> None:
         self.ghost_blocks_max = blocks_max
@@ -24,9 +22,9 @@ class ArcPolicy:
         self._ghosts = {_ONCE: 0, _AGAIN: 0}
 
     def adopt(self, run: Run, count: int) -> None:
-        """Put the blocks on the list of their run: a run that was used before comes from another account."""
+        """Put the blocks on the list of their run."""
         if len(run.keys) == count:
-            run.tag = _AGAIN if run.uses else _ONCE
+            run.tag = _ONCE
         self._ghosts[run.tag] += count
 
     def touch(self, path: Sequence[Run], use: Use) -> None:

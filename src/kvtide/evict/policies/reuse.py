@@ -19,7 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 from kvtide.evict.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
-from kvtide.index import Run, Use
+from kvtide.index import EvictionPolicy, Run, Use
 
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
 # ones half as much again and this many.
@@ -72,7 +72,7 @@ class _Trace:
         self.cost_class = 0
 
 
-class ReusePolicy:
+class ReusePolicy(EvictionPolicy):
     """Ranks kinds and ages by the worth of holding on; evicts the longest unused run of the least worth."""
 
     splits_tail = True
@@ -200,9 +200,6 @@ class ReusePolicy:
         worth = self._model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
         return worth, queue.row, queue.age_bin, cost_class
 
-    def resize(self, run: Run, delta: int) -> None:
-        """Nothing to note."""
-
     def split(self, upper: Run, lower: Run) -> None:
         """Let the upper part stand for the request: what is used again is a prefix."""
         old: _Trace = lower.state
@@ -239,8 +236,8 @@ class ReusePolicy:
         return None
 
     def forget(self, run: Run, count: int) -> None:
-        """Drop a run that is gone, or goes to another account."""
-        if len(run.keys) in (0, count):
+        """Drop a run that is gone."""
+        if not run.keys:
             run.state.queue.runs.pop(run, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtide.index import Run, Use
+from kvtide.index import EvictionPolicy, Run, Use
 
 _SMALL_SHARE = 0.1
 _FREQUENCY_MAX = 3
@@ -13,10 +13,8 @@ _FREQUENCY_MAX = 3
 _SMALL, _MAIN = 1, 2
 
 
-class S3FifoPolicy:
+class S3FifoPolicy(EvictionPolicy):
     """Two queues of candidates in order of arrival; `state` counts a run's uses since it was queued, up to three."""
-
-    splits_tail = False
 
     def __init__(self, blocks_max: int) -> None:
         self.ghost_blocks_max = blocks_max
@@ -80,6 +78,3 @@ class S3FifoPolicy:
             run.state -= 1
             main.move_to_end(run)
         return None
-
-    def forget(self, run: Run, count: int) -> None:
-        """Nothing to note."""

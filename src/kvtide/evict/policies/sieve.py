@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtide.index import Run, Use
+from kvtide.index import EvictionPolicy, Run, Use
 
 
-class SievePolicy:
+class SievePolicy(EvictionPolicy):
     """Candidates in a linked list, newest at the head; `tag` is the mark of a run used since the hand passed."""
-
-    ghost_blocks_max = 0
-    splits_tail = False
 
     def __init__(self) -> None:
         self._newer: dict[Run, Run | None] = {}
@@ -20,16 +17,10 @@ class SievePolicy:
         self._oldest: Run | None = None
         self._hand: Run | None = None
 
-    def adopt(self, run: Run, count: int) -> None:
-        """Nothing to note."""
-
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Mark the runs that are used again."""
         for run in path:
             run.tag = 1 if run.uses > 1 else 0
-
-    def resize(self, run: Run, delta: int) -> None:
-        """Nothing to note."""
 
     def split(self, upper: Run, lower: Run) -> None:
         """Mark the upper part as the lower one is."""
@@ -67,6 +58,3 @@ class SievePolicy:
             run = self._newer[run] or self._oldest
         self._hand = run
         return run
-
-    def forget(self, run: Run, count: int) -> None:
-        """Nothing to note."""
