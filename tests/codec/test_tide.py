@@ -14,7 +14,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.curve import quality_of_units, units_of_quality
+from kvtide.codec.tide.model import quality_of_units, units_of_quality
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtide.importance import Guard, NeighboursAgree, ProbeFinding
-from kvtide.importance.guard import HeadsAgree, jaccard, random_jaccard
+from kvtide.importance.probe import HeadsAgree, jaccard, random_jaccard
 
 PREFIX = 256
 LENGTHS = [256, 1024, 4096, 8192]

@@ -11,8 +11,7 @@ import msgspec
 
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Rest, SparseSettings
-from kvtide.importance.guard import HeadsAgree
-from kvtide.importance.probe import FirstHeads
+from kvtide.importance.probe import FirstHeads, HeadsAgree
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix, Question
 

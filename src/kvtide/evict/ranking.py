@@ -1,7 +1,8 @@
-"""Which objects deserve the fast tiers: by last use, by number of uses, or by uses times important tokens.
+"""The order in which one holder's objects leave, and the default one: by last use, or by how often, and for what.
 
-Invariant: a rank falls only when an object is forgotten or its importance found anew, so a heap of old ranks finds the
-lowest by looking again at its top.
+Invariant: an order knows exactly the objects that entered and did not leave; what it yields as a victim has left. A
+rank falls only when an object is forgotten or its importance found anew, so a heap of old ranks finds the lowest by
+looking again at its top.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from kvtide.clock import Clock
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Objects whose uses are remembered, whether they are in a fast tier or not.
@@ -23,6 +25,7 @@ SCORE_HALF_LIFE = 1.0
 # The number of important tokens in a block, as a probe found them; 1.0 for each token of a block that nobody looked at
 # is as good as any other constant, since only the order counts.
 Importance = Callable[[ObjectId], float]
+MayGo = Callable[[ObjectId], bool]
 
 
 class Rank(NamedTuple):
@@ -209,3 +212,59 @@ class RankedOrder:
             if may_go(object_id):
                 self._heap.discard(object_id)
                 yield object_id
+
+
+class EvictionOrder(Protocol):
+    """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether `note_request` matters."""
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Note that an object that is here was read."""
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Rank an object that is here from now on. `parent`: the block before it, or its namespace."""
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget an object that is here no more. One that never entered is ignored."""
+
+    def wants(self, object_id: ObjectId) -> bool:
+        """Tell whether to store an object for which others must leave. False: it is worth less than they are."""
+
+    def admits(self, object_id: ObjectId, may_go: MayGo) -> bool:
+        """Tell whether to copy an object up although something must leave for it."""
+
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
+        """Yield what leaves next, for as long as the caller wants more; each one has left when it is yielded."""
+
+    def __len__(self) -> int:
+        """Return how many objects are here."""
+
+
+# The order of memory, of this machine or a device, whose URL names none.
+DEFAULT_POLICY = "frequency"
+
+
+def order_named(name: str, clock: Clock, bytes_max: int, ranking: Ranking | None = None) -> EvictionOrder:
+    """Return a new order by its name: `frequency` (uses that fade, times important tokens), `pool`, or a policy.
+
+    ranking: what `frequency` ranks by, if somebody shares one. ValueError for an unknown name.
+    """
+    if name == "frequency":
+        return RankedOrder(ranking or ScoreRanking(lambda object_id: 1.0))
+    if name == "pool":
+        from kvtide.evict.pool import PoolOrder
+
+        return PoolOrder(clock)
+    from kvtide.evict.policies import PolicyOrder, policy_named
+
+    try:
+        policy_of = policy_named(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, frequency, pool") from None
+    return PolicyOrder(policy_of, clock, bytes_max)

@@ -1,7 +1,15 @@
 """Which tokens matter (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
 
-from kvtide.importance.guard import Guard, NeighboursAgree, ProbeFinding
-from kvtide.importance.probe import AllHeads, Floats, ProbeQuestion, Selector, top_tokens
+from kvtide.importance.probe import (
+    AllHeads,
+    Floats,
+    Guard,
+    NeighboursAgree,
+    ProbeFinding,
+    ProbeQuestion,
+    Selector,
+    top_tokens,
+)
 from kvtide.importance.reorder import (
     CHUNK_TOKENS,
     Orders,

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy.base import SYMBOLS, check_counts
-from kvtide.codec.entropy.native import NativeTables
+from kvtide.codec.entropy.base import SYMBOLS, NativeTables, check_counts
 from kvtide.errors import CorruptPayload
 
 TOTAL = 4096

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import check_quality, units_of_quality
 from kvtide.codec.tide.decoder import Decoding, refine, restore
 from kvtide.codec.tide.encoder import Levels, first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import THIRD, part_bounds
-from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.model import TideModel, check_quality, units_of_quality
 from kvtide.codec.tide.rows import place_groups
 from kvtide.codec.tide.section import (
     Base,

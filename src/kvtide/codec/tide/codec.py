@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.curve import (
+from kvtide.codec.tide.decoder import decode_range
+from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
+from kvtide.codec.tide.grid import THIRD
+from kvtide.codec.tide.law import LossLaw
+from kvtide.codec.tide.model import (
     QUALITY_MAX,
     QUALITY_MIN,
+    TideModel,
     bits_of_units,
     check_quality,
     quality_of_units,
     units_of_quality,
 )
-from kvtide.codec.tide.decoder import decode_range
-from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
-from kvtide.codec.tide.grid import THIRD
-from kvtide.codec.tide.law import LossLaw
-from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
 from kvtide.codec.tide.values import StoredLayers

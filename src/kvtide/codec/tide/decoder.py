@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtide import _native
-from kvtide.codec.tide.grid import TABLES, THIRD, step_of, top_tables
-from kvtide.codec.tide.lists import CodedLists, Items, Lists
+from kvtide.codec.tide.grid import TABLES, THIRD, CodedLists, Items, Lists, step_of, top_tables
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, TideModel
 from kvtide.codec.tide.rows import RangeRows, digit_rows, place_groups, top_rows
 from kvtide.codec.tide.section import Apart, Loudness, Steps, split_base, split_refinement

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Units, Which, part_bounds, step_of
-from kvtide.codec.tide.lists import Items, Lists
+from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Items, Lists, Units, Which, part_bounds, step_of
 from kvtide.codec.tide.model import SIXTEENTHS, TideModel
 from kvtide.codec.tide.promise import Promise, Seen, promise_of
 from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows

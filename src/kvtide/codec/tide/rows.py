@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.codec.tide.grid import Mode, Plane, Units, digit_tables, entering, planes, top_tables
-from kvtide.codec.tide.lists import Items, Rows
+from kvtide.codec.tide.grid import Items, Mode, Plane, Rows, Units, digit_tables, entering, planes, top_tables
 from kvtide.codec.tide.model import Group, TideModel
 
 

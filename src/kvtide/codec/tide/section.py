@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.codec.entropy import Streams
-from kvtide.codec.tide.grid import PARTS, part_sizes
-from kvtide.codec.tide.lists import STREAMS, CodedLists
+from kvtide.codec.tide.grid import PARTS, STREAMS, CodedLists, part_sizes
 from kvtide.errors import CorruptPayload
 
 REFINEMENTS_MAX = 7

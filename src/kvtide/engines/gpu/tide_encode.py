@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import Streams
 from kvtide.codec.tide.encoder import first_apart, loudness_weights
-from kvtide.codec.tide.grid import THIRD
-from kvtide.codec.tide.lists import CodedLists
+from kvtide.codec.tide.grid import THIRD, CodedLists
 from kvtide.codec.tide.rows import RangeRows, place_groups
 from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement
 from kvtide.codec.tide.values import kept_tokens

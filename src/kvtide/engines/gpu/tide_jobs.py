@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, Units, planes
-from kvtide.codec.tide.lists import CodedLists
+from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, CodedLists, Units, planes
 from kvtide.codec.tide.rows import place_groups
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
 from kvtide.engines.gpu.kernels import Kernels, Staging, address

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvtide.evict.policies.arc import ArcPolicy
 from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy, SlruPolicy
 from kvtide.evict.policies.order import PolicyOf, PolicyOrder
+from kvtide.evict.policies.queues import ArcPolicy, S3FifoPolicy, SievePolicy
 from kvtide.evict.policies.reuse import ReusePolicy
-from kvtide.evict.policies.s3fifo import S3FifoPolicy
-from kvtide.evict.policies.sieve import SievePolicy
 from kvtide.index import LruPolicy
 
 __all__ = ["POLICIES", "PolicyOf", "PolicyOrder", "policy_named"]

@@ -1,0 +1,207 @@
+"""Policies that keep queues of runs: S3-FIFO, SIEVE and ARC.
+
+S3-FIFO has a small queue that most new runs leave unused, a main queue, and a memory of what left the small one. SIEVE
+has one queue in order of arrival, and a hand that moves from old to new, sparing what was used since it passed. ARC
+weighs recency against frequency, the balance learned from what was evicted too early.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtide.index import EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
+
+_SMALL_SHARE = 0.1
+_FREQUENCY_MAX = 3
+# `tag` of a run: its queue.
+_SMALL, _MAIN = 1, 2
+# `tag` of a run: the list it is in, or was in when its blocks were evicted.
+_ONCE, _AGAIN = 1, 2
+
+
+class S3FifoPolicy(EvictionPolicy):
+    """Two queues of candidates in order of arrival; `state` counts a run's uses since it was queued, up to three."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.ghost_blocks_max = blocks_max
+        self._small_max = max(1, int(_SMALL_SHARE * blocks_max))
+        self._queues: dict[int, OrderedDict[Run, None]] = {_SMALL: OrderedDict(), _MAIN: OrderedDict()}
+        self._small_blocks = 0
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Put a new run into the small queue."""
+        if len(run.keys) == count:
+            run.tag, run.state = _SMALL, 0
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Count the uses; what is remembered only comes back into the main queue."""
+        for run in path:
+            if run.uses == 1:
+                continue
+            if run.held < len(run.keys):
+                self._to_main(run)
+                run.state = 0
+            else:
+                run.state = min(_FREQUENCY_MAX, run.state + 1)
+
+    def _to_main(self, run: Run) -> None:
+        if run.tag == _SMALL:
+            self._small_blocks -= run.held
+            run.tag = _MAIN
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Keep the count of blocks in the small queue."""
+        if run.tag == _SMALL:
+            self._small_blocks += delta
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Put the upper part where the lower one is."""
+        upper.tag, upper.state = lower.tag, lower.state
+
+    def enter(self, run: Run) -> None:
+        """Queue the run."""
+        self._queues[run.tag][run] = None
+
+    def leave(self, run: Run) -> None:
+        """Take the run out of its queue."""
+        del self._queues[run.tag][run]
+
+    def victim(self) -> Run | None:
+        """Return the first unused run of the small queue if that is over its share, else of the main one."""
+        small, main = self._queues[_SMALL], self._queues[_MAIN]
+        while small and (self._small_blocks >= self._small_max or not main):
+            run = next(iter(small))
+            if not run.state:
+                return run
+            del small[run]
+            self._to_main(run)
+            run.state = 0
+            main[run] = None
+        while main:
+            run = next(iter(main))
+            if not run.state:
+                return run
+            run.state -= 1
+            main.move_to_end(run)
+        return None
+
+
+class SievePolicy(EvictionPolicy):
+    """Candidates in a linked list, newest at the head; `tag` is the mark of a run used since the hand passed."""
+
+    def __init__(self) -> None:
+        self._newer: dict[Run, Run | None] = {}
+        self._older: dict[Run, Run | None] = {}
+        self._newest: Run | None = None
+        self._oldest: Run | None = None
+        self._hand: Run | None = None
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Mark the runs that are used again."""
+        for run in path:
+            run.tag = 1 if run.uses > 1 else 0
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Mark the upper part as the lower one is."""
+        upper.tag = lower.tag
+
+    def enter(self, run: Run) -> None:
+        """Put the run at the head."""
+        self._older[run] = self._newest
+        self._newer[run] = None
+        if self._newest is not None:
+            self._newer[self._newest] = run
+        self._newest = run
+        if self._oldest is None:
+            self._oldest = run
+
+    def leave(self, run: Run) -> None:
+        """Take the run out; a hand on it moves on."""
+        newer, older = self._newer.pop(run), self._older.pop(run)
+        if self._hand is run:
+            self._hand = newer
+        if newer is None:
+            self._newest = older
+        else:
+            self._older[newer] = older
+        if older is None:
+            self._oldest = newer
+        else:
+            self._newer[older] = newer
+
+    def victim(self) -> Run | None:
+        """Move the hand to the first run without a mark, taking marks off, and return that."""
+        run = self._hand or self._oldest
+        while run is not None and run.tag:
+            run.tag = 0
+            run = self._newer[run] or self._oldest
+        self._hand = run
+        return run
+
+
+class ArcPolicy(EvictionPolicy):
+    """Two LRU lists, runs used once and runs used again; a remembered run that comes back moves the target."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.ghost_blocks_max = blocks_max
+        self._blocks_max = blocks_max
+        self._once_target = 0.0
+        self._lists: dict[int, HeapPolicy] = {_ONCE: LruPolicy(), _AGAIN: LruPolicy()}
+        self._held = {_ONCE: 0, _AGAIN: 0}
+        self._ghosts = {_ONCE: 0, _AGAIN: 0}
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Put the blocks on the list of their run."""
+        if len(run.keys) == count:
+            run.tag = _ONCE
+        self._ghosts[run.tag] += count
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Move used runs to the list of those used again; adapt to those that were remembered only."""
+        for run in path:
+            if run.uses == 1:
+                continue
+            missing = len(run.keys) - run.held
+            if missing:
+                self._adapt(run.tag, missing)
+            if run.tag == _ONCE:
+                self._count(run, -1)
+                run.tag = _AGAIN
+                self._count(run, 1)
+
+    def _count(self, run: Run, sign: int) -> None:
+        self._held[run.tag] += sign * run.held
+        self._ghosts[run.tag] += sign * (len(run.keys) - run.held)
+
+    def _adapt(self, tag: int, blocks: int) -> None:
+        other = _AGAIN if tag == _ONCE else _ONCE
+        step = blocks * max(1.0, self._ghosts[other] / max(1, self._ghosts[tag]))
+        target = self._once_target + (step if tag == _ONCE else -step)
+        self._once_target = min(max(target, 0.0), float(self._blocks_max))
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Keep the counts: blocks move between held and remembered."""
+        self._held[run.tag] += delta
+        self._ghosts[run.tag] -= delta
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Put the upper part where the lower one is."""
+        upper.tag = lower.tag
+
+    def enter(self, run: Run) -> None:
+        """Rank the run in its list."""
+        self._lists[run.tag].enter(run)
+
+    def leave(self, run: Run) -> None:
+        """Take the run out of its list."""
+        self._lists[run.tag].leave(run)
+
+    def victim(self) -> Run | None:
+        """Return the oldest of the list that is over its target, or of the other one if that has none."""
+        first = _ONCE if self._held[_ONCE] > self._once_target else _AGAIN
+        return self._lists[first].victim() or self._lists[_ONCE + _AGAIN - first].victim()
+
+    def forget(self, run: Run, count: int) -> None:
+        """Drop the blocks from the counts."""
+        self._ghosts[run.tag] -= count
