@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix, moved_share
+from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix
 from kvtide.types import BlockKey
+from kvtide_lab.sim.pool import moved_share
 
 HEADS = np.random.default_rng(1).integers(0, 1 << 64, 200_000, np.uint64)
 

@@ -29,10 +29,11 @@ from kvtide.engines.transformers.selective import (
     weighed_attention,
 )
 from kvtide.importance import AllHeads, ProbeQuestion
-from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Recency
+from kvtide.importance.probe import FirstHeads
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.ram import MemoryTier
 from kvtide.wire import pack_object
+from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Recency
 
 PREFIX = 96
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvtide.importance import AllHeads, ProbeQuestion, top_tokens
-from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Random, Recency
+from kvtide.importance.probe import FirstHeads
+from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 
 PREFIX = 64
 

@@ -16,12 +16,13 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads
-from kvtide.importance.probe import FirstHeads, GroupHeads, KnownScores, Random, Recency, Selector
+from kvtide.importance.probe import FirstHeads, Selector
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
 from kvtide_lab.bench.importance_set import make_tasks, tokenized
 from kvtide_lab.judge.importance_curve import SharePoint, all_tokens, over_line, selective
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
+from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 
 BYTES_S = 200e6
 HEADLINE_RATIO = 0.25

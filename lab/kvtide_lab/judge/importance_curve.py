@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Profile
 from kvtide.codec.tide import THIRD, Steps, TideCodec
-from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide
 from kvtide.wire import pack_object
 from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix
+from kvtide_lab.judge.tide_chunked import ChunkedRange, ChunkedTide
 
 # The finest step's KL, and refinements down to it.
 QUALITY, REFINEMENTS = 9e-4, 2

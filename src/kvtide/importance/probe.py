@@ -57,8 +57,8 @@ class Selector(Protocol):
         """Return (rows, prefix): a row for each head that was asked, or one. ValueError for arrays that don't fit."""
 
 
-class _Heads:
-    """Asks some heads."""
+class Heads:
+    """Asks heads by their queries: all of them, or those that a subclass names."""
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return all heads."""
@@ -69,14 +69,14 @@ class _Heads:
         return attention_mass(ask, self.heads(len(ask.queries), len(ask.keys)))
 
 
-class AllHeads(_Heads):
+class AllHeads(Heads):
     """Every head (H2O); with low-bit keys, our probe."""
 
     def __init__(self, name: str = "all-heads") -> None:
         self.name = name
 
 
-class FirstHeads(_Heads):
+class FirstHeads(Heads):
     """The first heads of the layer (IMPRESS takes three)."""
 
     def __init__(self, count: int = 3) -> None:
@@ -88,61 +88,6 @@ class FirstHeads(_Heads):
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return the first heads."""
         return list(range(min(self._count, heads)))
-
-
-class GroupHeads(_Heads):
-    """The first head of each group that shares a KV head: the first heads of a layer may all share one."""
-
-    name = "one-per-group"
-
-    def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return one head a group."""
-        return list(range(0, heads, heads // kv_heads))
-
-
-class _Blind:
-    def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return none."""
-        return []
-
-
-class Recency(_Blind):
-    """The last tokens; with the first ones, which are always kept, StreamingLLM."""
-
-    name = "recency"
-
-    def importance(self, ask: ProbeQuestion) -> Floats:
-        """Return more for later tokens."""
-        return np.arange(1, ask.keys.shape[1] + 1, dtype=np.float32)[None]
-
-
-class Random(_Blind):
-    """Tokens by chance."""
-
-    name = "random"
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
-
-    def importance(self, ask: ProbeQuestion) -> Floats:
-        """Return chance."""
-        drawn: Floats = self._rng.random((1, ask.keys.shape[1]), dtype=np.float32)
-        return drawn
-
-
-class KnownScores(_Blind):
-    """What earlier uses found: no probe at all."""
-
-    name = "past-uses"
-
-    def __init__(self, scores: Floats) -> None:
-        """scores: (layers, prefix)."""
-        self._scores = scores
-
-    def importance(self, ask: ProbeQuestion) -> Floats:
-        """Return the layer's scores."""
-        scores: Floats = self._scores[ask.layer][None]
-        return scores
 
 
 def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:

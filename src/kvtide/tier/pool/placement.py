@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -198,17 +198,3 @@ def _best(
 def less_loaded(owners: Sequence[int], loads: Sequence[float]) -> int:
     """Return the owner with the least load; the first of several."""
     return min(owners, key=loads.__getitem__)
-
-
-def moved_share(before: Placement, after: Placement, heads: Words) -> float:
-    """Return which share of the copies of these keys lies, after a change, on servers that did not have it before."""
-    names = [server.name for server in before.map.servers]
-    numbers = {name: number for number, name in enumerate(names)}
-    renamed = _renumbered(after.map.servers, numbers)[after.owners_of(heads).astype(np.intp)]
-    old = before.owners_of(heads).astype(np.int64)
-    kept = (renamed[:, :, None] == old[:, None, :]).any(axis=2)
-    return 1.0 - float(kept.mean())
-
-
-def _renumbered(servers: Sequence[PoolServer], numbers: Mapping[str, int]) -> NDArray[np.int64]:
-    return np.array([numbers.get(server.name, -1) for server in servers], np.int64)

@@ -9,11 +9,11 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from kvtide import _native
 from kvtide.block import BlockBits
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.values import Floats, KeyRotation, StoredLayers
 from kvtide.errors import CorruptPayload
 from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide_lab.judge.tide_chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked
 
 PROFILE = fitted(LAYOUT)
 MODEL, PATH = TideModel(PROFILE), _native.tide_paths()[0]
