@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtide.types import Namespace
 
-__all__ = ["DECISIONS_TEXT_MAX", "Choice", "Decided", "DecisionCounter", "Why", "decisions_text", "parse_decisions"]
+__all__ = ["Choice", "Decided", "DecisionCounter", "Why", "decisions_text", "parse_decisions"]
 
 DECISIONS_TEXT_MAX = 1024
 _COUNT_MAX = 10**9

@@ -26,7 +26,7 @@ def test_request_for_the_latest_finds_what_another_region_has_and_no_stale_copy(
     tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Engines hear of what is invalidated when they start, and not again.
-    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 3600.0)
+    monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 3600.0)
     with region_processes(tmp_path) as regions, ExitStack() as stack:
         one, two = (stack.enter_context(attach(tiny_model, url, block_tokens=16)) for url in regions)
         assert restored(one, prompt) == 0

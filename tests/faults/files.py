@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtide.tier import PAGE_BYTES
 from kvtide.tier.base import Buffer
 from kvtide.tier.files import FileInfo, Files
+from kvtide.tier.record import PAGE_BYTES
 
 # What can go wrong with a call: an error that it raises, or a transfer that ends early.
 FAULT_KINDS = ("EIO", "ENOSPC", "EINTR", "short read", "short write")

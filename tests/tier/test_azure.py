@@ -20,7 +20,8 @@ import pytest
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Tier, open_tier
+from kvtide.tier import Tier
+from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import BenchService, started
 
 AZURITE = shutil.which("azurite-blob")

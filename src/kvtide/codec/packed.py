@@ -22,7 +22,7 @@ from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
-REPACKS_MAX = 65535
+_REPACKS_MAX = 65535
 
 _PREFIX = struct.Struct("<HH")
 
@@ -92,7 +92,7 @@ class PackedCodec:
         base, bases = _split(meta, sections)
         if _put_chunks(meta, base, sections, bits) < meta.layout.layers * meta.layout.tokens:
             raise CorruptPayload(f"{meta.id}: chunks are missing, it can't be packed anew")
-        repacks = min(base.repacks + 1, REPACKS_MAX)
+        repacks = min(base.repacks + 1, _REPACKS_MAX)
         return _joined(bases, PackedBase(base.chunk_tokens, repacks, orders), bits)
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:

@@ -1,6 +1,6 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
-from kvtide.index.base import Index, IndexStats, ListedBlock, Match, RestoreReport
+from kvtide.index.base import Index, ListedBlock, RestoreReport
 from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
 from kvtide.index.radix import RadixIndex
 from kvtide.index.tree import TIERS_MAX, Run
@@ -10,10 +10,8 @@ __all__ = [
     "EvictionPolicy",
     "HeapPolicy",
     "Index",
-    "IndexStats",
     "ListedBlock",
     "LruPolicy",
-    "Match",
     "RadixIndex",
     "RestoreReport",
     "Run",

@@ -3,11 +3,9 @@
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
-from kvtide.tier.record import PAGE_BYTES
-from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
+from kvtide.tier.url import disk_path, stack_of, tiers_of
 
 __all__ = [
-    "PAGE_BYTES",
     "LastingFault",
     "ObjectInfo",
     "Ranking",
@@ -16,7 +14,6 @@ __all__ = [
     "Tier",
     "TierStats",
     "disk_path",
-    "open_tier",
     "stack_of",
     "tiers_of",
 ]

@@ -22,7 +22,6 @@ __all__ = [
     "FilePart",
     "Lender",
     "LentObject",
-    "Noting",
     "Replacing",
     "Reporting",
     "Tier",

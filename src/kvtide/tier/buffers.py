@@ -14,7 +14,7 @@ import numpy as np
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer
 
-__all__ = ["BufferPool", "aligned_buffer", "copy_bytes", "is_aligned"]
+__all__ = ["aligned_buffer", "copy_bytes"]
 
 # Whoever holds a buffer does one transfer; one that takes longer than this hangs.
 LEASE_WAIT_S_MAX = 30.0

@@ -14,6 +14,8 @@ import xxhash
 from kvtide.errors import CorruptPayload
 from kvtide.wire.object import ENTRY_BYTES, OBJECT_BYTES_MAX, SectionEntry, StoredObject
 
+__all__ = ["parse_frame"]
+
 FRAME_HEADER_BYTES = 96
 
 _MAGIC = b"\x89KVTFR\r\n"

@@ -14,11 +14,9 @@ import httptools
 from kvtide.errors import RequestRefused
 
 __all__ = [
-    "HEADERS_MAX",
     "HEAD_BYTES_MAX",
     "HEAD_END",
     "RequestHead",
-    "ResponseHead",
     "pack_request_head",
     "pack_response_head",
     "parse_request_head",
@@ -26,7 +24,7 @@ __all__ = [
 ]
 
 HEAD_BYTES_MAX = 8 << 10
-HEADERS_MAX = 64
+_HEADERS_MAX = 64
 HEAD_END = b"\r\n\r\n"
 # A second one of these would let two readers understand two things. llhttp refuses a second Content-Length.
 _ONCE = frozenset(
@@ -72,8 +70,8 @@ class _Collector:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.count += 1
-        if self.count > HEADERS_MAX:
-            raise RequestRefused(431, f"more than {HEADERS_MAX} headers")
+        if self.count > _HEADERS_MAX:
+            raise RequestRefused(431, f"more than {_HEADERS_MAX} headers")
         key, text = name.decode("ascii").lower(), value.decode("latin-1")
         if key in self.headers:
             if key in _ONCE:

@@ -181,7 +181,7 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
     engines: Callable[..., ToyEngine], kept_bytes_max: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Engines hear of what is invalidated when they start, and not again.
-    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 3600.0)
+    monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 3600.0)
 
     def loaded(engine: ToyEngine, request: str, is_latest: bool) -> int:
         hit, _, failed = engine.load(request, PROMPT, is_latest=is_latest)
@@ -200,7 +200,7 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
 def test_blocks_kept_as_pages_end_with_their_generation(
     engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtide.tier.stack.invalidation.POLL_S", 0.05)
+    monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 0.05)
     (namespace,) = _namespaces().of(b"")
     with running_server() as server:
         engine = engines(server.url, kept_bytes_max=3 * LAYOUT.raw_bytes)

@@ -11,7 +11,7 @@ from kvtide.evict.policies.queues import ArcPolicy, S3FifoPolicy, SievePolicy
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import LruPolicy
 
-__all__ = ["POLICIES", "PolicyOf", "PolicyOrder", "policy_named"]
+__all__ = ["PolicyOf", "PolicyOrder", "policy_named"]
 
 POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
     {

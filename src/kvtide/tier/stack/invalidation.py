@@ -26,10 +26,10 @@ from kvtide.wire.records import RecordKind
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 5.0
+_POLL_S = 5.0
 # An engine that starts waits this long for what happened while it was away.
-FIRST_S_MAX = 1.0
-REASON = "invalidated"
+_FIRST_S_MAX = 1.0
+_REASON = "invalidated"
 # What was dealt with, in a file: some 70 bytes a namespace.
 _FILE_BYTES_MAX = 16 << 20
 
@@ -60,13 +60,13 @@ class Invalidations:
         self.removed = 0
 
     def open(self, tiers: Sequence[Tier]) -> None:
-        """Begin to ask, for those of the own tiers that are open; return after the first answer, or FIRST_S_MAX."""
+        """Begin to ask, for those of the own tiers that are open; return after the first answer, or _FIRST_S_MAX."""
         self._served = [tier for tier in self._own if tier in tiers]
         self._asked.clear()
         self._known = _remembered(self._path)
         self.generations.adopt(_by_namespace(self._known))
         self._asking.open()
-        self._asked.wait(FIRST_S_MAX)
+        self._asked.wait(_FIRST_S_MAX)
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
@@ -79,7 +79,7 @@ class Invalidations:
         with self._fault.caught(TierUnavailable, RequestRefused, OSError, ValueError):
             self.refresh()
         self._asked.set()
-        return POLL_S
+        return _POLL_S
 
     def refresh(self) -> None:
         """Ask every server, then remove what the others named even if one could not be asked.
@@ -118,7 +118,7 @@ class Invalidations:
         self.generations.begin(gone.keys())
         for tier in self._served:
             here: list[ObjectId] = [info.id for info in tier.objects() if info.id.namespace in gone]
-            removed = sum(tier.delete(object_id, REASON) for object_id in here)
+            removed = sum(tier.delete(object_id, _REASON) for object_id in here)
             if removed:
                 _log.info("removed %d objects of invalidated namespaces from %s", removed, tier.name)
             self.removed += removed
