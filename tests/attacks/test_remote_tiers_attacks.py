@@ -24,8 +24,8 @@ from kvtide.tier.breaker import Breaker, until
 from kvtide.tier.pool.etcd import EtcdMembership, _b64
 from kvtide.tier.pool.membership import Watcher
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
+from kvtide.tier.valkey.nodes import parse_valkey_url
 from kvtide.tier.valkey.resp import RespSocket
-from kvtide.tier.valkey.url import parse_valkey_url
 from kvtide_lab.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")

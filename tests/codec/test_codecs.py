@@ -7,8 +7,8 @@ import pytest
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec
+from kvtide.codec.base import RawCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.codec.raw import RawCodec
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.wire import pack_object, parse_object

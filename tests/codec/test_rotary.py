@@ -17,9 +17,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.codec.rotary.families import FAMILIES, UNROTATED_FAMILIES, Pairs
+from kvtide.codec.rotary.families import FAMILIES, ROPE_TYPES, UNROTATED_FAMILIES, Frequencies, Pairs
 from kvtide.codec.rotary.rotary import Rotary, RotaryTables
-from kvtide.codec.rotary.scaling import ROPE_TYPES, Frequencies
 from kvtide.errors import CorruptPayload
 
 PLAIN = {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 256}

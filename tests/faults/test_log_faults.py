@@ -20,7 +20,7 @@ from tests.stores import disk_bytes, stored_records
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import CodecRegistry
-from kvtide.codec.raw import RawCodec
+from kvtide.codec.base import RawCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict.policies import policy_named

@@ -34,7 +34,7 @@ WRITER = """
 import sys
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
-from kvtide.codec.raw import RawCodec
+from kvtide.codec.base import RawCodec
 from tests.store.test_cache import fill, metas_of
 layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 4)

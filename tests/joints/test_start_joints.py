@@ -14,7 +14,7 @@ from tests.store.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock
-from kvtide.codec.raw import RawCodec
+from kvtide.codec.base import RawCodec
 from kvtide.config import Limits
 from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.settings import ConnectorSettings
@@ -123,7 +123,7 @@ import resource, sys
 import numpy
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.store import cache_for
-from kvtide.codec.raw import RawCodec
+from kvtide.codec.base import RawCodec
 from kvtide.store.load import Whole
 from tests.store.test_cache import Collector, fill, metas_of
 metas = metas_of(BlockLayout(2, 16, 2, 8, KVDtype.FLOAT32), 3)

@@ -17,7 +17,7 @@ from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_a
 from kvtide.tier import Tier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier
-from kvtide.tier.valkey.url import ValkeyAddress, parse_valkey_url
+from kvtide.tier.valkey.nodes import ValkeyAddress, parse_valkey_url
 from kvtide_lab.bench.services import BenchService, started, valkey_cluster, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Codec, LosslessCodec, Profile
+from kvtide.codec.base import RawCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import LEVELS
 from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
 from kvtide.codec.published.integers import CODERS
-from kvtide.codec.raw import RawCodec
 from kvtide.codec.tide import TideCodec
 
 # Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.

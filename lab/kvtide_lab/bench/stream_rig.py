@@ -15,7 +15,7 @@ import numpy as np
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.raw import RawCodec
+from kvtide.codec.base import RawCodec
 from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill

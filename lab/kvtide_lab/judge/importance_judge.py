@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
+from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.codec.raw import RawCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom

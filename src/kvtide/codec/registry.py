@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.block import BlockLayout
-from kvtide.codec.base import Codec
+from kvtide.codec.base import Codec, RawCodec
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
-from kvtide.codec.raw import RawCodec
 
 
 class CodecSpec(NamedTuple):

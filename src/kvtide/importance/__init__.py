@@ -10,16 +10,20 @@ from kvtide.importance.probe import (
     Selector,
     top_tokens,
 )
-from kvtide.importance.reorder import (
+from kvtide.importance.score import (
     CHUNK_TOKENS,
+    RECORD_BYTES_MAX,
+    WRITER_BYTES,
     Orders,
+    UseRecord,
+    WriterId,
     chunks_of,
     expected_gain,
     is_order,
     packing_orders,
+    record_id,
     select_chunks,
 )
-from kvtide.importance.score import RECORD_BYTES_MAX, WRITER_BYTES, UseRecord, WriterId, record_id
 
 __all__ = [
     "CHUNK_TOKENS",

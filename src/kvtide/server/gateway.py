@@ -12,9 +12,9 @@ from typing import TypeVar
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import NOBODY, Scope
 from kvtide.server.http import BodyBuffers, Connection, Exchange, Guest, Reception, Workers, receive
-from kvtide.server.listing import Listing
 from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics, Route
+from kvtide.server.names import Listing
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.observe import PAGES, AccessLog, Observability
 from kvtide.server.regions import RecordRequests, Region

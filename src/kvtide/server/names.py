@@ -1,17 +1,28 @@
-"""Where namespaces are stored, and what their owners call them.
+"""Where namespaces are stored, what their owners call them, and the requests about many of their objects.
 
 Invariant: a place is named by tenant, namespace and generation, so that what was stored under an earlier generation
-is not looked for any more. A name is known or it is not: none is ever guessed from a place.
+is not looked for any more. A name is known or it is not: none is ever guessed from a place. Listings walk through
+everybody's objects in slices, so that whoever asks for one waits between them for its turn.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
-from kvtide.server.auth import generation_namespace, tenant_namespace
+from kvtide.server.auth import Caller, Scope, generation_namespace, tenant_namespace
+from kvtide.tier import ObjectInfo
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide.wire import HEADER_BYTES, embedded_namespace
+from kvtide.wire.protocol import ListedObject, ListRoute, ObjectList, TenantView
+
+_EMBEDDED_MAX = 4096
+# A millisecond or two of Python's, in which nothing else happens.
+_SLICE_OBJECTS = 512
 
 
 class Names:
@@ -74,3 +85,72 @@ class Names:
         """
         name = stored.name if isinstance(stored, NamedId) else self.find(stored.namespace)
         return ObjectId(name.namespace, stored.key) if name is not None and self.is_current(name) else None
+
+
+class Listing:
+    """Looks through a tier for one tenant at a time. May wait for the tier; safe to use from several threads."""
+
+    def __init__(self, tier: TierStack, names: Names) -> None:
+        self._tier = tier
+        self._names = names
+        # What the objects of stored namespaces say that these are called.
+        self._embedded: dict[Namespace, Namespace] = {}
+
+    def present(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return which of a tenant's objects are here."""
+        return self._tier.contains_each(self._names.ids(tenant, namespace, keys))
+
+    def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return True for each leading object that is here, and False for the first one that is not."""
+        ids = self._names.ids(tenant, namespace, keys)
+        # What engines ask before they load is a prompt.
+        self._tier.note_request(ids)
+        count = len(self._tier.run_places(ids))
+        return ([True] * count + [False])[: len(keys)]
+
+    def objects(self, tenant: str, route: ListRoute) -> Iterator[ObjectList | None]:
+        """Yield the next objects of a tenant's namespace in the order of keys, after None for each slice of work."""
+        stored = self._names.place(tenant, route.namespace)
+        first: list[ObjectInfo] = []
+        for infos in self._slices():
+            found = [info for info in infos if info.id.namespace == stored and info.id.key > route.after]
+            first = heapq.nsmallest(route.limit, [*first, *found], key=lambda info: info.id.key) if found else first
+            yield None
+        for named in self._names.ids(tenant, route.namespace, [info.id.key for info in first[:1]]):
+            # Who lists follows events from now on.
+            self._names.note(named)
+        yield ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
+
+    def tenant(self, caller: Caller) -> Iterator[TenantView | None]:
+        """Yield the namespaces in which a tenant has objects, as it names them, and the counters for an admin.
+
+        None comes before for each slice of work.
+        """
+        samples: dict[Namespace, ObjectId] = {}
+        for infos in self._slices():
+            samples.update((info.id.namespace, info.id) for info in infos)
+            yield None
+        names = (self._name(stored, sample) for stored, sample in samples.items())
+        mine = {name for name in names if name is not None and self._names.place(caller.tenant, name) in samples}
+        tier = self._tier.stats() if Scope.ADMIN in caller.scopes else None
+        yield TenantView(sorted(name.hex() for name in mine), tier)
+
+    def _slices(self) -> Iterator[list[ObjectInfo]]:
+        """Yield what everybody has, a few objects at a time."""
+        infos = self._tier.objects()
+        while infos_now := list(islice(infos, _SLICE_OBJECTS)):
+            yield infos_now
+
+    def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
+        """Return what the owner calls a stored namespace, as one of its objects says."""
+        name = self._names.find(stored)
+        if name is not None:
+            return name.namespace
+        if stored not in self._embedded:
+            head = bytearray(HEADER_BYTES)
+            if self._tier.get_into(sample, memoryview(head)) != HEADER_BYTES:
+                return None
+            if len(self._embedded) >= _EMBEDDED_MAX:
+                self._embedded.clear()
+            self._embedded[stored] = embedded_namespace(bytes(head))
+        return self._embedded[stored]

@@ -37,10 +37,9 @@ from kvtide.server.http import (
     turn_away,
 )
 from kvtide.server.lending import Lending
-from kvtide.server.listing import Listing
 from kvtide.server.live import Live, SettingsFile
 from kvtide.server.member import Member
-from kvtide.server.names import Names
+from kvtide.server.names import Listing, Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.observe import AccessLog, Health, Observability, Observatory, Outlook
 from kvtide.server.proxies import ProxyHeader, read_proxy_header

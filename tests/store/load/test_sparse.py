@@ -9,8 +9,8 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.codec import Codec, CodecRegistry
+from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.codec.raw import RawCodec
 from kvtide.importance import packing_orders
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.testing.strategies import block_meta, smooth_bits

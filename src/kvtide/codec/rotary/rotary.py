@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
-from kvtide.codec.rotary.families import Pairs, rope_of_config
-from kvtide.codec.rotary.scaling import Frequencies
+from kvtide.codec.rotary.families import Frequencies, Pairs, rope_of_config
 from kvtide.errors import CorruptPayload
 
 KINDS_MAX = 64

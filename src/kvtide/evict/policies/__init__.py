@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvtide.evict.policies.heaps import GdsfPolicy, LfuPolicy, ScorePolicy, SlruPolicy
 from kvtide.evict.policies.order import PolicyOf, PolicyOrder
-from kvtide.evict.policies.queues import ArcPolicy, S3FifoPolicy, SievePolicy
+from kvtide.evict.policies.published import (
+    ArcPolicy,
+    GdsfPolicy,
+    LfuPolicy,
+    S3FifoPolicy,
+    ScorePolicy,
+    SievePolicy,
+    SlruPolicy,
+)
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import LruPolicy
 

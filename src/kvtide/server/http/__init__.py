@@ -12,9 +12,8 @@ from kvtide.server.http.doors import (
     listener_on,
     turn_away,
 )
-from kvtide.server.http.exchange import Exchange, Headers
+from kvtide.server.http.exchange import AllowedHosts, Exchange, Headers, Reception
 from kvtide.server.http.mover import Mover
-from kvtide.server.http.reception import AllowedHosts, Reception
 from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Rates, Shares, Turns, Workers
 

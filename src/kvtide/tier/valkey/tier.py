@@ -18,9 +18,8 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
 from kvtide.tier.breaker import caller_deadline_s, until
-from kvtide.tier.valkey.nodes import ValkeyNodes
+from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
-from kvtide.tier.valkey.url import ValkeyAddress, parse_valkey_url
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 REDIRECTS_MAX = 5
