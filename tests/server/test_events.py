@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.server.observe.events import EventKind, EventLog, Position, events_body
+from kvtide.server.observe.access import EventKind, EventLog, Position, events_body
 from kvtide.testing.tier_suite import object_id
 
 

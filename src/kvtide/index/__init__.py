@@ -1,7 +1,6 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
-from kvtide.index.base import Index, ListedBlock, RestoreReport
-from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
+from kvtide.index.base import EvictionPolicy, HeapPolicy, Index, ListedBlock, LruPolicy, RestoreReport, Use
 from kvtide.index.radix import RadixIndex
 from kvtide.index.tree import TIERS_MAX, Run
 

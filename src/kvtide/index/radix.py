@@ -12,8 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtide.clock import Clock
-from kvtide.index.base import IndexStats, ListedBlock, Match, Rebuild, RestoreReport
-from kvtide.index.policy import EvictionPolicy, Use
+from kvtide.index.base import EvictionPolicy, IndexStats, ListedBlock, Match, Rebuild, RestoreReport, Use
 from kvtide.index.tree import TIERS_MAX, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
 

@@ -14,7 +14,7 @@ from kvtide.server.auth import Scope
 from kvtide.server.http import Exchange, Workers
 from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
 from kvtide.server.names import Names
-from kvtide.server.observe.events import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
+from kvtide.server.observe.access import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
 from kvtide.server.observe.status import (
     SAMPLE_S,
     History,

@@ -18,10 +18,9 @@ from pathlib import Path
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.names import Names
-from kvtide.server.regions.central import CentralRecords
+from kvtide.server.regions.central import CentralRecords, Recovery
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
-from kvtide.server.regions.recovery import Recovery
 from kvtide.tier import Repeater
 from kvtide.tier.base import Batched, Buffer, Tier
 from kvtide.tier.buffers import aligned_buffer
