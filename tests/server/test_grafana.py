@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.server.metrics import Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.quotas import Quota, QuotaCollector, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
@@ -46,7 +46,7 @@ def labels_of() -> dict[str, set[str]]:
     quotas.placed(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), 0, 1)
     registry.register(QuotaCollector(quotas, lambda: {"a": Quota(bytes_max=1)}, str))
     registry.register(SourceCollector(lambda: tiers, Scheduler(SchedulerSettings(), random.Random(0))))
-    families = text_string_to_metric_families(metrics_body(registry).decode())
+    families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 

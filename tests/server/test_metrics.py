@@ -4,10 +4,10 @@ import random
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.server.metrics import OTHER_TENANTS, Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.metrics import OTHER_TENANTS, Metrics, NamespaceStatus, Route, SourceCollector
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.tier import TierStats
 from kvtide.types import Namespace
@@ -38,7 +38,7 @@ def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metric
     metrics.count_decisions("a", NAMESPACE, {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 5})
     metrics.count_decisions("a", NAMESPACE, {Decided(Choice.LOAD, Why.IN_TIME): 7})
     metrics.note_model("a", NAMESPACE, "a model")
-    body = metrics_body(registry).decode()
+    body = generate_latest(registry).decode()
     for line in (
         'kvtide_requests_total{route="object",status="200"} 1.0',
         'kvtide_object_reads_total{result="found",tenant="a"} 1.0',
@@ -50,7 +50,7 @@ def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metric
     ):
         assert line in body
     assert metrics.reads() == {"found": 2, "absent": 1, "evicted": 1, "removed": 1}
-    assert metrics.namespaces() == [("a", "1" * 12, "a model", 7, {"link_slower": 5})]
+    assert metrics.namespaces() == [NamespaceStatus("a", "1" * 12, "a model", 7, {"link_slower": 5})]
     assert metrics.corrupt_objects() == 1
     assert metrics.tenants() == [("a", 700, 30, 1, 0.015, 0.02)]
 
@@ -70,7 +70,7 @@ def test_tenants_beyond_the_bound_share_a_label(registry: CollectorRegistry, met
         metrics.count_wait(f"tenant-{number}", 0.1)
     totals = {total.tenant: total.sent_bytes for total in metrics.tenants()}
     assert totals == {"tenant-0": 1, "tenant-1": 1, OTHER_TENANTS: 998}
-    assert metrics_body(registry).count(b"kvtide_sent_bytes_total{") == 3
+    assert generate_latest(registry).count(b"kvtide_sent_bytes_total{") == 3
 
 
 def test_namespaces_beyond_the_bound_share_a_label(registry: CollectorRegistry, metrics: Metrics) -> None:
@@ -81,7 +81,7 @@ def test_namespaces_beyond_the_bound_share_a_label(registry: CollectorRegistry, 
     metrics.count_decisions("b", NAMESPACE, {Decided(Choice.LOAD, Why.IN_TIME): 1})
     assert [each.loaded_tokens for each in metrics.namespaces()] == [*[1] * 16, 84, 1]
     assert [each.namespace for each in metrics.namespaces()][-2:] == ["(others)", "1" * 12]
-    assert metrics_body(registry).count(b"kvtide_prompt_tokens_total{") == 18
+    assert generate_latest(registry).count(b"kvtide_prompt_tokens_total{") == 18
 
 
 def test_server_without_tokens_counts_under_one_name(metrics: Metrics) -> None:
@@ -103,7 +103,7 @@ def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) ->
     scheduler.enqueue("a", "a1", 600 << 10, 0.0)
     scheduler.enqueue("a", "a1", 100, 0.0)
     scheduler.grant(0.0)
-    body = metrics_body(registry).decode()
+    body = generate_latest(registry).decode()
     for line in (
         'kvtide_tier_hits_total{tier="memory"} 7.0',
         'kvtide_tier_evictions_total{tier="memory"} 4.0',
@@ -115,7 +115,7 @@ def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) ->
     ):
         assert line in body
     stats[0] = msgspec.structs.replace(stats[0], hits=8)
-    assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in metrics_body(registry).decode()
+    assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in generate_latest(registry).decode()
 
 
 def test_bound_of_tenants_must_be_positive(registry: CollectorRegistry) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import msgspec
+from msgspec import structs
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,7 +23,6 @@ from kvtide.server.scheduler import Scheduler
 from kvtide.tier import TierStats
 from kvtide.types import Namespace
 
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
 OTHER_TENANTS = "(others)"
 _NO_TENANT = "(open)"
@@ -62,8 +63,8 @@ class TenantTotals(NamedTuple):
     wait_s_p99: float | None
 
 
-class NamespaceTotals(NamedTuple):
-    """One namespace's tokens as clients say: loaded, and by reason not. `model` is what its last object calls it."""
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """One namespace's tokens as clients say, since the server began; `model` is what its last object calls it."""
 
     tenant: str
     namespace: str
@@ -182,15 +183,15 @@ class Metrics:
             counts[each.labels["result"]] = counts.get(each.labels["result"], 0) + int(each.value)
         return counts
 
-    def namespaces(self) -> list[NamespaceTotals]:
+    def namespaces(self) -> list[NamespaceStatus]:
         """Return what clients said of each namespace, and those that have objects from clients that said nothing."""
         with self._lock:
             models = [(tenant, name, model) for tenant, names in self._models.items() for name, model in names.items()]
-        found = {(tenant, name): NamespaceTotals(tenant, name, model, 0, {}) for tenant, name, model in models}
+        found = {(tenant, name): NamespaceStatus(tenant, name, model, 0, {}) for tenant, name, model in models}
         for each in _samples(self._tokens, "_total"):
             key, why, count = (each.labels["tenant"], each.labels["namespace"]), each.labels["reason"], int(each.value)
             if each.labels["decision"] == Choice.LOAD:
-                found[key] = found[key]._replace(loaded_tokens=found[key].loaded_tokens + count)
+                found[key] = structs.replace(found[key], loaded_tokens=found[key].loaded_tokens + count)
             else:
                 found[key].missed_tokens[why] = found[key].missed_tokens.get(why, 0) + count
         return list(found.values())
@@ -281,8 +282,3 @@ class SourceCollector(Collector):
         yield GaugeMetricFamily(
             "kvtide_unsent_bytes", "Bytes queued and in flight", value=sum(load.unsent_bytes for load in loads)
         )
-
-
-def metrics_body(registry: CollectorRegistry) -> bytes:
-    """Return the body of `/metrics`, of METRICS_CONTENT_TYPE."""
-    return generate_latest(registry)

@@ -66,11 +66,6 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 _LOOPBACK_SEND_BYTES = 256 << 10
 
 
-def _store_for(settings: ServerSettings, clock: Clock) -> TierStack:
-    """Return the tiers that the settings name as one, not yet opened. ValueError for a bad URL."""
-    return tiers_of(settings.tiers, settings.limits.of_tiers(), clock, lambda key: False)
-
-
 class Backing(NamedTuple):
     """What a server answers from, and what it knows: records, names, and other regions if there are any."""
 
@@ -98,7 +93,7 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
     """Return what the settings name, not yet opened. ValueError for a bad URL, or a region without a manifest."""
     records = Records(records_path(settings), clock)
     names = Names(records.generation)
-    local = _store_for(settings, clock)
+    local = tiers_of(settings.tiers, settings.limits.of_tiers(), clock, lambda key: False)
     bounds = RegionSettings(settings.sync_bytes_s_max, settings.limits.object_bytes_max)
     if settings.central is not None:
         if settings.manifest is None:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from importlib.resources import files
 
-from prometheus_client import CollectorRegistry
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
 
 import kvtide
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Scope
 from kvtide.server.http import Exchange, Workers
-from kvtide.server.metrics import METRICS_CONTENT_TYPE, Metrics, Route, SourceCollector, metrics_body
+from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.names import Names
 from kvtide.server.observe.access import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
 from kvtide.server.observe.status import (
@@ -23,7 +24,6 @@ from kvtide.server.observe.status import (
     Status,
     history_body,
     server_status,
-    status_body,
 )
 from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
@@ -147,9 +147,9 @@ class Observability:
             stats = await self._workers.read(exchange.owner, self._tier.tier_stats)
             self._observatory.tier_stats = stats
             if path == "/metrics":
-                body, kind = metrics_body(self._observatory.registry), METRICS_CONTENT_TYPE
+                body, kind = generate_latest(self._observatory.registry), "text/plain; version=0.0.4; charset=utf-8"
             else:
-                body, kind = status_body(self._status(stats)), "application/json"
+                body, kind = msgspec.json.encode(self._status(stats)), "application/json"
             await exchange.reply(200, body, [("Content-Type", kind)])
 
     def _status(self, stats: Sequence[TierStats]) -> Status:

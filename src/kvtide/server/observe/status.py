@@ -15,7 +15,7 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.server.member import Member
-from kvtide.server.metrics import Metrics, TenantTotals
+from kvtide.server.metrics import Metrics, NamespaceStatus, TenantTotals
 from kvtide.server.regions import Region
 from kvtide.server.scheduler import Scheduler, TenantLoad
 from kvtide.tier import TierStats
@@ -140,16 +140,6 @@ class TenantStatus(msgspec.Struct, frozen=True):
     wait_s_p99: float | None
 
 
-class NamespaceStatus(msgspec.Struct, frozen=True):
-    """One namespace's tokens as clients say, since the server began; `model` is what its objects call it."""
-
-    tenant: str
-    namespace: str
-    model: str
-    loaded_tokens: int
-    missed_tokens: dict[str, int]
-
-
 class LinkStatus(msgspec.Struct, frozen=True):
     """A way in and out of the server: `clients`, or another server or store that it talks to."""
 
@@ -199,7 +189,7 @@ def server_status(
         sum(tenant.sent_bytes for tenant in tenants),
         sum(tenant.received_bytes for tenant in tenants),
     )
-    namespaces = [NamespaceStatus(*totals) for totals in metrics.namespaces()]
+    namespaces = metrics.namespaces()
     missed: Counter[str] = Counter()
     for each in namespaces:
         missed.update(each.missed_tokens)
@@ -253,11 +243,6 @@ def _tenant(total: TenantTotals, load: TenantLoad, weight: float) -> TenantStatu
         wait_s_mean=total.wait_s_sum / total.waits if total.waits else None,
         wait_s_p99=total.wait_s_p99,
     )
-
-
-def status_body(status: Status) -> bytes:
-    """Return the status as JSON."""
-    return msgspec.json.encode(status)
 
 
 class Sample(msgspec.Struct, frozen=True):
