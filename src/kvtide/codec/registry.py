@@ -10,22 +10,6 @@ from kvtide.codec.base import Codec, RawCodec
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
 
-
-class CodecSpec(NamedTuple):
-    """A codec as a user names it: `cachegen[:level[-level][:coder]]`, `tide[:quality[:refinements]]`, a name alone."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> CodecSpec:
-        """Return the spec in a text. ValueError if it is not of the form."""
-        name, *arguments = text.split(":")
-        if not name or len(arguments) > 2:
-            raise ValueError(f"a codec is name[:argument[:argument]], got {text!r}")
-        return cls(name, tuple(arguments))
-
-
 # Makes a codec from the spec's arguments and a profile. ValueError for arguments that it does not take.
 _Maker = Callable[[tuple[str, ...], Profile | None], Codec]
 
@@ -40,14 +24,6 @@ def _plain(codec: Codec, arguments: tuple[str, ...]) -> Codec:
     if arguments:
         raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
     return codec
-
-
-def _raw(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    return _plain(RawCodec(), arguments)
-
-
-def _lossless(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    return _plain(LosslessCodec(), arguments)
 
 
 def _level_and_coder(arguments: tuple[str, ...]) -> tuple[int, int]:
@@ -104,8 +80,8 @@ def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 # Codecs by the name that a user gives: the id that objects carry, the kind of profile, what makes one. Each is
 # imported when it is first made.
 _KINDS = {
-    "raw": _Kind(RawCodec.codec_id, None, _raw),
-    "lossless": _Kind(LosslessCodec.codec_id, None, _lossless),
+    "raw": _Kind(RawCodec.codec_id, None, lambda arguments, profile: _plain(RawCodec(), arguments)),
+    "lossless": _Kind(LosslessCodec.codec_id, None, lambda arguments, profile: _plain(LosslessCodec(), arguments)),
     "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
     "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
     "packed": _Kind("packed-1", "tide-layer", _packed),
@@ -144,11 +120,13 @@ class CodecRegistry:
     def make(self, spec: str, layout: BlockLayout | None = None) -> Codec:
         """Return the codec that a user asks for: with the first profile of its kind that fits the layout.
 
-        Without a fitting profile the published codecs keep their tables in each payload. ValueError for an unknown
-        name, for arguments that the codec does not take, and for tide and packed where the layout is given and no
-        profile fits.
+        spec: `cachegen[:level[-level][:coder]]`, `tide[:quality[:refinements]]`, a name alone. Without a fitting profile the
+        published codecs keep their tables in each payload. ValueError for an unknown name, for arguments that the codec
+        does not take, and for tide and packed where the layout is given and no profile fits.
         """
-        name, arguments = CodecSpec.parse(spec)
+        name, *arguments = spec.split(":")
+        if not name or len(arguments) > 2:
+            raise ValueError(f"a codec is name[:argument[:argument]], got {spec!r}")
         kind = _KINDS.get(name)
         if kind is None:
             raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(self.names())}")
@@ -160,4 +138,4 @@ class CodecRegistry:
         needs_profile = kind.codec_id in _PROFILED
         if needs_profile and layout is not None and not fitting:
             raise ValueError(f"codec {name!r} needs a profile of this model: make one with `kvtide calibrate`")
-        return kind.make(arguments, fitting[0] if fitting else None)
+        return kind.make(tuple(arguments), fitting[0] if fitting else None)

@@ -6,7 +6,6 @@ Invariant: an object's bytes are counted once, those of its newest copy, however
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -136,11 +135,6 @@ class Catalog:
         """Return one entry for each object."""
         with self._lock:
             return [copies[-1] for copies in self._by_id.values()]
-
-    def add_all(self, entries: Iterable[CatalogEntry]) -> None:
-        """Note several copies."""
-        for entry in entries:
-            self.add(entry)
 
     def check(self) -> None:
         """AssertionError if the two views or the sum disagree."""

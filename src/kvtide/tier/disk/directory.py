@@ -315,4 +315,5 @@ class SegmentDirectory:
                 self._files.close(descriptor)
             if parse_segment_header(page) == summary.header:
                 self.segments[number] = SegmentState(summary.header, summary.tail, summary.tail, summary.tail)
-                self._catalog.add_all(summary.entries)
+                for entry in summary.entries:
+                    self._catalog.add(entry)
