@@ -105,11 +105,6 @@ class DecisionCounter:
                 self._counts[Decided(choice, why)] += tokens
                 self._unsent.setdefault(namespace, Counter())[Decided(choice, why)] += tokens
 
-    def add_restored(self, tokens: int, full_tokens: int, namespace: Namespace) -> None:
-        """Count tokens that were loaded, of the full blocks' ones of which nothing else was stored."""
-        self.add(Choice.LOAD, Why.IN_TIME, tokens, namespace)
-        self.add_absent(full_tokens - tokens, namespace)
-
     def add_absent(self, tokens: int, namespace: Namespace) -> None:
         """Count tokens of which nothing was stored; less than none are none."""
         self.add(Choice.RECOMPUTE, Why.ABSENT, max(0, tokens), namespace)

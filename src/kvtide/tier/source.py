@@ -30,7 +30,7 @@ class RangeSource(Protocol):
     """A tier that hands over bytes as they come. Safe to use from several threads."""
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
-        """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.deadline.until` says.
+        """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.breaker.until` says.
 
         False if the object, or a byte of the range, is not there. TierUnavailable if the read comes to an early end:
         what was taken counts.

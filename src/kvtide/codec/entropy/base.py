@@ -6,6 +6,7 @@ ESCAPE.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -49,17 +50,29 @@ class Escapes(NamedTuple):
     counts: NDArray[np.uint64]
 
 
-class EntropyTables(Protocol):
-    """A set of static tables. Immutable: threads may share it."""
+class EntropyTables(ABC):
+    """A set of static tables, which native code encodes and decodes with. Immutable: threads may share it."""
+
+    def __init__(
+        self, name: str, native: _native.RansTables | _native.PrefixTables, count: int, path: str | None
+    ) -> None:
+        """`path` chooses an instruction set, None the fastest of this CPU."""
+        self._name = name
+        self._native = native
+        self._count = count
+        self._path = _native.rans_paths()[0] if path is None else path
 
     @property
     def count(self) -> int:
         """Return the number of tables."""
+        return self._count
 
     @property
+    @abstractmethod
     def weights(self) -> NDArray[np.uint64]:
         """Return counts, (tables, 32), of which the coder's `build` makes these same tables."""
 
+    @abstractmethod
     def to_bytes(self) -> bytes:
         """Return the tables in the form that the coder's `parse` reads."""
 
@@ -68,6 +81,9 @@ class EntropyTables(Protocol):
 
         No symbols give no bytes. ValueError for runs that do not fit, and for a symbol that its table can't code.
         """
+        check_encode(symbols, runs, self.count)
+        data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
+        return Streams(data.data, sizes)
 
     def decode(
         self, streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None = None
@@ -78,6 +94,22 @@ class EntropyTables(Protocol):
         With `escapes`, symbol ESCAPE takes the next of them. CorruptPayload unless every stream holds exactly its
         symbols and takes exactly its escapes; `out` then holds anything. ValueError for arrays that do not fit.
         """
+        check_decode(streams, runs, values, out, escapes, self.count)
+        taken = escapes or Escapes(np.empty(0, out.dtype), np.zeros(out.shape[0], np.uint64))
+        is_whole = self._native.decode(
+            self._path,
+            np.frombuffer(streams.data, dtype=np.uint8),
+            np.array(streams.sizes, dtype=np.uint64),
+            runs.symbols,
+            runs.tables,
+            values.view(np.uint8),
+            escapes is not None,
+            np.ascontiguousarray(taken.elements).view(np.uint8),
+            taken.counts,
+            out.view(np.uint8),
+        )
+        if not is_whole:
+            raise CorruptPayload(f"{self._name}: {len(streams.sizes)} streams do not hold {out.shape[1]} symbols each")
 
 
 class EntropyCoder(Protocol):
@@ -146,51 +178,6 @@ def check_decode(
     # Summed without wrapping: foreign counts may be anything.
     if sum(int(count) for count in escapes.counts) != escapes.elements.size:
         raise CorruptPayload(f"streams take other than the {escapes.elements.size} escapes that are here")
-
-
-class NativeTables:
-    """Encodes and decodes with a native table set. Immutable."""
-
-    def __init__(
-        self, name: str, native: _native.RansTables | _native.PrefixTables, count: int, path: str | None
-    ) -> None:
-        """`path` chooses an instruction set, None the fastest of this CPU."""
-        self._name = name
-        self._native = native
-        self._count = count
-        self._path = _native.rans_paths()[0] if path is None else path
-
-    @property
-    def count(self) -> int:
-        """Return the number of tables."""
-        return self._count
-
-    def encode(self, symbols: NDArray[np.uint8], runs: Runs) -> Streams:
-        """Return one stream for each row of `symbols`; see EntropyTables."""
-        check_encode(symbols, runs, self.count)
-        data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
-        return Streams(data.data, sizes)
-
-    def decode(
-        self, streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None = None
-    ) -> None:
-        """Write the element of every symbol to `out`; see EntropyTables."""
-        check_decode(streams, runs, values, out, escapes, self.count)
-        taken = escapes or Escapes(np.empty(0, out.dtype), np.zeros(out.shape[0], np.uint64))
-        is_whole = self._native.decode(
-            self._path,
-            np.frombuffer(streams.data, dtype=np.uint8),
-            np.array(streams.sizes, dtype=np.uint64),
-            runs.symbols,
-            runs.tables,
-            values.view(np.uint8),
-            escapes is not None,
-            np.ascontiguousarray(taken.elements).view(np.uint8),
-            taken.counts,
-            out.view(np.uint8),
-        )
-        if not is_whole:
-            raise CorruptPayload(f"{self._name}: {len(streams.sizes)} streams do not hold {out.shape[1]} symbols each")
 
 
 def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:

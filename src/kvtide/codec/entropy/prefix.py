@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy.base import SYMBOLS, NativeTables, check_counts
+from kvtide.codec.entropy.base import SYMBOLS, EntropyTables, check_counts
 from kvtide.errors import CorruptPayload
 
 LENGTH_MAX = 10
 
 
-class PrefixTables(NativeTables):
+class PrefixTables(EntropyTables):
     """Code lengths, and the codes and look-up tables that follow from them."""
 
     def __init__(self, lengths: NDArray[np.uint8], path: str | None = None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy.base import SYMBOLS, NativeTables, check_counts
+from kvtide.codec.entropy.base import SYMBOLS, EntropyTables, check_counts
 from kvtide.errors import CorruptPayload
 
 TOTAL = 4096
@@ -21,7 +21,7 @@ def rans_paths() -> list[str]:
     return _native.rans_paths()
 
 
-class RansTables(NativeTables):
+class RansTables(EntropyTables):
     """Frequencies of a sum of 4096, and what the kernels make of them."""
 
     def __init__(self, frequencies: NDArray[np.uint16], path: str | None = None) -> None:
