@@ -8,10 +8,11 @@ Invariant: a block is in the pool exactly if `_entries` has it; entries of heaps
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from typing import NamedTuple
 
 from kvtide.clock import Clock
+from kvtide.evict.ranking import EvictionOrder, MayGo
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Passed-over entries may make up this share of the heaps' before they are rebuilt.
@@ -96,7 +97,7 @@ class FreePool:
         assert all((entry.last_use_s, -entry.prefix_blocks, key) in queued for key, entry in self._entries.items())
 
 
-class PoolOrder:
+class PoolOrder(EvictionOrder):
     """The report's pool of freed blocks: longest unused first, among those of one time the longest prefix first."""
 
     def __init__(self, clock: Clock) -> None:
@@ -107,14 +108,6 @@ class PoolOrder:
 
     def __len__(self) -> int:
         return len(self._members)
-
-    @property
-    def hears_requests(self) -> bool:
-        """Reads tell all that this order needs."""
-        return False
-
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Nothing to note: reads tell."""
 
     def note_use(self, object_id: ObjectId) -> None:
         """Take a block out of the pool and free it again, now."""
@@ -137,15 +130,7 @@ class PoolOrder:
         if self._members.pop(name, None) is not None:
             self._pool.take_back(name)
 
-    def wants(self, object_id: ObjectId) -> bool:
-        """Want everything: the newest use is the last to leave."""
-        return True
-
-    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
-        """Admit everything."""
-        return True
-
-    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
         """Yield the pool's first; blocks that may not go come back with the time of now."""
         kept: list[BlockKey] = []
         try:

@@ -163,7 +163,47 @@ class RankHeap:
                 heapq.heappush(self._heap, item)
 
 
-class RankedOrder:
+class EvictionOrder:
+    """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether `note_request` matters; by default reads tell all that there is to know."""
+        return False
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Note that an object that is here was read."""
+        raise NotImplementedError
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Rank an object that is here from now on. `parent`: the block before it, or its namespace."""
+        raise NotImplementedError
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget an object that is here no more. One that never entered is ignored."""
+        raise NotImplementedError
+
+    def wants(self, object_id: ObjectId) -> bool:
+        """Tell whether to store an object for which others must leave. False: it is worth less than they are."""
+        return True
+
+    def admits(self, object_id: ObjectId, may_go: MayGo) -> bool:
+        """Tell whether to copy an object up although something must leave for it; by default what is wanted."""
+        return self.wants(object_id)
+
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
+        """Yield what leaves next, for as long as the caller wants more; each one has left when it is yielded."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return how many objects are here."""
+        raise NotImplementedError
+
+
+class RankedOrder(EvictionOrder):
     """By rank of single objects, lowest first. The ranking may be shared; whoever shares it tells it of uses."""
 
     def __init__(self, ranking: Ranking | None = None) -> None:
@@ -174,14 +214,6 @@ class RankedOrder:
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    @property
-    def hears_requests(self) -> bool:
-        """Reads tell all that this order needs."""
-        return False
-
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Nothing to note: reads tell."""
 
     def note_use(self, object_id: ObjectId) -> None:
         """Note a read, unless the owner of a shared ranking does."""
@@ -197,10 +229,6 @@ class RankedOrder:
         """Forget an object."""
         self._heap.discard(object_id)
 
-    def wants(self, object_id: ObjectId) -> bool:
-        """Want everything: what is new has a use that counts."""
-        return True
-
     def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
         """Tell whether the lowest that may go is worth less."""
         lowest = next((each for each in self._heap.ascending() if may_go(each)), None)
@@ -212,38 +240,6 @@ class RankedOrder:
             if may_go(object_id):
                 self._heap.discard(object_id)
                 yield object_id
-
-
-class EvictionOrder(Protocol):
-    """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
-
-    @property
-    def hears_requests(self) -> bool:
-        """Tell whether `note_request` matters."""
-
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
-
-    def note_use(self, object_id: ObjectId) -> None:
-        """Note that an object that is here was read."""
-
-    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
-        """Rank an object that is here from now on. `parent`: the block before it, or its namespace."""
-
-    def leave(self, object_id: ObjectId) -> None:
-        """Forget an object that is here no more. One that never entered is ignored."""
-
-    def wants(self, object_id: ObjectId) -> bool:
-        """Tell whether to store an object for which others must leave. False: it is worth less than they are."""
-
-    def admits(self, object_id: ObjectId, may_go: MayGo) -> bool:
-        """Tell whether to copy an object up although something must leave for it."""
-
-    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
-        """Yield what leaves next, for as long as the caller wants more; each one has left when it is yielded."""
-
-    def __len__(self) -> int:
-        """Return how many objects are here."""
 
 
 # The order of memory, of this machine or a device, whose URL names none.

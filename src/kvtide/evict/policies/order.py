@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 
 from kvtide.clock import Clock
+from kvtide.evict.ranking import EvictionOrder, MayGo
 from kvtide.index import EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -22,7 +23,7 @@ ANNOUNCED_MAX = 1 << 16
 ASKED_TWICE_S = 0.5
 
 
-class PolicyOrder:
+class PolicyOrder(EvictionOrder):
     """By a policy over prefixes (`evict.policies`): blocks leave from the ends of prefixes, as the policy ranks these.
 
     A request is one use of its whole prefix, also of blocks whose objects are only about to come: those have a place
@@ -155,11 +156,7 @@ class PolicyOrder:
         with self._lock:
             return self._tree is None or object_id.key not in self._announced or self._tree.is_held(object_id.key)
 
-    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
-        """Admit what is wanted."""
-        return self.wants(object_id)
-
-    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
         """Yield what has no place in the tree, then what the policy gives up, from the ends of prefixes."""
         pinned: list[BlockKey] = []
         try:
@@ -170,7 +167,7 @@ class PolicyOrder:
                 if self._tree is not None:
                     self._tree.unpin(pinned)
 
-    def _next(self, may_go: Callable[[ObjectId], bool], pinned: list[BlockKey]) -> ObjectId | None:
+    def _next(self, may_go: MayGo, pinned: list[BlockKey]) -> ObjectId | None:
         with self._lock:
             victim = next((each for each in self._orphans if may_go(each)), None)
             while victim is None and self._tree is not None and (keys := self._tree.victims(1)):
