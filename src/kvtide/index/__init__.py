@@ -1,6 +1,6 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
-from kvtide.index.base import EvictionPolicy, HeapPolicy, Index, ListedBlock, LruPolicy, RestoreReport, Use
+from kvtide.index.base import EvictionPolicy, HeapPolicy, ListedBlock, LruPolicy, RestoreReport, Use
 from kvtide.index.radix import RadixIndex
 from kvtide.index.tree import TIERS_MAX, Run
 
@@ -8,7 +8,6 @@ __all__ = [
     "TIERS_MAX",
     "EvictionPolicy",
     "HeapPolicy",
-    "Index",
     "ListedBlock",
     "LruPolicy",
     "RadixIndex",

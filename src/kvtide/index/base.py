@@ -1,4 +1,4 @@
-"""What the cache asks of an index, what that asks of an eviction policy, and the policies that rank runs by one number.
+"""What an index says, what it asks of an eviction policy, and the policies that rank runs by one number.
 
 A policy sees runs, never keys. The index guarantees: a victim is only ever shrunk from its end, and a run becomes a
 candidate when no held run hangs below it and its last held block is not pinned; so no policy can break the prefix.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtide.index.tree import Run
 from kvtide.types import BlockKey, Namespace
@@ -78,60 +78,6 @@ class IndexStats(NamedTuple):
     held_blocks: int
     known_blocks: int
     pinned_blocks: int
-
-
-class Index(Protocol):
-    """Knows which blocks exist and protects those in use. Safe to use from several threads.
-
-    `keys` are always chained: each names the prefix that ends with the one before.
-    """
-
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Find the longest leading run of held blocks.
-
-        Does not modify the index. The result may be evicted at any time unless pinned. No keys gives an empty match.
-        """
-
-    def insert(
-        self,
-        namespace: Namespace,
-        keys: Sequence[BlockKey],
-        parent: BlockKey | None = None,
-        tier: int = 0,
-        *,
-        cost: float | None = None,
-    ) -> list[BlockKey]:
-        """Note a use of a prefix and make the blocks of `keys` known in a tier; return those that had to go for them.
-
-        `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A
-        chain whose parent is not held is not inserted: nothing could match it. `cost` is what recomputing one of the
-        blocks costs beside a prompt's first; None leaves it to the index. ValueError if the keys are no chain, or for a
-        cost that is not positive.
-        """
-
-    def restore(self, records: Iterable[ListedBlock], tier: int = 0) -> RestoreReport:
-        """Make known what a tier lists, in any order."""
-
-    def place(self, key: BlockKey, tier: int) -> None:
-        """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
-
-    def remove(self, key: BlockKey, tier: int | None = None) -> list[BlockKey]:
-        """Drop a block from one tier or from all; if none has it then, all blocks below go too.
-
-        Returns what was dropped, deepest first. Unknown blocks are ignored. A pin outlives it.
-        """
-
-    def pin(self, keys: Sequence[BlockKey]) -> None:
-        """Protect blocks from eviction, once more for each call; they need not be known yet."""
-
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Take one pin of each block back. AssertionError if one has none."""
-
-    def is_pinned(self, key: BlockKey) -> bool:
-        """Tell whether a block is protected from eviction."""
-
-    def check(self) -> None:
-        """AssertionError if the index contradicts itself."""
 
 
 class Use(NamedTuple):

@@ -18,8 +18,9 @@ from kvtide.types import BlockKey, Namespace
 
 
 class RadixIndex:
-    """Blocks of many namespaces under one bound and one policy. Safe to use from several threads.
+    """Which blocks exist, of many namespaces, and which are in use, under one bound and one policy. Thread-safe.
 
+    `keys` are always chained: each names the prefix that ends with the one before.
     Memory: about `bytes_per_block` of `kvtide-lab bench index` for each block held or remembered; a policy remembers at
     most its `ghost_blocks_max` evicted blocks.
     """
@@ -42,7 +43,10 @@ class RadixIndex:
         self._uses = 0
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Find the longest leading run of held blocks, and of those in each tier."""
+        """Find the longest leading run of held blocks, and of those in each tier.
+
+        Does not modify the index. The result may be evicted at any time unless pinned. No keys gives an empty match.
+        """
         with self._lock:
             known = self._tree.known_count(keys)
             if not known or not self._tree.is_at(keys[known - 1], known):
@@ -68,8 +72,11 @@ class RadixIndex:
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
-        Blocks of the prefix itself may be among these: those that have no place or are worth less than all others.
-        `value` is the mean number of important tokens of the new blocks; costs: `Index`.
+        `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A chain
+        whose parent is not held is not inserted: nothing could match it. Blocks of the prefix itself may be among what
+        had to go: those that have no place or are worth less than all others. `value` is the mean number of important
+        tokens of the new blocks. `cost` is what recomputing one of the blocks costs beside a prompt's first; None
+        leaves it to the index. ValueError if the keys are no chain, or for a cost that is not positive.
         """
         tier_bit = tier_bit_of(tier)
         if cost is not None and not cost > 0:
@@ -232,7 +239,10 @@ class RadixIndex:
                 run.tiers[position] |= bit
 
     def remove(self, key: BlockKey, tier: int | None = None) -> list[BlockKey]:
-        """Drop a block from one tier or from all; if none has it then, all blocks below go too. Deepest first."""
+        """Drop a block from one tier or from all; if none has it then, all blocks below go too. Deepest first.
+
+        Unknown blocks are ignored. A pin outlives it.
+        """
         with self._lock:
             run = self._tree.run_of(key)
             if run is None:
@@ -265,7 +275,7 @@ class RadixIndex:
                 self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Take one pin of each block back."""
+        """Take one pin of each block back. AssertionError if one has none."""
         with self._lock:
             for key in keys:
                 count = self._pins.get(key, 0)

@@ -18,7 +18,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LevelledCodec, Profile
 from kvtide.config import Limits
-from kvtide.index import Index, LruPolicy, RadixIndex, RestoreReport
+from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import DecisionCounter, decisions_text
 from kvtide.plan import Judge
 from kvtide.store.judging import read_judge, write_judge
@@ -57,7 +57,7 @@ class CacheStats(NamedTuple):
 class _Placement:
     """Keeps the index's tiers up to date."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: RadixIndex) -> None:
         self._index = index
 
     def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
@@ -79,7 +79,7 @@ class Cache:
     def __init__(
         self,
         tiers: TierStack,
-        index: Index,
+        index: RadixIndex,
         codec: Codec,
         registry: CodecRegistry,
         clock: Clock,

@@ -18,7 +18,7 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec, LevelledCodec, LosslessCodec
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable, UnencodableBlock
-from kvtide.index import TIERS_MAX, Index
+from kvtide.index import TIERS_MAX, RadixIndex
 from kvtide.outcomes import DecisionCounter
 from kvtide.store.load import QUALITY_SLACK, level_meta
 from kvtide.store.storing import QueuedBlock
@@ -108,7 +108,7 @@ class Placer:
     def __init__(
         self,
         tiers: TierStack,
-        index: Index,
+        index: RadixIndex,
         codec: Codec,
         quality: float,
         limits: Limits,

@@ -28,7 +28,7 @@ BlockSource = Callable[[], BlockBits]
 
 
 class PendingBlock(NamedTuple):
-    """A block to be stored in the background; `cost` as for `Index.insert`.
+    """A block to be stored in the background; `cost` as for `RadixIndex.insert`.
 
     capture: called once there is room for the block, in the thread that queues it. What it returns must not change
     when the engine goes on: a copy.

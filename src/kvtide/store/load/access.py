@@ -22,7 +22,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec
 from kvtide.errors import CorruptPayload
-from kvtide.index import Index
+from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.plan import Judge
 from kvtide.store.load.backfill import Backfill
@@ -144,7 +144,7 @@ class LoadAccess:
     def __init__(
         self,
         tiers: TierStack,
-        index: Index,
+        index: RadixIndex,
         quality: float,
         registry: CodecRegistry,
         clock: Clock,
