@@ -8,7 +8,7 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.index import ListedBlock, RadixIndex, RestoreReport
-from kvtide.index.base import Match
+from kvtide.index.radix import Match
 from kvtide.testing.policy_suite import chain
 from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey, Namespace

@@ -1,7 +1,7 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
-from kvtide.index.base import EvictionPolicy, HeapPolicy, ListedBlock, LruPolicy, RestoreReport, Use
-from kvtide.index.radix import RadixIndex
+from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
+from kvtide.index.radix import ListedBlock, RadixIndex, RestoreReport
 from kvtide.index.tree import TIERS_MAX, Run
 
 __all__ = [

@@ -8,13 +8,77 @@ Invariant: a block is held only if all blocks before it are; held <= blocks_max 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.index.base import EvictionPolicy, IndexStats, ListedBlock, Match, Rebuild, RestoreReport, Use
+from kvtide.index.policy import EvictionPolicy, Use
 from kvtide.index.tree import TIERS_MAX, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
+
+_Edge = tuple[Namespace, BlockKey]
+
+
+class Rebuild:
+    """The blocks of a listing, in any order, as chains that an index can insert. `listed` counts them, each once."""
+
+    def __init__(self, records: Iterable[ListedBlock]) -> None:
+        self._children: defaultdict[_Edge, set[BlockKey]] = defaultdict(set)
+        for namespace, key, parent in records:
+            self._children[namespace, parent].add(key)
+        self.listed = sum(map(len, self._children.values()))
+
+    def chains(self) -> Iterator[tuple[Namespace, BlockKey, list[BlockKey]]]:
+        """Yield (namespace, parent, chain), parents before their children; blocks that hang nowhere are left out. Once.
+
+        A chain is as long as its blocks have one child each.
+        """
+        children = self._children
+        pending = [edge for edge in children if bytes(edge[0]) == edge[1]]
+        while pending:
+            namespace, parent = pending.pop()
+            for key in children.pop((namespace, parent)):
+                chain = [key]
+                while len(children.get((namespace, chain[-1]), ())) == 1:
+                    chain += children.pop((namespace, chain[-1]))
+                yield namespace, parent, chain
+                if (namespace, chain[-1]) in children:
+                    pending.append((namespace, chain[-1]))
+
+
+class Match(NamedTuple):
+    """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first.
+
+    `tiers` has a byte for each block, whose bit `t` says that it is in tier `t`.
+    """
+
+    blocks: tuple[BlockKey, ...]
+    tier_blocks: tuple[int, ...]
+    tiers: bytes
+
+
+class ListedBlock(NamedTuple):
+    """One block as a tier lists it: enough to hang it into the tree."""
+
+    namespace: Namespace
+    key: BlockKey
+    parent: BlockKey
+
+
+class RestoreReport(NamedTuple):
+    """What a rebuild found: blocks that hang together from their namespace on, and those that don't."""
+
+    blocks: int
+    orphans: int
+
+
+class IndexStats(NamedTuple):
+    """What an index holds, remembers and protects now."""
+
+    held_blocks: int
+    known_blocks: int
+    pinned_blocks: int
 
 
 class RadixIndex:

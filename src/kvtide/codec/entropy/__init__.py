@@ -1,16 +1,7 @@
 """Entropy coders behind one interface: symbols below 32 to bytes and back, under static tables (docs/codec.md)."""
 
-from kvtide.codec.entropy.base import (
-    ESCAPE,
-    SYMBOLS,
-    EntropyCoder,
-    EntropyTables,
-    EscapeMap,
-    Escapes,
-    Runs,
-    Streams,
-    count_values,
-)
+from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, Runs, Streams
+from kvtide.codec.entropy.escape import EscapeMap, count_values
 from kvtide.codec.entropy.prefix import PrefixCoder
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
