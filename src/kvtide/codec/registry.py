@@ -120,9 +120,9 @@ class CodecRegistry:
     def make(self, spec: str, layout: BlockLayout | None = None) -> Codec:
         """Return the codec that a user asks for: with the first profile of its kind that fits the layout.
 
-        spec: `cachegen[:level[-level][:coder]]`, `tide[:quality[:refinements]]`, a name alone. Without a fitting profile the
-        published codecs keep their tables in each payload. ValueError for an unknown name, for arguments that the codec
-        does not take, and for tide and packed where the layout is given and no profile fits.
+        spec: `cachegen[:level[-level][:coder]]`, `tide[:quality[:refinements]]`, a name alone. Without a profile that
+        fits the published codecs keep their tables in each payload. ValueError for an unknown name, for arguments that
+        the codec does not take, and for tide and packed where the layout is given and no profile fits.
         """
         name, *arguments = spec.split(":")
         if not name or len(arguments) > 2:
