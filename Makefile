@@ -51,7 +51,7 @@ install: .venv/installed
 
 # And what tests and linters need.
 .venv/installed: .venv/demo
-	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,dev]"
+	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,dev]"
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.

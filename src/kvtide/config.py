@@ -67,6 +67,11 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvtide"
 
 
+def environment_variable(name: str) -> str | None:
+    """Return a variable that the user names, None if it is not set."""
+    return os.environ.get(name)
+
+
 def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for an engine's process on this machine's processors, alone in its process."""
     return {

@@ -11,6 +11,7 @@ _VALKEY = "docs/operations.md: Valkey and Redis"
 _POOL = "docs/operations.md: A pool of kvtide servers"
 _REGIONS = "docs/operations.md: Regions and a centre"
 _BUCKETS = "docs/operations.md: Buckets: S3, Google, Azure"
+_SEALED = "docs/operations.md: Sealed stores"
 _SENDING = "docs/operations.md: Sharing a server's link"
 _QUOTAS = "docs/operations.md: Quotas"
 _WATCHING = "docs/operations.md: Watching a server"
@@ -87,6 +88,22 @@ STORES = (
         "Azurite",
         Source.OURS,
         "tests/tier/test_azure.py::test_long_object_moves_in_parts",
+    ),
+    Capability("a sealed store", "?seal=file:/etc/kvtide/seal.keys", _SEALED, _PROCESS, Source.OURS),
+    Capability(
+        "a key for each tenant",
+        "TENANT KEY seal=file:/etc/kvtide/seal.keys",
+        _SEALED,
+        "server process, sealed disk",
+        Source.OURS,
+    ),
+    Capability(
+        "keys from elsewhere",
+        "seal= env:NAME command:WORDS",
+        _SEALED,
+        "a keyring",
+        Source.OURS,
+        "tests/tier/test_seal.py::test_keys_come_from_a_file_the_environment_or_a_command",
     ),
     Capability("a pool of servers", "pool://HOST:PORT,HOST:PORT", _POOL, "three server processes", Source.CACHEGEN),
     Capability("copies in a pool", "pool://… replicas", _POOL, "two server processes", Source.CACHEGEN),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,11 @@ from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, Regions, a
 from tests.server.worlds import ask
 from tests.servers import ServerProcess, server_process
 
+from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.engines.transformers import attach
 from kvtide.testing.tier_suite import object_bytes
+from kvtide.tier.disk import DiskTier
 from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
 
 HELD = 'kvtide_tier_objects{tier="memory"}'
@@ -89,6 +92,46 @@ def test_client_with_a_certificate_is_let_in_by_it(tiny_model: Any, tmp_path: Pa
         answer(tiny_model, known, PROMPT)
         assert answer(tiny_model, known, PROMPT).hit_tokens == RESTORED
         assert answer(tiny_model, url, PROMPT).hit_tokens == 0
+
+
+def sealing(folder: Path, *lines: str) -> str:
+    """Write keys and return the option that seals by them."""
+    (folder / "seal.keys").write_text("\n".join(lines))
+    return f"seal=file:{folder / 'seal.keys'}"
+
+
+@door("a sealed store")
+def test_sealed_blocks_come_back_with_the_key_alone(tiny_model: Any, pair: list[ServerProcess], tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    old, new = "1" * 64, "2" * 64
+    url = f"{pair[0].url}?{sealing(tmp_path, old)}"
+    assert stored(tiny_model, url, pair, tenant_salt=b"8") == [BLOCKS, 0]
+    assert answer(tiny_model, pair[0].url, PROMPT, tenant_salt=b"8").hit_tokens == 0
+    sealing(tmp_path, old, new)
+    assert answer(tiny_model, url, PROMPT, tenant_salt=b"8").hit_tokens == RESTORED
+    sealing(tmp_path, new)
+    assert answer(tiny_model, url, PROMPT, tenant_salt=b"8").hit_tokens == 0
+    # What no key opens is stored anew, a few blocks at each request that misses them.
+    assert RESTORED in (answer(tiny_model, url, PROMPT, tenant_salt=b"8").hit_tokens for _ in range(BLOCKS))
+
+
+@door("a key for each tenant")
+def test_servers_disk_is_sealed_by_each_tenants_key(tiny_model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from kvtide.tier.seal import Keyring, sealing_key_id
+
+    option, store = sealing(tmp_path, f"search {'1' * 64}", f"chat {'2' * 64}"), tmp_path / "store"
+    with serving(tmp_path, grant("search") + grant("chat"), "--tier", f"disk://{store}?{option}") as server:
+        for tenant in TOKENS:
+            (tmp_path / tenant).write_text(TOKENS[tenant])
+            url = f"{server.url}?token_file={tmp_path / tenant}"
+            answer(tiny_model, url, PROMPT)
+            assert answer(tiny_model, url, PROMPT).hit_tokens == RESTORED
+    tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
+    tier.open_read_only()
+    used = Counter(sealing_key_id(tier, info.id) for info in tier.objects())
+    ids = Keyring(option.removeprefix("seal="), SystemClock()).key_ids()
+    assert used == {bytes.fromhex(key_id): BLOCKS for key_id in ids}
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 Our side counts whole objects: found by id, record header checked, every section's checksum verified. The floor of the
 CPU time is what any reader in this process pays: one plain preadv of the same size and one xxh3-128 over it, by the
-same number of threads.
+same number of threads. `seal_vs_plain` is the same reading from a store with `?seal=`, in turns with the plain one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.tier import Tier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
@@ -46,7 +48,7 @@ _FIO_ARGUMENTS = ("--ioengine=psync", "--direct=1", "--group_reporting", "--outp
 
 
 class DiskBenchRow(msgspec.Struct, frozen=True):
-    """One object size; medians over the rounds. Ratios are None without fio."""
+    """One object size; medians over the rounds. Ratios are None without fio, or without what seals."""
 
     object_bytes: int
     write_gb_s: float
@@ -60,6 +62,9 @@ class DiskBenchRow(msgspec.Struct, frozen=True):
     cpu_s_per_gb_read: float
     cpu_floor_s_per_gb: float
     fio_cpu_s_per_gb_read: float | None
+    seal_vs_plain: float | None
+    seal_vs_plain_spread: tuple[float, float] | None
+    sealed_write_vs_plain: float | None
 
 
 class DiskBenchResult(msgspec.Struct, frozen=True):
@@ -69,6 +74,7 @@ class DiskBenchResult(msgspec.Struct, frozen=True):
     write_vs_fio: float | None
     cpu_s_per_gb_read: float
     cpu_floor_s_per_gb: float
+    seal_vs_plain: float | None
     folder: str
     rounds: int
     fio: str | None
@@ -91,12 +97,14 @@ class _Round(NamedTuple):
     floors: list[_Pass]
     fio_write: list[_Pass]
     fio_reads: list[_Pass]
+    sealed_write: list[_Pass]
+    sealed_reads: list[_Pass]
 
 
 def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> DiskBenchResult:
     """Measure every object size in a directory under `folder` (default: the system's temporary one), then remove it.
 
-    Quick means fewer rounds and bytes. ValueError if the folder is no directory. It needs 3 GB there, quick 1 GB.
+    Quick means fewer rounds and bytes. ValueError if the folder is no directory. It needs 4 GB there, quick 1.3 GB.
     """
     if folder is not None and not folder.is_dir():
         raise ValueError(f"expected a directory to measure in, got {folder}")
@@ -111,6 +119,7 @@ def run(quick: bool, folder: Path | None = None, clock: Clock | None = None) -> 
         write_vs_fio=min(writes, default=None),
         cpu_s_per_gb_read=max(row.cpu_s_per_gb_read for row in rows),
         cpu_floor_s_per_gb=max(row.cpu_floor_s_per_gb for row in rows),
+        seal_vs_plain=min((row.seal_vs_plain for row in rows if row.seal_vs_plain is not None), default=None),
         folder=str(folder or tempfile.gettempdir()),
         rounds=rounds,
         fio=_fio_version(fio) if fio else None,
@@ -127,6 +136,9 @@ def _measure(size: int, total_bytes: int, rounds: int, folder: Path, fio: str | 
     writes = [each.write for each in done]
     write_ratios = [ours.gb_s / theirs.gb_s for ours, theirs in zip(writes, fio_writes, strict=False)]
     read_ratios = [ours.gb_s / theirs.gb_s for ours, theirs in zip(reads, fio_reads, strict=False)]
+    sealed_reads = [each for each_round in done for each in each_round.sealed_reads]
+    seal_ratios = [sealed.gb_s / plain.gb_s for sealed, plain in zip(sealed_reads, reads, strict=False)]
+    sealed_writes = [sealed.gb_s / each.write.gb_s for each in done for sealed in each.sealed_write]
     return DiskBenchRow(
         object_bytes=size,
         write_gb_s=statistics.median(each.gb_s for each in writes),
@@ -140,6 +152,9 @@ def _measure(size: int, total_bytes: int, rounds: int, folder: Path, fio: str | 
         cpu_s_per_gb_read=statistics.median(each.cpu_s_per_gb for each in reads),
         cpu_floor_s_per_gb=statistics.median(each.cpu_s_per_gb for item in done for each in item.floors),
         fio_cpu_s_per_gb_read=_median([each.cpu_s_per_gb for each in fio_reads]),
+        seal_vs_plain=_median(seal_ratios),
+        seal_vs_plain_spread=_spread(seal_ratios),
+        sealed_write_vs_plain=_median(sealed_writes),
     )
 
 
@@ -156,15 +171,21 @@ def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, n
     objects = made_objects(size, count)
     path, store = folder / "fio", folder / "store"
     tier = DiskTier(store, 64 * size * count, clock, lambda key: False)
-    done = _Round(_Pass(0.0, 0.0), [], [], [], [])
+    sealed = _sealed(folder / "sealed", 64 * size * count, clock)
+    done = _Round(_Pass(0.0, 0.0), [], [], [], [], [], [])
     tier.open()
     sides: list[Callable[[], object]] = [lambda: done.reads.append(_read(tier, objects, size, clock))]
+    if sealed is not None:
+        sealed.open()
+        sides.append(lambda: done.sealed_reads.append(_read(sealed, objects, size, clock)))
     if fio:
         sides.append(lambda: done.fio_reads.append(_fio(fio, "randread", _READERS, size, count, path)))
         path.unlink(missing_ok=True)
         if number % 2:
             done.fio_write.append(_fio(fio, "write", 1, size, count, path))
     done = done._replace(write=_write(tier, objects, size, clock))
+    if sealed is not None:
+        done.sealed_write.append(_write(sealed, objects, size, clock))
     if fio and not number % 2:
         done.fio_write.append(_fio(fio, "write", 1, size, count, path))
     for turn in range(_READS):
@@ -172,11 +193,25 @@ def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, n
             side()
         done.floors.append(_floor(store, size, count, clock))
     tier.close()
-    shutil.rmtree(store)
+    if sealed is not None:
+        sealed.close()
+    for made in (store, folder / "sealed"):
+        shutil.rmtree(made, ignore_errors=sealed is None)
     return done
 
 
-def _write(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
+def _sealed(store: Path, bytes_max: int, clock: Clock) -> Tier | None:
+    """Return a sealed disk tier; None if kvtide[seal] is not installed."""
+    if importlib.util.find_spec("cryptography") is None:
+        return None
+    from kvtide.tier.seal import Keyring, SealedTier
+
+    store.mkdir()
+    (store / "keys").write_text("5e" * 32)
+    return SealedTier(DiskTier(store, bytes_max, clock, lambda key: False), Keyring(f"file:{store / 'keys'}", clock))
+
+
+def _write(tier: Tier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
     memory, write_s = _scratch(size), 0.0
     for object_id, packed in objects:
         # Filling the buffer is the encoder's work, not the disk's.
@@ -192,7 +227,7 @@ def _scratch(size: int) -> memoryview:
     return aligned_buffer(max(_SIZES))[:size]
 
 
-def _read(tier: DiskTier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
+def _read(tier: Tier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:
     order = [object_id for object_id, _ in objects]
     random.Random(_SEED).shuffle(order)
 
@@ -294,12 +329,13 @@ def table(result: DiskBenchResult) -> Table:
         "CPU s/GB read",
         "floor",
         "fio",
+        "sealed",
         title=title,
     )
     for row in result.rows:
         write, read = (row.write_gb_s, row.fio_write_gb_s), (row.read_gb_s, row.fio_read_gb_s)
         cpu = (row.cpu_s_per_gb_read, row.cpu_floor_s_per_gb, row.fio_cpu_s_per_gb_read)
-        figures = (*write, row.write_vs_fio, *read, row.read_vs_fio, *cpu)
+        figures = (*write, row.write_vs_fio, *read, row.read_vs_fio, *cpu, row.seal_vs_plain)
         shown.add_row(f"{row.object_bytes / 2**20:g} MiB", *(_figure(value) for value in figures))
     shown.caption = result.note or None
     return shown

@@ -1,6 +1,7 @@
 """Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, s3://bucket.
 
-A path that begins with `/`, `./`, `../` or `~` is a disk store too. device:// is the memory of a device that an engine
+A path that begins with `/`, `./`, `../` or `~` is a disk store too. `?seal=` keeps a store's objects encrypted, but for
+memory's. device:// is the memory of a device that an engine
 hands in. Invariant: what is wrong with a URL is a ValueError of one line, before anything is made or connected.
 """
 
@@ -39,6 +40,30 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
 
     ValueError for an unknown scheme, a URL that lacks what its scheme needs, or a folder that can't be had.
     """
+    plain, seal = split_seal(url)
+    if seal is None:
+        return _open_plain(url, limits, clock, is_pinned)
+    if plain.startswith(_MEMORY):
+        raise ValueError("memory:// is not sealed: its objects never leave the process")
+    with _needing("seal"):
+        from kvtide.tier.seal import Keyring, SealedTier
+    return SealedTier(_open_plain(plain, limits, clock, is_pinned), Keyring(seal, clock))
+
+
+def split_seal(url: str) -> tuple[str, str | None]:
+    """Return a URL without `seal=`, and where its keys come from, None for a store that is not sealed."""
+    base, _, query = url.partition("?")
+    options = query.split("&") if query and "://" in url else []
+    seals = [unquote(each.removeprefix("seal=")) for each in options if each.startswith("seal=")]
+    if len(seals) > 1:
+        raise ValueError("a store has one seal=; several keys are lines of its file")
+    if not seals:
+        return url, None
+    others = "&".join(each for each in options if not each.startswith("seal="))
+    return f"{base}?{others}" if others else base, seals[0]
+
+
+def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     parts = _parts(url)
     path = disk_path(url)
     if path is not None:
@@ -95,7 +120,7 @@ def _parts(url: str) -> SplitResult:
             f"a store URL has no blanks or control characters (%20 is a blank in a path), got {_shown(url)!r}"
         )
     try:
-        return urlsplit(url)
+        return urlsplit(split_seal(url)[0])
     except ValueError as error:
         raise ValueError(f"{_shown(url)!r} is no store URL: {error}") from error
 
@@ -257,6 +282,7 @@ def tiers_of(
             tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))
         else:
             tiers.append(open_tier(url, limits, clock, is_pinned))
+    urls = [split_seal(url)[0] for url in urls]
     demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
     return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)

@@ -182,6 +182,16 @@ def pack_object(
     return packed
 
 
+def pack_around(
+    packed: memoryview, meta: BlockMeta, codec_id: str, section_id: SectionId, quality: float = 0.0
+) -> None:
+    """Make an object of one section whose bytes lie behind `head_bytes(1)` already: write what comes before them."""
+    body = packed[head_bytes(1) :]
+    entry = SectionEntry(section_id, head_bytes(1), len(body), xxhash.xxh3_128_digest(body))
+    packed[HEADER_BYTES : head_bytes(1)] = entry.to_bytes()
+    _pack_header(packed, meta, codec_id.encode("ascii"), 1, _NO_PROFILE, _quality_code(quality))
+
+
 def _quality_code(quality: float) -> int:
     assert quality >= 0
     if quality == 0:
@@ -194,7 +204,7 @@ def _quality_of(code: int) -> float:
 
 
 def _pack_header(
-    packed: bytearray, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes, quality_code: int
+    packed: bytearray | memoryview, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes, quality_code: int
 ) -> None:
     layout = meta.layout
     label = meta.model.encode()[:_LABEL_BYTES].decode(errors="ignore").encode()

@@ -1,0 +1,146 @@
+"""Keys that seal objects, one a line, the newest last: `[TENANT] 64 hex digits`; what follows `#` is skipped.
+
+Invariant: no key is ever shown or logged; what is shown is its id, eight bytes of a hash of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtide.clock import Clock
+from kvtide.config import environment_variable
+
+_log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+KEY_ID_BYTES = 8
+KEYS_BYTES_MAX = 1 << 20
+COMMAND_S_MAX = 10.0
+# A file is read again after so long, so that keys can be added while engines run; any source when an object names an
+# unknown key, and as seldom.
+REREAD_S = 30.0
+
+
+class SealingKey(NamedTuple):
+    """A key and the id by which objects name it."""
+
+    id: bytes
+    secret: bytes
+
+
+class _Keys(NamedTuple):
+    by_id: Mapping[bytes, SealingKey]
+    # The newest key of each tenant; "" is everybody else.
+    newest: Mapping[str, SealingKey]
+
+
+class Keyring:
+    """The keys that `file:PATH`, `env:NAME` or `command:WORDS` gives. ValueError if there are none to be had now.
+
+    Later on, a source that fails leaves the keys that are known.
+    """
+
+    def __init__(self, source: str, clock: Clock) -> None:
+        kind, _, where = source.partition(":")
+        if kind not in _READERS or not where:
+            raise ValueError(f"seal= takes file:PATH, env:NAME or command:WORDS, got {kind!r}")
+        self._is_file = kind == "file"
+        self._read: Callable[[], str] = partial(_READERS[kind], where)
+        self._shown = f"seal={kind}:{where if kind != 'command' else shlex.split(where)[0]}"
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys = self._parsed()
+        self._read_s = clock.monotonic_s()
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def newest(self, tenant: str = "") -> SealingKey | None:
+        """Return the key that seals what a tenant stores: its own newest one, or everybody's."""
+        newest = (self._fresh() if self._is_file else self._keys).newest
+        return newest.get(tenant) or newest.get("")
+
+    def find(self, key_id: bytes) -> SealingKey | None:
+        """Return the key of an id, whosever it is."""
+        return self._keys.by_id.get(key_id) or self._fresh().by_id.get(key_id)
+
+    def key_ids(self) -> list[str]:
+        """Return the ids of all keys in hex, the newest last."""
+        return [key_id.hex() for key_id in self._keys.by_id]
+
+    def _fresh(self) -> _Keys:
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            if now_s - self._read_s < REREAD_S:
+                return self._keys
+            self._read_s = now_s
+        try:
+            self._keys = self._parsed()
+        except ValueError as error:
+            _log.warning("the keys that are known stay in use: %s", error)
+        return self._keys
+
+    def _parsed(self) -> _Keys:
+        by_id: dict[bytes, SealingKey] = {}
+        newest: dict[str, SealingKey] = {}
+        for number, line in enumerate(self._read().splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            tenant, digits = words if len(words) == 2 else ("", words[0])
+            secret = _from_hex(digits)
+            if len(words) > 2 or len(secret) != KEY_BYTES:
+                raise ValueError(f"{self}: line {number} is not [TENANT] and {2 * KEY_BYTES} hex digits")
+            key_id = hashlib.sha256(b"kvtide-seal-id" + secret).digest()[:KEY_ID_BYTES]
+            by_id[key_id] = newest[tenant] = SealingKey(key_id, secret)
+        if not by_id:
+            raise ValueError(f"{self} holds no key; make one with: openssl rand -hex {KEY_BYTES}")
+        return _Keys(by_id, newest)
+
+
+def _from_hex(digits: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return b""
+
+
+def _from_file(where: str) -> str:
+    try:
+        with Path(where).expanduser().open(encoding="ascii") as file:
+            return file.read(KEYS_BYTES_MAX)
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ValueError(f"can't read the keys of seal=file:{where}: {error}") from error
+
+
+def _from_environment(where: str) -> str:
+    text = environment_variable(where)
+    if text is None:
+        raise ValueError(f"seal=env:{where}: no such environment variable")
+    return text
+
+
+def _from_command(where: str) -> str:
+    words = shlex.split(where)
+    try:
+        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=COMMAND_S_MAX)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
+        raise ValueError(f"seal=command:{words[0]}: {type(error).__name__}") from error
+    if ran.returncode:
+        raise ValueError(f"seal=command:{words[0]} ended with status {ran.returncode}")
+    return ran.stdout[:KEYS_BYTES_MAX]
+
+
+_READERS: Mapping[str, Callable[[str], str]] = {
+    "file": _from_file,
+    "env": _from_environment,
+    "command": _from_command,
+}

@@ -1,0 +1,330 @@
+"""A tier whose objects are encrypted before they reach it (docs/format.md, "Sealed objects").
+
+What lies in the tier below is an object of codec `sealed-1`: a header that servers and disks can read, then pieces,
+each sealed by itself, so that a range opens alone. Invariant: a plain byte is handed out only if its piece was sealed
+by one of our keys, for this id and this place in the object; others are zeros, which the reader's checksums refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from mmap import PAGESIZE
+from typing import NamedTuple
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.index import ListedBlock
+from kvtide.outcomes import Decided
+from kvtide.tier.base import (
+    Batched,
+    Buffer,
+    Checked,
+    Forcible,
+    Noting,
+    ObjectInfo,
+    Ordered,
+    Recorded,
+    Replacing,
+    Tier,
+    TierStats,
+)
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.demote import Evicting, Fill, Offer
+from kvtide.tier.seal.keys import KEY_BYTES, KEY_ID_BYTES, Keyring, SealingKey
+from kvtide.tier.wrap import WrappedTier
+from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
+from kvtide.wire import head_bytes, object_label, pack_around, parse_header
+
+_log = logging.getLogger(__name__)
+
+SEALED_CODEC = "sealed-1"
+# Plain bytes of a piece. Smaller ones cost calls (16 KiB: half the rate), larger ones are read for little.
+PIECE_BYTES = 64 << 10
+# Ids that could not be opened, so that they are misses at once and are stored anew.
+UNOPENED_MAX = 4096
+# Buffers kept for the next reads and writes; at most so many threads go on without taking memory anew.
+SCRATCHES_MAX = 8
+_PREFIX = struct.Struct("<8s16sQ")
+_SALT_BYTES = 16
+_TAG_BYTES = 16
+_OVERHEAD = _PREFIX.size + _TAG_BYTES
+_STEP = PIECE_BYTES + _OVERHEAD
+_HEAD = head_bytes(1)
+
+
+def sealed_bytes(size: int) -> int:
+    """Return how long an object of `size` bytes is once it is sealed."""
+    return _HEAD + size + _OVERHEAD * max(1, -(-size // PIECE_BYTES))
+
+
+def plain_bytes(size: int) -> int:
+    """Return how long a sealed object of `size` bytes is when opened; 0 if nothing sealed is so short."""
+    pieces = max(1, -(-(size - _HEAD) // _STEP))
+    return max(0, size - _HEAD - _OVERHEAD * pieces)
+
+
+def sealing_key_id(tier: Tier, object_id: ObjectId) -> bytes | None:
+    """Return the id of the key that sealed what an unwrapped tier has there; None if that is absent or not sealed."""
+    head = memoryview(bytearray(_HEAD + KEY_ID_BYTES))
+    if tier.get_into(object_id, head) != len(head) or object_label(head).codec.rstrip(b"\0") != SEALED_CODEC.encode():
+        return None
+    return bytes(head[_HEAD:])
+
+
+def _write_head(sealed: memoryview, plain: memoryview) -> None:
+    """Write what servers and disks go by, without the model's name; zeros in front of what is no object."""
+    try:
+        stored = parse_header(plain)
+    except CorruptPayload:
+        sealed[:_HEAD] = bytes(_HEAD)
+        return
+    meta = dataclasses.replace(stored.meta, model="")
+    pack_around(sealed, meta, SEALED_CODEC, SectionId(SectionKind.DATA, 0, 0, meta.layout.layers), stored.quality)
+
+
+class _Prefix(NamedTuple):
+    key_id: bytes
+    salt: bytes
+    size: int
+
+
+class _Seal(NamedTuple):
+    """What all pieces of one written object share: their prefix, what they are bound to, the cipher."""
+
+    prefix: bytes
+    bound: bytes
+    cipher: AESGCM
+    size: int
+
+    @classmethod
+    def of(cls, key: SealingKey, salt: bytes, size: int, object_id: ObjectId) -> _Seal:
+        """Derive the cipher of one writing: a salt is never used twice, so that piece numbers can be nonces."""
+        prefix, name = _PREFIX.pack(key.id, salt, size), b"".join(object_id)
+        derived = HKDF(SHA256(), KEY_BYTES, salt, b"kvtide-seal-1" + name).derive(key.secret)
+        return cls(prefix, name + prefix, AESGCM(derived), size)
+
+    def close(self, number: int, plain: memoryview, into: memoryview) -> None:
+        """Seal a piece into so many bytes and `_OVERHEAD`."""
+        into[: len(self.prefix)] = self.prefix
+        self.cipher.encrypt_into(number.to_bytes(12, "big"), plain, self.bound, into[len(self.prefix) :])
+
+    def open(self, number: int, piece: memoryview, into: memoryview) -> None:
+        """Open a piece into the bytes that it must have; zeros if it is not the one that was sealed."""
+        if len(piece) == len(into) + _OVERHEAD and piece[: len(self.prefix)] == self.prefix:
+            try:
+                self.cipher.decrypt_into(number.to_bytes(12, "big"), piece[len(self.prefix) :], self.bound, into)
+                return
+            except InvalidTag:
+                pass
+        into[:] = bytes(len(into))
+
+
+class SealedTier(WrappedTier):
+    """Seals what goes into a tier by the newest key, and opens what comes out by any of the ring's.
+
+    What no key of ours has sealed is a miss; it is replaced when the block is stored anew. What is damaged is read as
+    zeros, for whoever checks it.
+    """
+
+    def __init__(self, tier: Tier, ring: Keyring) -> None:
+        super().__init__(tier)
+        self._ring = ring
+        # Whether a stack should send here only what the tiers in front of this one evict.
+        self.takes_evicted = getattr(tier, "takes_evicted", False)
+        if isinstance(tier, Forcible):
+            self.looks_in_regions = tier.looks_in_regions
+        if isinstance(tier, Evicting):
+            self.offer_to = self._offer_opened
+        self._lock = threading.Lock()
+        self._unopened: OrderedDict[ObjectId, None] = OrderedDict()
+        self._hits = self._misses = 0
+        self._is_told = False
+        self._scratches: list[memoryview] = []
+
+    # Opening
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read the pieces that the range touches, and open them."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        came = self._read(object_id, buffer, offset) if len(buffer) else 0 if self.contains(object_id) else None
+        with self._lock:
+            self._hits += came is not None
+            self._misses += came is None
+        return came
+
+    def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
+        first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
+        begin = _HEAD + first * _STEP
+        # Direct reads begin at a page.
+        start = begin // PAGESIZE * PAGESIZE
+        with self._scratch(_HEAD + stop * _STEP - start) as view:
+            came = self.tier.get_into(object_id, view, start)
+            return None if came is None else self._open_range(object_id, view[begin - start : came], buffer, offset)
+
+    @contextmanager
+    def _scratch(self, size: int) -> Iterator[memoryview]:
+        with self._lock:
+            found = next((number for number, each in enumerate(self._scratches) if len(each) >= size), None)
+            scratch = None if found is None else self._scratches.pop(found)
+        scratch = aligned_buffer(size) if scratch is None else scratch
+        try:
+            yield scratch[:size]
+        finally:
+            with self._lock:
+                self._scratches = [scratch, *self._scratches[: SCRATCHES_MAX - 1]]
+
+    def _open_range(self, object_id: ObjectId, pieces: memoryview, buffer: memoryview, offset: int) -> int | None:
+        """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
+        if len(pieces) < _OVERHEAD:
+            # Behind the end, or what is cut within its first piece: the reader gets too few bytes.
+            return 0
+        key_id, salt, size = _Prefix._make(_PREFIX.unpack_from(pieces))
+        key = self._ring.find(key_id)
+        if key is None:
+            self._note_unopened(object_id, key_id)
+            return None
+        stop = min(offset + len(buffer), size)
+        if stop <= offset:
+            return 0
+        seal = _Seal.of(key, salt, size, object_id)
+        for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES)):
+            piece, pieces = pieces[:_STEP], pieces[_STEP:]
+            begin, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, size)
+            if offset <= begin and end <= stop:
+                seal.open(number, piece, buffer[begin - offset : end - offset])
+                continue
+            opened = memoryview(bytearray(end - begin))
+            seal.open(number, piece, opened)
+            low, high = max(begin, offset), min(end, stop)
+            buffer[low - offset : high - offset] = opened[low - begin : high - begin]
+        return stop - offset
+
+    def _note_unopened(self, object_id: ObjectId, key_id: bytes) -> None:
+        with self._lock:
+            is_first, self._is_told = not self._is_told, True
+            self._unopened[object_id] = None
+            while len(self._unopened) > UNOPENED_MAX:
+                self._unopened.popitem(last=False)
+        if is_first:
+            _log.warning(
+                "%s: %s is sealed by key %s, which %s lacks: a miss, further ones are only counted; see kvtide doctor",
+                self.name,
+                object_id,
+                key_id.hex(),
+                self._ring,
+            )
+
+    # Sealing
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Seal an object and store it. TierUnavailable if there is no key for its tenant."""
+        with self._sealed(object_id, buffer) as sealed:
+            with self._lock:
+                is_unopened = object_id in self._unopened
+                self._unopened.pop(object_id, None)
+            if is_unopened:
+                self.tier.delete(object_id, "unopened")
+            return self.tier.put_from(object_id, sealed)
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Seal another form of an object; False if the wrapped tier replaces none."""
+        if not isinstance(self.tier, Replacing):
+            return False
+        with self._sealed(object_id, buffer) as sealed:
+            return self.tier.replace(object_id, sealed)
+
+    @contextmanager
+    def _sealed(self, object_id: ObjectId, buffer: Buffer) -> Iterator[memoryview]:
+        tenant = object_id.name.tenant if isinstance(object_id, NamedId) else ""
+        key = self._ring.newest(tenant)
+        if key is None:
+            raise TierUnavailable(f"{self._ring} has no key for tenant {tenant!r}")
+        plain = memoryview(buffer)
+        seal = _Seal.of(key, os.urandom(_SALT_BYTES), len(plain), object_id)
+        with self._scratch(sealed_bytes(len(plain))) as sealed:
+            for number in range(max(1, -(-len(plain) // PIECE_BYTES))):
+                piece = plain[number * PIECE_BYTES :][:PIECE_BYTES]
+                seal.close(number, piece, sealed[_HEAD + number * _STEP :][: len(piece) + _OVERHEAD])
+            _write_head(sealed, plain)
+            yield sealed
+
+    # What the wrapped tier says, in plain sizes and without what can't be opened
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the wrapped tier; what could not be opened is not here."""
+        return object_id not in self._unopened and self.tier.contains(object_id)
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the wrapped tier, at once if it can tell."""
+        tier = self.tier
+        found = tier.contains_each(object_ids) if isinstance(tier, Batched) else map(tier.contains, object_ids)
+        return [is_here and each not in self._unopened for each, is_here in zip(object_ids, found, strict=True)]
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the wrapped tier, at once if it can tell."""
+        tier = self.tier
+        unopened = (number for number, each in enumerate(object_ids) if each in self._unopened)
+        asked = object_ids[: next(unopened, len(object_ids))]
+        if isinstance(tier, Batched):
+            return tier.count_leading(asked)
+        return next((number for number, each in enumerate(asked) if not tier.contains(each)), len(asked))
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """List the wrapped tier, with the sizes that objects have when they are opened."""
+        return (info._replace(size=plain_bytes(info.size)) for info in self.tier.objects())
+
+    def records(self) -> Iterator[ListedBlock]:
+        """List what outlives the process; nothing where the wrapped tier can't."""
+        return self.tier.records() if isinstance(self.tier, Recorded) else iter(())
+
+    def stats(self) -> TierStats:
+        """Return the wrapped tier's counters, bytes as they lie there; what could not be opened is no hit."""
+        return msgspec.structs.replace(self.tier.stats(), hits=self._hits, misses=self._misses)
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether requests matter to the wrapped tier."""
+        return isinstance(self.tier, Ordered) and self.tier.hears_requests
+
+    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
+        """Tell the wrapped tier what a prompt asks for."""
+        if isinstance(self.tier, Ordered):
+            self.tier.note_request(object_ids)
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Tell the wrapped tier what engines decided."""
+        if isinstance(self.tier, Noting):
+            self.tier.note_decisions(namespace, counts)
+
+    def _offer_opened(self, offer: Offer) -> None:
+        """Offer what the wrapped tier evicts as it was before it was sealed."""
+
+        def opened(object_id: ObjectId, size: int, fill: Fill) -> None:
+            def fill_opened(view: memoryview) -> bool:
+                sealed = memoryview(bytearray(size))
+                return fill(sealed) and self._open_range(object_id, sealed[_HEAD:], view, 0) == len(view)
+
+            offer(object_id, plain_bytes(size), fill_opened)
+
+        assert isinstance(self.tier, Evicting)
+        self.tier.offer_to(opened)
+
+    def check(self) -> None:
+        """AssertionError if more is kept than may be, or the wrapped tier's accounting is off."""
+        assert len(self._scratches) <= SCRATCHES_MAX
+        assert len(self._unopened) <= UNOPENED_MAX
+        if isinstance(self.tier, Checked):
+            self.tier.check()

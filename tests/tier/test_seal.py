@@ -1,0 +1,360 @@
+"""Sealed stores: the suite over the wrapper, damage of every kind, keys that come and go."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.servers import running_server
+from tests.store.test_cache import Collector, fill, metas_of
+from tests.stores import stored_records
+
+from kvtide.block import BlockLayout
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.codec import CodecRegistry
+from kvtide.config import Limits
+from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.index import LruPolicy, RadixIndex
+from kvtide.store import Cache
+from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from kvtide.tier import Tier, open_tier
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
+from kvtide.tier.wrap import Counting, Faulty
+from kvtide.types import Name, NamedId, ObjectId
+from kvtide.wire import object_quality, parse_object
+
+pytest.importorskip("cryptography")
+from kvtide.tier.seal import SEALED_CODEC, Keyring, SealedTier, keys, sealing_key_id
+from kvtide.tier.seal import tier as sealing
+
+PIECE = sealing.PIECE_BYTES
+ONE, TWO, THREE = (f"{number:064x}" for number in (1, 2, 3))
+GOLDEN = Path(__file__).parents[1] / "golden" / "sealed-1.kvt"
+
+
+def keyring(folder: Path, *lines: str) -> Keyring:
+    (folder / "keys").write_text("\n".join(lines))
+    return Keyring(f"file:{folder / 'keys'}", ManualClock())
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    return keyring(tmp_path, ONE)
+
+
+def memory() -> MemoryTier:
+    tier = MemoryTier(64 * TIER_BYTES, ManualClock(), lambda key: False)
+    tier.open()
+    return tier
+
+
+def opened(tier: Tier) -> Iterator[Tier]:
+    tier.open()
+    yield tier
+    tier.close()
+
+
+class TestSealedMemory(TierSuite):
+    @pytest.fixture
+    def tier(self, ring: Keyring) -> Iterator[Tier]:
+        yield from opened(SealedTier(MemoryTier(TIER_BYTES, ManualClock(), lambda key: False), ring))
+
+
+class TestSealedDisk(TierSuite):
+    @pytest.fixture
+    def tier(self, ring: Keyring, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
+        yield from opened(SealedTier(DiskTier(tmp_path / "store", TIER_BYTES, clock, lambda key: False), ring))
+
+
+class TestSealedServer(TierSuite):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        (tmp_path / "keys").write_text(ONE)
+        with running_server(tiers=("memory://",), limits=_small()) as server:
+            url = f"{server.url}?seal=file:{tmp_path / 'keys'}"
+            yield from opened(open_tier(url, Limits(), SystemClock(), lambda key: False))
+
+
+def _small() -> Any:
+    from kvtide.server.settings import ServerLimits
+
+    return ServerLimits(memory_bytes_max=TIER_BYTES)
+
+
+def raw(tier: SealedTier, name: ObjectId) -> bytearray:
+    """Return what lies below."""
+    buffer = bytearray(8 << 20)
+    size = tier.tier.get_into(name, memoryview(buffer))
+    assert size is not None
+    return buffer[:size]
+
+
+def lay(tier: SealedTier, name: ObjectId, data: bytes | bytearray) -> None:
+    """Put other bytes below."""
+    tier.tier.delete(name, "removed")
+    assert tier.tier.put_from(name, bytes(data))
+
+
+def is_right_or_refused(tier: Tier, number: int, size: int) -> bool:
+    """Tell whether what is read is a miss, refused by the object's checks, or exactly what was stored."""
+    found = read_all(tier, number, size + 1)
+    if found is None or found == object_bytes(number, size):
+        return True
+    try:
+        parse_object(found, object_id(number)).sections()
+    except CorruptPayload:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("size", [0, 1, 400, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 17])
+def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int) -> None:
+    tier, plain, rng = SealedTier(memory(), ring), object_bytes(1, size), random.Random(size)
+    assert tier.put_from(object_id(1), plain)
+    assert [info.size for info in tier.objects()] == [size]
+    for _ in range(40):
+        offset, length = rng.randrange(size + 2), rng.randrange(1, size + 100)
+        buffer = bytearray(length)
+        assert tier.get_into(object_id(1), memoryview(buffer), offset) == len(plain[offset : offset + length])
+        assert buffer[: len(plain[offset : offset + length])] == plain[offset : offset + length]
+
+
+def test_range_reads_only_the_pieces_that_it_touches(ring: Keyring) -> None:
+    below = Counting(memory())
+    tier = SealedTier(below, ring)
+    tier.put_from(object_id(1), object_bytes(1, 40 * PIECE))
+    assert tier.get_into(object_id(1), memoryview(bytearray(PIECE)), 20 * PIECE + 5) == PIECE
+    assert below.calls["get"] == 1 and below.bytes["get"] < 3 * PIECE
+
+
+def test_nothing_plain_lies_in_the_store_but_what_servers_need(ring: Keyring) -> None:
+    tier, plain = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE, quality=0.01)
+    tier.put_from(object_id(1), plain)
+    tier.put_from(object_id(2), object_bytes(1, 3 * PIECE))
+    below = raw(tier, object_id(1))
+    assert not any(plain[at : at + 16] in below for at in range(304, len(plain) - 16, 997))
+    assert b"made up" in plain and b"made up" not in below
+    stored = parse_object(below, object_id(1))
+    stored.sections()
+    assert stored.codec_id == SEALED_CODEC and object_quality(below) == object_quality(plain)
+    assert stored.meta.start == 0 and sealing_key_id(tier.tier, object_id(1)) == bytes.fromhex(ring.key_ids()[0])
+
+
+def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
+    one, other = SealedTier(memory(), ring), SealedTier(memory(), ring)
+    for tier in (one, other):
+        tier.put_from(object_id(1), object_bytes(1))
+    a, b = raw(one, object_id(1))[352:], raw(other, object_id(1))[352:]
+    assert sum(x == y for x, y in zip(a, b, strict=True)) < len(a) // 50
+
+
+# Damage
+
+
+def test_flipped_bits_are_misses_or_refused_never_wrong_bytes(ring: Keyring) -> None:
+    tier, size, rng = SealedTier(memory(), ring), 2 * PIECE + 100, random.Random(7)
+    tier.put_from(object_id(1), object_bytes(1, size))
+    good = raw(tier, object_id(1))
+    places = [*range(300, 360), *(rng.randrange(len(good)) for _ in range(60)), len(good) - 1]
+    for place in places:
+        bad = bytearray(good)
+        bad[place] ^= 1 << rng.randrange(8)
+        lay(tier, object_id(1), bad)
+        assert is_right_or_refused(tier, 1, size), place
+        assert place < 304 or read_all(tier, 1, size + 1) != object_bytes(1, size)
+
+
+def test_truncated_objects_are_misses_or_refused(ring: Keyring) -> None:
+    tier, size = SealedTier(memory(), ring), 2 * PIECE + 100
+    tier.put_from(object_id(1), object_bytes(1, size))
+    good = raw(tier, object_id(1))
+    for length in (1, 303, 304, 330, 352, 360, PIECE, 304 + PIECE + 48, 304 + PIECE + 60, len(good) - 1):
+        lay(tier, object_id(1), good[:length])
+        assert is_right_or_refused(tier, 1, size), length
+        assert read_all(tier, 1, size + 1) != object_bytes(1, size)
+
+
+def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
+    tier, size = SealedTier(memory(), ring), 3 * PIECE
+    for number in (1, 2):
+        tier.put_from(object_id(number), object_bytes(number, size))
+    one, two = raw(tier, object_id(1)), raw(tier, object_id(2))
+    lay(tier, object_id(1), two)
+    # Not even where nobody looks at the object's own header.
+    assert read_all(tier, 1, size + 1) == bytes(size)
+    step = PIECE + 48
+    first, second = slice(304, 304 + step), slice(304 + step, 304 + 2 * step)
+    moved, mixed = bytearray(one), bytearray(one)
+    moved[first], moved[second] = one[second], one[first]
+    mixed[second] = two[second]
+    for bad in (moved, mixed):
+        lay(tier, object_id(1), bad)
+        assert is_right_or_refused(tier, 1, size) and read_all(tier, 1, size + 1) != object_bytes(1, size)
+
+
+def test_another_namespace_does_not_open_it(ring: Keyring) -> None:
+    tier, other = SealedTier(memory(), ring), ObjectId(b"n" * 32, object_id(1).key)  # type: ignore[arg-type]
+    tier.put_from(object_id(1), object_bytes(1))
+    lay(tier, other, raw(tier, object_id(1)))
+    buffer = bytearray(1000)
+    assert tier.get_into(other, memoryview(buffer)) == 1000 and buffer == bytes(1000)
+
+
+def test_faults_and_flips_below_are_misses_of_a_cache(tmp_path: Path, layout: BlockLayout, ring: Keyring) -> None:
+    below = Faulty(DiskTier(tmp_path / "s", 1 << 24, SystemClock(), lambda key: False), random.Random(3))
+    clock, registry, metas = SystemClock(), CodecRegistry(), metas_of(layout, 12)
+    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 1 << 16)
+    with Cache(TierStack([SealedTier(below, ring)]), index, registry.make("raw"), registry, clock, Limits()) as cache:
+        blocks = fill(cache, metas)
+        below._fault_share, below._flip_share = 0.1, 0.2
+        for _ in range(20):
+            came = Collector()
+            cache.load(metas, came)
+            assert all((bits == blocks[position]).all() for position, bits in came.blocks.items())
+        assert below.flips and below.faults
+
+
+# Keys
+
+
+def test_wrong_key_is_a_miss_said_once_and_the_block_is_stored_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    below = memory()
+    SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
+    ours = SealedTier(below, keyring(tmp_path, TWO))
+    assert ours.contains(object_id(1))
+    assert read_all(ours, 1) is None and read_all(ours, 1) is None
+    assert len(caplog.records) == 1 and "lacks" in caplog.text and ONE not in caplog.text and TWO not in caplog.text
+    assert not ours.contains(object_id(1)) and ours.contains_each([object_id(1)]) == [False]
+    assert ours.stats().misses - below.stats().misses == 2
+    assert ours.put_from(object_id(1), object_bytes(1)) and read_all(ours, 1) == object_bytes(1)
+
+
+def test_newest_key_seals_and_all_open(tmp_path: Path) -> None:
+    below = memory()
+    SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
+    both = SealedTier(below, keyring(tmp_path, f"{ONE}  # of May", "", "# of June", TWO))
+    both.put_from(object_id(2), object_bytes(2))
+    assert read_all(both, 1) == object_bytes(1)
+    newest = SealedTier(below, keyring(tmp_path, TWO))
+    assert read_all(newest, 2) == object_bytes(2) and read_all(newest, 1) is None
+
+
+def test_keys_are_read_again_and_stay_if_the_file_is_gone(tmp_path: Path) -> None:
+    clock, file = ManualClock(), tmp_path / "keys"
+    file.write_text(ONE)
+    ring = Keyring(f"file:{file}", clock)
+    file.write_text(f"{ONE}\n{TWO}")
+    first = ring.newest()
+    clock.advance(keys.REREAD_S)
+    second = ring.newest()
+    assert first is not None and second is not None and first.id != second.id and ring.find(first.id) == first
+    file.unlink()
+    clock.advance(keys.REREAD_S)
+    assert ring.newest() == second
+
+
+def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
+    below, ring = memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
+    tier = SealedTier(below, ring)
+    names = [NamedId.of(object_id(n), Name(tenant, object_id(n).namespace, 0)) for n, tenant in enumerate(TENANTS)]
+    for number, name in enumerate(names):
+        tier.put_from(name, object_bytes(number))
+    sealed_by = [sealing_key_id(below, name) for name in names]
+    assert [each and each.hex() for each in sealed_by] == [ring.key_ids()[key] for key in (1, 2, 0)]
+    assert all(read_all(tier, number) == object_bytes(number) for number in range(3))
+    with pytest.raises(TierUnavailable, match="no key for tenant ''"):
+        SealedTier(below, keyring(tmp_path, f"search {TWO}")).put_from(object_id(9), object_bytes(9))
+
+
+TENANTS: Sequence[str] = ("search", "chat", "another")
+
+
+def test_keys_come_from_a_file_the_environment_or_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text(ONE)
+    monkeypatch.setenv("OUR_KEYS", f"{ONE}\n")
+    sources = (f"file:{tmp_path / 'keys'}", "env:OUR_KEYS", f"command:cat {tmp_path / 'keys'}")
+    assert len({tuple(Keyring(source, ManualClock()).key_ids()) for source in sources}) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "key", "file:", "file:/no/such/file", "env:NO_SUCH_VARIABLE", "command:false", "command:/no/such/program"],
+)
+def test_missing_keys_are_a_users_mistake_at_the_start(source: str) -> None:
+    with pytest.raises(ValueError, match="seal"):
+        Keyring(source, ManualClock())
+
+
+@pytest.mark.parametrize("content", ["", "# nothing", "abc", ONE[:-2], f"{ONE}0", f"a b {ONE}", "x" * 64])
+def test_file_without_a_good_key_is_refused_without_showing_it(content: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keys") as caught:
+        keyring(tmp_path, content)
+    assert ONE[:-2] not in str(caught.value)
+
+
+# By URL
+
+
+def test_url_seals_every_kind_of_store_but_memory(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(ONE)
+    seal = f"seal=file:{tmp_path / 'keys'}"
+    for url in (
+        f"disk://{tmp_path / 'store'}?policy=lru&{seal}",
+        f"http://127.0.0.1:9?{seal}&write=evicted",
+        f"pool://127.0.0.1:9?replicas=1&{seal}",
+        f"valkey://127.0.0.1:9?{seal}&ttl_s=5",
+        f"s3://bucket?region=x&{seal}",
+    ):
+        tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+        assert isinstance(tier, SealedTier) and tier.takes_evicted == ("evicted" in url)
+    for bad in (f"memory://?{seal}", f"disk:///x?{seal}&{seal}"):
+        with pytest.raises(ValueError, match=r"sealed|one seal="):
+            open_tier(bad, Limits(), SystemClock(), lambda key: False)
+
+
+def test_sealed_store_is_warm_after_a_restart(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    (tmp_path / "keys").write_text(ONE)
+    url, metas = f"disk://{tmp_path / 'store'}?seal=file:{tmp_path / 'keys'}", metas_of(layout, 3)
+    cache = open_cache(url)
+    fill(cache, metas)
+    cache.close()
+    assert all(SEALED_CODEC.encode() in record.body()[:256] for record in stored_records(tmp_path / "store"))
+    again = open_cache(url)
+    assert again.match([meta.id for meta in metas]) == 3
+    assert again.load(metas, lambda position, bits: None).blocks == 3
+    bare = open_cache(f"disk://{tmp_path / 'store'}")
+    assert bare.load(metas, lambda position, bits: None).blocks == 0
+    assert len(stored_records(tmp_path / "store")) == 3
+
+
+def test_what_a_sealed_tier_evicts_is_offered_as_it_was(tmp_path: Path, ring: Keyring) -> None:
+    offered: dict[ObjectId, bytes] = {}
+
+    def take(name: ObjectId, size: int, fill_view: Any) -> None:
+        data = bytearray(size)
+        assert fill_view(memoryview(data))
+        offered[name] = bytes(data)
+
+    tier = SealedTier(MemoryTier(TIER_BYTES, ManualClock(), lambda key: False), ring)
+    tier.open()
+    tier.offer_to(take)
+    for number in range(40):
+        tier.put_from(object_id(number), object_bytes(number, 100_000))
+    assert len(offered) > 20
+    assert all(data == object_bytes(n, 100_000) for n in range(40) if (data := offered.get(object_id(n))) is not None)
+
+
+def test_sealed_bytes_are_those_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.urandom", lambda count: bytes(range(count)))
+    tier = SealedTier(memory(), keyring(tmp_path, ONE))
+    tier.put_from(object_id(1), object_bytes(1, 1000))
+    assert raw(tier, object_id(1)) == GOLDEN.read_bytes()
+    lay(tier, object_id(1), GOLDEN.read_bytes())
+    assert read_all(tier, 1) == object_bytes(1, 1000)
