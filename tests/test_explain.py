@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
+from kvtide.cli.app import app
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.fit import ProfileFitter
@@ -106,6 +109,11 @@ def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, 
     assert (found.hit_blocks, found.verdict) == (0, MatchVerdict.CODEC_ABSENT)
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
     assert explain(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
+    (tmp_path / "mine").write_bytes(profile.to_bytes())
+    for files, where in (([], ""), ([str(tmp_path / "mine")], str(tmp_path / "mine"))):
+        said = CliRunner().invoke(app, ["profile", *files, "--json", "--store", str(tmp_path)]).stdout
+        (row,) = json.loads(said)["rows"]
+        assert (row["profile"], row["objects"], row["found"]) == (profile.digest.hex(), 1, where)
 
 
 def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cache, layout: BlockLayout) -> None:

@@ -13,9 +13,13 @@ from kvtide.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.tier import Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire import HEADER_AND_TABLE_BYTES_MAX, StoredObject, parse_header, parse_object
+from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
 
 __all__ = ["Explanation", "MatchVerdict", "explain", "read_header", "read_object", "read_record", "weigh"]
+
+
+# Most objects have header and table in so many bytes: one read.
+_HEAD_BYTES = 4096
 
 
 class MatchVerdict(Enum):
@@ -137,11 +141,14 @@ def _state(tier: Tier, object_id: ObjectId) -> StoredObject | MatchVerdict:
 
 def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     """Read and verify header and section table alone. None and CorruptPayload as in `read_object`."""
-    buffer = bytearray(HEADER_AND_TABLE_BYTES_MAX)
-    size = tier.get_into(object_id, memoryview(buffer))
+    buffer = memoryview(bytearray(_HEAD_BYTES))
+    size = tier.get_into(object_id, buffer)
+    if size == len(buffer) < (needed := header_and_table_bytes(buffer)):
+        buffer = memoryview(bytearray(needed))
+        size = tier.get_into(object_id, buffer)
     if size is None:
         return None
-    stored = parse_header(memoryview(buffer)[:size])
+    stored = parse_header(buffer[:size])
     if stored.meta.id.key != object_id.key:
         raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
     return stored

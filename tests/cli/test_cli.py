@@ -86,7 +86,7 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
 def test_rm_removes_by_prefix_and_all(store: Path, layout: BlockLayout) -> None:
     key = metas_of(layout, 1)[0].id.key.hex()
     assert kvtide_json("rm", key[:8], "--store", store)["removed"] == 1
-    assert kvtide_json("rm", "--all", "--store", store)["removed"] == 2
+    assert kvtide_json("rm", "--all", "--yes", "--store", store)["removed"] == 2
     assert stored_records(store) == []
 
 
@@ -133,7 +133,7 @@ def test_explain_refuses_a_bad_token_file(content: str, store: Path, tmp_path: P
 @pytest.mark.parametrize("command", ["stats", "ls", "rm"])
 @pytest.mark.parametrize("where", ["/nonexistent/store", "memory://", "ftp://x"])
 def test_store_that_is_not_there_is_one_clear_line(command: str, where: str) -> None:
-    run = kvtide(command, *(["--all"] if command == "rm" else []), "--store", where)
+    run = kvtide(command, *(["--all", "--yes"] if command == "rm" else []), "--store", where)
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
 

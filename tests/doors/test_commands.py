@@ -60,7 +60,7 @@ def test_rm_removes_by_digits_and_all(store: Path) -> None:
     key = stored_records(store)[0].header.id.key.hex()
     kvtide("rm", key[:12], "--store", store)
     assert len(stored_records(store)) == BLOCKS - 1
-    kvtide("rm", "--all", "--store", store)
+    kvtide("rm", "--all", "--yes", "--store", store)
     assert stored_records(store) == []
 
 
@@ -95,6 +95,17 @@ def test_explain_counts_coarse_blocks_as_missing(store: Path, tokens: Path) -> N
 def test_doctor_looks_at_this_machine(store: Path) -> None:
     rows = kvtide("doctor", "--store", store)["rows"]
     assert any(str(store) in str(row) for row in rows) and len(rows) > 5
+
+
+@door("from where on loading pays")
+def test_ping_measures_a_server_and_stores_nothing(tiny_model: Any) -> None:
+    with server_process() as server:
+        assert kvtide("ping", server.url)["bytes_s"] is None
+        answer(tiny_model, server.url, PROMPT)
+        speeds = ("--prefill-tokens-s", 0.01, "--prefill-tokens-s", 1e12)
+        said = kvtide("ping", server.url, *speeds)
+        assert [row["pays_from_tokens"] for row in said["rows"]] == [BLOCK, None]
+        assert kvtide("stats", "--store", server.url)["objects"] == BLOCKS
 
 
 @door("make a token")

@@ -29,8 +29,9 @@ from kvtide.types import Name, NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object
 
 pytest.importorskip("cryptography")
-from kvtide.tier.seal import SEALED_CODEC, Keyring, SealedTier, keys, sealing_key_id
+from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
 from kvtide.tier.seal import tier as sealing
+from kvtide.tier.seal.tier import SealedTier
 
 PIECE = sealing.PIECE_BYTES
 ONE, TWO, THREE = (f"{number:064x}" for number in (1, 2, 3))

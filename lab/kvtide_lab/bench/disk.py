@@ -204,11 +204,11 @@ def _sealed(store: Path, bytes_max: int, clock: Clock) -> Tier | None:
     """Return a sealed disk tier; None if kvtide[seal] is not installed."""
     if importlib.util.find_spec("cryptography") is None:
         return None
-    from kvtide.tier.seal import Keyring, SealedTier
+    from kvtide.tier.seal import sealed
 
     store.mkdir()
     (store / "keys").write_text("5e" * 32)
-    return SealedTier(DiskTier(store, bytes_max, clock, lambda key: False), Keyring(f"file:{store / 'keys'}", clock))
+    return sealed(DiskTier(store, bytes_max, clock, lambda key: False), f"file:{store / 'keys'}", clock)
 
 
 def _write(tier: Tier, objects: Sequence[tuple[ObjectId, bytearray]], size: int, clock: Clock) -> _Pass:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtide.cli.calibrate import TextOption
-from kvtide.cli.report import emit, progress_bars
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit, progress_bars
 from kvtide_lab.bench import codec_speed, disk, fairness, index, server, siege, stack, valkey
 from kvtide_lab.cli.bench_engine import bench_engine, bench_offload
 from kvtide_lab.cli.bench_importance import bench_importance

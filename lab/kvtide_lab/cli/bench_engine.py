@@ -12,8 +12,7 @@ import typer
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvtide.cli.report import emit
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit
 from kvtide_lab.bench import engine
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess

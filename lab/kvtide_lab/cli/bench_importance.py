@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtide.block import KVDtype
-from kvtide.cli.report import emit, progress_bars
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit, progress_bars
 
 
 def bench_importance(

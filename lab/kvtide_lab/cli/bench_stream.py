@@ -8,8 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvtide.cli.report import emit, progress_bars
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit, progress_bars
 from kvtide.config import leave_a_core
 from kvtide_lab.sim.links import Link, link_named, read_link
 

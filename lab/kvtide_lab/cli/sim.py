@@ -9,8 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.report import emit
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit
 from kvtide.evict.policies import POLICIES
 from kvtide_lab.cli.sim_stream import stream
 from kvtide_lab.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import typer
 
-from kvtide.cli.report import emit
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit
 from kvtide.plan.bandwidth import ESTIMATORS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.stream_report import plot_stream, render_stream, stream_report

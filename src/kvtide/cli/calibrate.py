@@ -10,8 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvtide.cli.report import CONSOLE, emit_json, format_bytes, progress_bars
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, progress_bars
 from kvtide.codec import Profile
 from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.tide import COSTS

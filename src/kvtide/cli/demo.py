@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from kvtide.cli.demo_job import DemoJob, DemoRun
-from kvtide.cli.report import CONSOLE, emit_json, format_bytes
-from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption
+from kvtide.cli.looking import DEFAULT_STORE, StoreOption
+from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.

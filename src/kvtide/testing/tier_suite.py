@@ -109,6 +109,15 @@ class TierSuite:
             tier.put_from(object_id(number), object_bytes(number, 400 + number))
         assert {(info.id, info.size) for info in tier.objects()} == {(object_id(n), 400 + n) for n in range(5)}
 
+    def test_listing_follows_deletions_and_is_no_use(self, tier: Tier) -> None:
+        for number in range(3):
+            tier.put_from(object_id(number), object_bytes(number))
+        before = tier.stats()
+        assert len(list(tier.objects())) == 3
+        assert (tier.stats().hits, tier.stats().misses) == (before.hits, before.misses)
+        tier.delete(object_id(1), "removed")
+        assert {info.id for info in tier.objects()} == {object_id(0), object_id(2)}
+
     def test_callers_buffer_is_not_kept(self, tier: Tier) -> None:
         buffer = bytearray(object_bytes(1))
         tier.put_from(object_id(1), buffer)

@@ -45,9 +45,11 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
         return _open_plain(url, limits, clock, is_pinned)
     if plain.startswith(_MEMORY):
         raise ValueError("memory:// is not sealed: its objects never leave the process")
+    tier = _open_plain(plain, limits, clock, is_pinned)
     with _needing("seal"):
-        from kvtide.tier.seal import Keyring, SealedTier
-    return SealedTier(_open_plain(plain, limits, clock, is_pinned), Keyring(seal, clock))
+        from kvtide.tier.seal import sealed
+
+        return sealed(tier, seal, clock)
 
 
 def split_seal(url: str) -> tuple[str, str | None]:

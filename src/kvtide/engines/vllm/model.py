@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 import vllm
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines import VLLM_VERSIONS
 from kvtide.engines.paged import (
     CellOrder,
     ConnectorSettings,
@@ -28,8 +29,6 @@ from kvtide.keys import NamespaceSpec
 
 _log = logging.getLogger(__name__)
 
-# The connector interface is experimental and changes between versions; these were tested.
-VERSIONS = ("0.32.",)
 _DTYPES = {torch.float32: KVDtype.FLOAT32, torch.float16: KVDtype.FLOAT16, torch.bfloat16: KVDtype.BFLOAT16}
 # Their kernels take a token's key, then its value, from the last axis of a page.
 _SPLIT_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
@@ -50,8 +49,10 @@ class ServedModel(NamedTuple):
 
 def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, is_exact: bool) -> ServedModel:
     """Return what is served. UnsupportedModel, with the reason, for what can't be restored exactly."""
-    if not vllm.__version__.startswith(VERSIONS):
-        raise UnsupportedModel(f"tested with vLLM {', '.join(f'{v}x' for v in VERSIONS)}, this is {vllm.__version__}")
+    if not vllm.__version__.startswith(VLLM_VERSIONS):
+        raise UnsupportedModel(
+            f"tested with vLLM {', '.join(f'{v}x' for v in VLLM_VERSIONS)}, this is {vllm.__version__}"
+        )
     _refuse_by_config(vllm_config)
     spec, layer_names = _only_group(kv_cache_config)
     layout = BlockLayout(

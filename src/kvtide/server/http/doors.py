@@ -160,7 +160,11 @@ def listener_on(address: ListenAddress) -> socket.socket:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
+        try:
+            listener.bind((address.host, address.port))
+        except OSError:
+            listener.close()
+            raise
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

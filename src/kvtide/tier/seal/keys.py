@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.config import environment_variable
+from kvtide.tier.base import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +105,16 @@ class Keyring:
         if not by_id:
             raise ValueError(f"{self} holds no key; make one with: openssl rand -hex {KEY_BYTES}")
         return _Keys(by_id, newest)
+
+
+def sealed(tier: Tier, source: str, clock: Clock) -> Tier:
+    """Return a tier whose objects are encrypted by the keys of a source.
+
+    ValueError as `Keyring`; ModuleNotFoundError without the library that encrypts, which is imported for this alone.
+    """
+    from kvtide.tier.seal.tier import SealedTier
+
+    return SealedTier(tier, Keyring(source, clock))
 
 
 def _from_hex(digits: str) -> bytes:

@@ -42,14 +42,14 @@ from kvtide.tier.base import (
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Evicting, Fill, Offer
-from kvtide.tier.seal.keys import KEY_BYTES, KEY_ID_BYTES, Keyring, SealingKey
+from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
+from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
 from kvtide.tier.wrap import WrappedTier
 from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
-from kvtide.wire import head_bytes, object_label, pack_around, parse_header
+from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
 
-SEALED_CODEC = "sealed-1"
 # Plain bytes of a piece. Smaller ones cost calls (16 KiB: half the rate), larger ones are read for little.
 PIECE_BYTES = 64 << 10
 # Ids that could not be opened, so that they are misses at once and are stored anew.
@@ -61,26 +61,17 @@ _SALT_BYTES = 16
 _TAG_BYTES = 16
 _OVERHEAD = _PREFIX.size + _TAG_BYTES
 _STEP = PIECE_BYTES + _OVERHEAD
-_HEAD = head_bytes(1)
 
 
 def sealed_bytes(size: int) -> int:
     """Return how long an object of `size` bytes is once it is sealed."""
-    return _HEAD + size + _OVERHEAD * max(1, -(-size // PIECE_BYTES))
+    return HEAD_BYTES + size + _OVERHEAD * max(1, -(-size // PIECE_BYTES))
 
 
 def plain_bytes(size: int) -> int:
     """Return how long a sealed object of `size` bytes is when opened; 0 if nothing sealed is so short."""
-    pieces = max(1, -(-(size - _HEAD) // _STEP))
-    return max(0, size - _HEAD - _OVERHEAD * pieces)
-
-
-def sealing_key_id(tier: Tier, object_id: ObjectId) -> bytes | None:
-    """Return the id of the key that sealed what an unwrapped tier has there; None if that is absent or not sealed."""
-    head = memoryview(bytearray(_HEAD + KEY_ID_BYTES))
-    if tier.get_into(object_id, head) != len(head) or object_label(head).codec.rstrip(b"\0") != SEALED_CODEC.encode():
-        return None
-    return bytes(head[_HEAD:])
+    pieces = max(1, -(-(size - HEAD_BYTES) // _STEP))
+    return max(0, size - HEAD_BYTES - _OVERHEAD * pieces)
 
 
 def _write_head(sealed: memoryview, plain: memoryview) -> None:
@@ -88,7 +79,7 @@ def _write_head(sealed: memoryview, plain: memoryview) -> None:
     try:
         stored = parse_header(plain)
     except CorruptPayload:
-        sealed[:_HEAD] = bytes(_HEAD)
+        sealed[:HEAD_BYTES] = bytes(HEAD_BYTES)
         return
     meta = dataclasses.replace(stored.meta, model="")
     pack_around(sealed, meta, SEALED_CODEC, SectionId(SectionKind.DATA, 0, 0, meta.layout.layers), stored.quality)
@@ -167,10 +158,10 @@ class SealedTier(WrappedTier):
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
         first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
-        begin = _HEAD + first * _STEP
+        begin = HEAD_BYTES + first * _STEP
         # Direct reads begin at a page.
         start = begin // PAGESIZE * PAGESIZE
-        with self._scratch(_HEAD + stop * _STEP - start) as view:
+        with self._scratch(HEAD_BYTES + stop * _STEP - start) as view:
             came = self.tier.get_into(object_id, view, start)
             return None if came is None else self._open_range(object_id, view[begin - start : came], buffer, offset)
 
@@ -257,7 +248,7 @@ class SealedTier(WrappedTier):
         with self._scratch(sealed_bytes(len(plain))) as sealed:
             for number in range(max(1, -(-len(plain) // PIECE_BYTES))):
                 piece = plain[number * PIECE_BYTES :][:PIECE_BYTES]
-                seal.close(number, piece, sealed[_HEAD + number * _STEP :][: len(piece) + _OVERHEAD])
+                seal.close(number, piece, sealed[HEAD_BYTES + number * _STEP :][: len(piece) + _OVERHEAD])
             _write_head(sealed, plain)
             yield sealed
 
@@ -315,7 +306,7 @@ class SealedTier(WrappedTier):
         def opened(object_id: ObjectId, size: int, fill: Fill) -> None:
             def fill_opened(view: memoryview) -> bool:
                 sealed = memoryview(bytearray(size))
-                return fill(sealed) and self._open_range(object_id, sealed[_HEAD:], view, 0) == len(view)
+                return fill(sealed) and self._open_range(object_id, sealed[HEAD_BYTES:], view, 0) == len(view)
 
             offer(object_id, plain_bytes(size), fill_opened)
 

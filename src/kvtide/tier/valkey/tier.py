@@ -47,6 +47,7 @@ class ValkeyTier:
     def __init__(self, url: str, clock: Clock) -> None:
         target = parse_valkey_url(url)
         self._options = target.options
+        self._shown = target.shown
         self._prefix = self._options.prefix.encode() + b":"
         self._nodes = ValkeyNodes(target, clock)
         self._clock = clock
@@ -273,8 +274,11 @@ class ValkeyTier:
         now_s = self._clock.wall_s()
         # A scan may name a key twice, and so may two servers between which it moves.
         seen: set[bytes] = set()
+        clients = self._nodes.clients()
+        if not clients:
+            raise TierUnavailable(f"can't list: {self._shown} was not reached yet")
         try:
-            for client in self._nodes.clients():
+            for client in clients:
                 cursor = -1
                 while cursor:
                     cursor, keys = client.scan(max(cursor, 0), self._prefix.decode() + "*", SCAN_COUNT)

@@ -1,0 +1,130 @@
+"""`kvtide size MODEL`: how large a model's cache is, by codec, and what a disk holds of it. Reads the config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
+
+CONFIG_BYTES_MAX = 4 << 20
+_DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+# What `lossless` leaves of a block, measured on SmolLM2-135M (docs/codec.md, "Figures"): 1 / 1.197, 1.165, 1.490.
+_LOSSLESS_SHARE = {"float32": 0.835, "float16": 0.858, "bfloat16": 0.671}
+# Bits an element at a KL of 5e-3 or, of cachegen, at its level: docs/benchmarks.md, the same model.
+_LOSSY_BITS = {"cachegen:2": 4.33, "tide (profile light)": 3.14, "tide-layer": 2.10, "tide-deep": 1.23}
+
+
+class Config(msgspec.Struct, frozen=True):
+    """The entries of a Hugging Face config that say how large a cache is. Older models have names of their own."""
+
+    num_hidden_layers: int = 0
+    n_layer: int = 0
+    num_attention_heads: int = 0
+    n_head: int = 0
+    num_key_value_heads: int | None = None
+    hidden_size: int = 0
+    n_embd: int = 0
+    head_dim: int | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    text_config: Config | None = None
+
+
+class CacheShape(msgspec.Struct, frozen=True):
+    """A model's cache. Layers that see everything grow with the prompt; those of a window or a state don't."""
+
+    full_layers: int
+    other_layers: int
+    elements_a_token: int
+    dtype: str
+
+
+class SizeRow(msgspec.Struct, frozen=True):
+    """One codec: GB are 10^9 bytes, `disk_tokens` what the disk holds."""
+
+    codec: str
+    gb_per_1000_tokens: float
+    disk_tokens: int
+
+
+def size(
+    model: Annotated[Path, typer.Argument(help="A model's folder, or its config.json.")],
+    disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, help="Room on the disk, in 10^9 bytes.")] = 100.0,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the cache, if not the config's.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say how large a model's cache is by codec, what a disk holds, and what to choose."""
+    shape = cache_shape(read_config(model), dtype)
+    rows = size_rows(shape, disk_gb)
+    if as_json:
+        emit_json({"model": str(model), "disk_gb": disk_gb, "shape": shape, "rows": rows})
+        return
+    table = narrow_table("codec", ">KB a token", ">GB per 1,000 tokens", f">tokens in {disk_gb:g} GB")
+    for row in rows:
+        figures = (f"{row.gb_per_1000_tokens * 1e3:.1f}", f"{row.gb_per_1000_tokens:.3f}", f"{row.disk_tokens:,}")
+        table.add_row(row.codec, *figures)
+    CONSOLE.print(f"{shape.full_layers} layers, {shape.elements_a_token:,} elements a token, {shape.dtype}")
+    if shape.other_layers:
+        CONSOLE.print(f"{shape.other_layers} more keep a window or a state, which does not grow with the prompt.")
+    CONSOLE.print(table)
+    CONSOLE.print("raw and lossless are exact. All but raw are as measured on SmolLM2-135M.")
+    for line in _advice(rows):
+        CONSOLE.print(line)
+
+
+def read_config(model: Path) -> Config:
+    """Return a model's config. ValueError if there is none to be read."""
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        with path.open("rb") as file:
+            config = msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=Config)
+    except OSError as error:
+        raise ValueError(f"expected a model's folder or its config.json: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no model's config: {error}") from error
+    return config.text_config or config
+
+
+def cache_shape(config: Config, dtype: str = "") -> CacheShape:
+    """Return what a config says of the cache. ValueError if it does not say enough."""
+    layers, heads = config.num_hidden_layers or config.n_layer, config.num_attention_heads or config.n_head
+    hidden = config.hidden_size or config.n_embd
+    chosen = dtype or (config.dtype or config.torch_dtype or "bfloat16").removeprefix("torch.")
+    if chosen not in _DTYPE_BITS:
+        raise ValueError(f"the cache's dtype is one of {', '.join(_DTYPE_BITS)}, got {chosen!r}: give --dtype")
+    head_dim = config.head_dim or (hidden // heads if heads else 0)
+    elements = 2 * (config.num_key_value_heads or heads) * head_dim
+    if config.kv_lora_rank:
+        # Latent attention keeps one vector a token for keys and values of all heads, and the part with positions.
+        elements = config.kv_lora_rank + config.qk_rope_head_dim
+    if not layers or not elements:
+        raise ValueError("the config does not say how many layers, heads and dimensions the cache has")
+    kinds = config.layer_types or ["full_attention"] * layers
+    full = sum(kind == "full_attention" for kind in kinds)
+    return CacheShape(full, len(kinds) - full, full * elements, chosen)
+
+
+def size_rows(shape: CacheShape, disk_gb: float) -> list[SizeRow]:
+    """Return a row for each codec, the exact ones first."""
+    raw_bits = float(_DTYPE_BITS[shape.dtype])
+    bits = {"raw": raw_bits, "lossless": raw_bits * _LOSSLESS_SHARE[shape.dtype], **_LOSSY_BITS}
+    token_bytes = {codec: shape.elements_a_token * each / 8 for codec, each in bits.items()}
+    return [SizeRow(codec, each / 1e6, int(disk_gb * 1e9 / each) if each else 0) for codec, each in token_bytes.items()]
+
+
+def _advice(rows: Sequence[SizeRow]) -> list[str]:
+    block = format_bytes(rows[0].gb_per_1000_tokens * 1e6 * 256)
+    return [
+        f"A block of 256 tokens takes {block} of memory: have room for your longest prompt.",
+        "Take lossless, the default, unless disk or link is too small.",
+        "For tide fit a profile: kvtide calibrate MODEL --text FILES -o PROFILE",
+    ]

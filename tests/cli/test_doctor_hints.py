@@ -1,0 +1,137 @@
+"""What `kvtide doctor` advises can be copied into a shell, and then the finding is gone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.doors.user import TOKENS, grant, kvtide, serving
+from tests.store.test_cache import fill, metas_of
+from typer.testing import CliRunner
+
+from kvtide.block import BlockLayout
+from kvtide.cli import doctor
+from kvtide.cli.app import app
+from kvtide.engines import VLLM_VERSIONS
+
+
+def finding(subject: str, *words: Any) -> Any:
+    return next(each for each in kvtide("doctor", *words)["rows"] if subject in each["subject"])
+
+
+def shell(hint: str) -> subprocess.Popen[str]:
+    """Run a hint as a user would who has this Python's commands on the path."""
+    command = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; {hint}"
+    return subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("module", doctor._OPTIONAL)
+def test_hint_for_what_is_not_installed_names_what_pip_can_install(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    hint = doctor._optional(module).hint
+    words = shlex.split(hint)
+    assert words[:2] == ["pip", "install"]
+    extra = words[-1].partition("[")[2].rstrip("]")
+    assert not extra or extra in (importlib.metadata.metadata("kvtide").get_all("Provides-Extra") or [])
+
+
+@pytest.mark.parametrize("module", ["redis", "obstore", "matplotlib"])
+def test_hint_to_install_is_accepted_by_pip(module: str) -> None:
+    """All that it names is here, so pip asks nobody."""
+    pytest.importorskip(module)
+    hint = doctor._OPTIONAL[module][1].replace("pip install", "python -m pip install --no-index --dry-run")
+    with shell(hint) as pip:
+        said, _ = pip.communicate(timeout=100)
+    assert pip.returncode == 0, said
+
+
+def test_hint_is_printed_whole_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["doctor"]).stdout.splitlines()
+    assert {command for _, command in doctor._OPTIONAL.values()} <= set(lines)
+
+
+def test_server_that_is_down_is_started_by_the_hint() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    down = finding("http://", "--store", url)
+    assert down["status"] == "bad"
+    with shell(f"exec {down['hint']}") as server:
+        assert server.stdout is not None and " on " in server.stdout.readline()
+        assert finding("http://", "--store", url)["status"] == "ok"
+        server.terminate()
+
+
+def test_wrong_token_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKENS["chat"])
+    with serving(tmp_path, grant("search")) as server:
+        found = finding("http://", "--store", f"{server.url}?token_file={tmp_path / 'token'}")
+    assert found["status"] == "bad" and "401" in found["detail"]
+
+
+def test_taken_port_is_told_and_the_hint_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        monkeypatch.setattr(doctor, "DEFAULT_LISTEN", f"127.0.0.1:{stranger.getsockname()[1]}")
+        found = doctor._port()
+        assert found.status == "off"
+        with shell(f"exec {found.hint}") as server:
+            assert server.stdout is not None and " on " in server.stdout.readline()
+            monkeypatch.setattr(doctor, "DEFAULT_LISTEN", shlex.split(found.hint)[-1])
+            assert "kvtide server answers" in doctor._port().detail
+            server.terminate()
+
+
+@pytest.mark.parametrize(("version", "status"), [(f"{VLLM_VERSIONS[0]}7", "ok"), ("0.1.0", "bad")])
+def test_vllms_version_is_compared(version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert doctor._vllm().status == status
+
+
+def test_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (256, 256))
+    assert doctor._descriptors().status == "off"
+
+
+# Sealed stores
+
+
+def test_doctor_says_by_which_key_a_store_is_sealed(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    pytest.importorskip("cryptography")
+    keys, others = tmp_path / "keys", tmp_path / "others"
+    for path, digit in ((keys, "1"), (others, "2")):
+        path.write_text(digit * 64)
+        path.chmod(0o600)
+    store = f"disk://{tmp_path / 'store'}"
+    cache = open_cache(f"{store}?seal=file:{keys}")
+    fill(cache, metas_of(layout, 3))
+    cache.close()
+    wrong = f"{store}?seal=file:{others}"
+    said = [finding("seal", "--store", url) for url in (f"{store}?seal=file:{keys}", wrong, store)]
+    assert [each["status"] for each in said] == ["ok", "bad", "bad"]
+    assert all(detail in each["detail"] for each, detail in zip(said, ("3 of 3", "not here", "?seal="), strict=True))
+    assert all("sealed by a key" in row["problem"] for row in kvtide("ls", "--store", wrong)["rows"])
+    assert kvtide("stats", "--store", store)["rows"][0]["codec"] == "sealed-1"
+
+
+def test_keys_that_others_can_read_are_closed_by_the_hint(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "keys").write_text("1" * 64)
+    (tmp_path / "keys").chmod(0o644)
+    url = f"disk://{tmp_path / 'store'}?seal=file:{tmp_path / 'keys'}"
+    cache = open_cache(url)
+    fill(cache, metas_of(layout, 1))
+    cache.close()
+    found = finding("seal", "--store", url)
+    assert found["status"] == "bad"
+    with shell(found["hint"]) as ran:
+        ran.communicate(timeout=20)
+    assert finding("seal", "--store", url)["status"] == "ok"

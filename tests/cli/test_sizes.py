@@ -1,0 +1,51 @@
+"""`kvtide size`: what a model's cache takes, by its config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtide.cli.app import app
+
+GQA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+KINDS = ["sliding_attention"] * 30 + ["full_attention"] * 6
+
+
+@pytest.mark.parametrize(
+    ("config", "elements", "others"),
+    [
+        (GQA | {"dtype": "bfloat16"}, 32 * 2 * 8 * 128, 0),
+        (GQA | {"head_dim": 256, "torch_dtype": "bfloat16"}, 32 * 2 * 8 * 256, 0),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 12 * 2 * 768, 0),
+        ({"text_config": GQA, "vision_config": {"num_hidden_layers": 3}}, 32 * 2 * 8 * 128, 0),
+        ({**GQA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 32 * 576, 0),
+        ({**GQA, "num_hidden_layers": 36, "layer_types": KINDS}, 6 * 2 * 8 * 128, 30),
+    ],
+)
+def test_size_is_what_the_models_cache_takes(
+    config: dict[str, Any], elements: int, others: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = json.loads(CliRunner().invoke(app, ["size", str(tmp_path), "--disk-gb", "50", "--json"]).stdout)
+    assert (said["shape"]["elements_a_token"], said["shape"]["other_layers"]) == (elements, others)
+    rows = {row["codec"]: row for row in said["rows"]}
+    assert rows["raw"]["gb_per_1000_tokens"] == pytest.approx(1000 * elements * 2 / 1e9)
+    assert rows["raw"]["disk_tokens"] == int(50e9 / (elements * 2))
+    sizes = [row["gb_per_1000_tokens"] for row in said["rows"]]
+    assert sizes == sorted(sizes, reverse=True)
+    lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["size", str(tmp_path)]).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "{}", '{"num_hidden_layers": "x"}', json.dumps({**GQA, "dtype": "int4"})]
+)
+def test_config_that_does_not_say_is_one_line(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = CliRunner().invoke(app, ["size", str(tmp_path)])
+    assert isinstance(result.exception, ValueError) and "\n" not in str(result.exception)
