@@ -12,6 +12,7 @@ from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.tier import Tier
+from kvtide.tier.seal import SEALED_CODEC
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
 
@@ -121,6 +122,8 @@ def weigh(found: Explanation, prefill: PrefillSpeed, bytes_per_s: float) -> Deci
 
 
 def _needs(stored: StoredObject) -> str:
+    if stored.codec_id == SEALED_CODEC:
+        return "the key that sealed it: add ?seal= to the store's URL"
     profile = f" with profile {stored.profile.hex()[:16]}" if stored.profile else ""
     return f"codec {stored.codec_id}{profile}, of model {stored.meta.model or 'unknown'}"
 

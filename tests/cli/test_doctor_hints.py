@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import shlex
 import socket
 import subprocess
@@ -119,7 +120,11 @@ def test_doctor_says_by_which_key_a_store_is_sealed(tmp_path: Path, layout: Bloc
     assert [each["status"] for each in said] == ["ok", "bad", "bad"]
     assert all(detail in each["detail"] for each, detail in zip(said, ("3 of 3", "not here", "?seal="), strict=True))
     assert all("sealed by a key" in row["problem"] for row in kvtide("ls", "--store", wrong)["rows"])
-    assert kvtide("stats", "--store", store)["rows"][0]["codec"] == "sealed-1"
+    (row,) = kvtide("stats", "--store", store)["rows"]
+    assert row["codec"] == "sealed-1"
+    (tmp_path / "tokens").write_text(json.dumps(list(range(60))))
+    said = kvtide("explain", "--tokens", tmp_path / "tokens", "--block-tokens", 16, "--store", store)
+    assert said["hit_tokens"] == 0 and "?seal=" in said["needs"]
 
 
 def test_keys_that_others_can_read_are_closed_by_the_hint(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:

@@ -35,9 +35,7 @@ def a_folder(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def a_sealed_folder(folder: Path) -> Iterator[str]:
-    pytest.importorskip("cryptography")
-    (folder / "keys").write_text("1" * 64)
-    yield f"disk://{folder / 'store'}?seal=file:{folder / 'keys'}"
+    yield sealed(f"disk://{folder / 'store'}", folder)
 
 
 @contextmanager
@@ -73,9 +71,36 @@ def a_bucket(folder: Path) -> Iterator[str]:
         yield f"s3://kvtide-cli/here?endpoint=http://127.0.0.1:{service.port}&{options}"
 
 
-@pytest.fixture(
-    params=[a_folder, a_sealed_folder, a_server, a_pool, a_valkey, a_bucket], ids=lambda each: each.__name__
-)
+@contextmanager
+def a_sealed_pool(folder: Path) -> Iterator[str]:
+    with a_pool(folder) as url:
+        yield sealed(url, folder)
+
+
+@contextmanager
+def a_sealed_valkey(folder: Path) -> Iterator[str]:
+    with a_valkey(folder) as url:
+        yield sealed(url, folder)
+
+
+@contextmanager
+def a_sealed_bucket(folder: Path) -> Iterator[str]:
+    with a_bucket(folder) as url:
+        yield sealed(url, folder)
+
+
+def sealed(url: str, folder: Path) -> str:
+    """Return the URL with keys of its own."""
+    pytest.importorskip("cryptography")
+    (folder / "keys").write_text("1" * 64)
+    return f"{url}{'&' if '?' in url else '?'}seal=file:{folder / 'keys'}"
+
+
+PLAIN = (a_folder, a_server, a_pool, a_valkey, a_bucket)
+SEALED = (a_sealed_folder, a_sealed_pool, a_sealed_valkey, a_sealed_bucket)
+
+
+@pytest.fixture(params=[*PLAIN, *SEALED], ids=lambda each: each.__name__)
 def store(request: pytest.FixtureRequest, tmp_path: Path, layout: BlockLayout, open_cache: Any) -> Iterator[str]:
     """The URL of a store that holds three blocks."""
     with request.param(tmp_path) as url:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.servers import running_server
 from tests.store.test_cache import Collector, fill, metas_of
+from tests.store.test_loading import BIG, Layers, load
 from tests.stores import stored_records
 
 from kvtide.block import BlockLayout
@@ -342,6 +343,15 @@ def test_sealed_store_is_warm_after_a_restart(tmp_path: Path, layout: BlockLayou
     bare = open_cache(f"disk://{tmp_path / 'store'}")
     assert bare.load(metas, lambda position, bits: None).blocks == 0
     assert len(stored_records(tmp_path / "store")) == 3
+
+
+def test_layers_of_a_sealed_block_come_one_after_the_other(tmp_path: Path, open_cache: Any) -> None:
+    (tmp_path / "keys").write_text(ONE)
+    url, metas = f"disk://{tmp_path / 'store'}?seal=file:{tmp_path / 'keys'}", metas_of(BIG, 2)
+    blocks = fill(open_cache(url, "raw"), metas)
+    came = Layers()
+    assert load(open_cache(url, "raw"), metas, came).blocks == 2
+    assert all((came.block(position, BIG.layers) == blocks[position]).all() for position in range(2))
 
 
 def test_what_a_sealed_tier_evicts_is_offered_as_it_was(tmp_path: Path, ring: Keyring) -> None:
