@@ -271,6 +271,18 @@ def test_keys_are_read_again_and_stay_if_the_file_is_gone(tmp_path: Path) -> Non
     assert ring.newest() == second
 
 
+def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path) -> None:
+    below, clock = memory(), ManualClock()
+    SealedTier(below, keyring(tmp_path, TWO)).put_from(object_id(1), object_bytes(1))
+    (tmp_path / "keys").write_text(ONE)
+    ours = SealedTier(below, Keyring(f"file:{tmp_path / 'keys'}", clock))
+    assert read_all(ours, 1) is None and not ours.contains(object_id(1))
+    (tmp_path / "keys").write_text(f"{ONE}\n{TWO}")
+    clock.advance(keys.REREAD_S)
+    assert ours.contains(object_id(1)) and ours.count_leading([object_id(1)]) == 1
+    assert read_all(ours, 1) == object_bytes(1)
+
+
 def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
     below, ring = memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
     tier = SealedTier(below, ring)

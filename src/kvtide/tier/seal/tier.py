@@ -139,7 +139,8 @@ class SealedTier(WrappedTier):
         if isinstance(tier, Evicting):
             self.offer_to = self._offer_opened
         self._lock = threading.Lock()
-        self._unopened: OrderedDict[ObjectId, None] = OrderedDict()
+        # By the id of the key that is not here.
+        self._unopened: OrderedDict[ObjectId, bytes] = OrderedDict()
         self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
@@ -206,7 +207,7 @@ class SealedTier(WrappedTier):
     def _note_unopened(self, object_id: ObjectId, key_id: bytes) -> None:
         with self._lock:
             is_first, self._is_told = not self._is_told, True
-            self._unopened[object_id] = None
+            self._unopened[object_id] = key_id
             while len(self._unopened) > UNOPENED_MAX:
                 self._unopened.popitem(last=False)
         if is_first:
@@ -218,16 +219,20 @@ class SealedTier(WrappedTier):
                 self._ring,
             )
 
+    def _is_unopened(self, object_id: ObjectId) -> bool:
+        """Tell whether an object could not be opened, nor can be by keys that came since."""
+        key_id = self._unopened.get(object_id)
+        return key_id is not None and self._ring.find(key_id) is None
+
     # Sealing
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Seal an object and store it. TierUnavailable if there is no key for its tenant."""
         with self._sealed(object_id, buffer) as sealed:
-            with self._lock:
-                is_unopened = object_id in self._unopened
-                self._unopened.pop(object_id, None)
-            if is_unopened:
+            if self._is_unopened(object_id):
                 self.tier.delete(object_id, "unopened")
+            with self._lock:
+                self._unopened.pop(object_id, None)
             return self.tier.put_from(object_id, sealed)
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -256,18 +261,18 @@ class SealedTier(WrappedTier):
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the wrapped tier; what could not be opened is not here."""
-        return object_id not in self._unopened and self.tier.contains(object_id)
+        return not self._is_unopened(object_id) and self.tier.contains(object_id)
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the wrapped tier, at once if it can tell."""
         tier = self.tier
         found = tier.contains_each(object_ids) if isinstance(tier, Batched) else map(tier.contains, object_ids)
-        return [is_here and each not in self._unopened for each, is_here in zip(object_ids, found, strict=True)]
+        return [is_here and not self._is_unopened(each) for each, is_here in zip(object_ids, found, strict=True)]
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the wrapped tier, at once if it can tell."""
         tier = self.tier
-        unopened = (number for number, each in enumerate(object_ids) if each in self._unopened)
+        unopened = (number for number, each in enumerate(object_ids) if self._is_unopened(each))
         asked = object_ids[: next(unopened, len(object_ids))]
         if isinstance(tier, Batched):
             return tier.count_leading(asked)
