@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.servers import running_server
+from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
-from tests.store.test_loading import BIG, Layers, load
 from tests.stores import stored_records
 
 from kvtide.block import BlockLayout
@@ -20,10 +20,12 @@ from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.store import Cache
+from kvtide.store.load import Whole
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.source import read_range
 from kvtide.tier.stack import TierStack
 from kvtide.tier.wrap import Counting, Faulty
 from kvtide.types import Name, NamedId, ObjectId
@@ -126,6 +128,35 @@ def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int
         assert buffer[: len(plain[offset : offset + length])] == plain[offset : offset + length]
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 70_000), (PIECE, 3 * PIECE), (PIECE - 1, 3 * PIECE + 17)])
+def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) -> None:
+    tier, plain, came = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE + 17), bytearray()
+    tier.put_from(object_id(1), plain)
+
+    def take(part: memoryview) -> bool:
+        came.extend(part)
+        return True
+
+    assert read_range(tier, object_id(1), start, stop, take)
+    assert came == plain[start:stop]
+    assert not read_range(tier, object_id(2), start, stop, take)
+    assert not read_range(tier, object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
+
+
+def test_reading_of_a_range_ends_when_no_more_is_wanted(ring: Keyring) -> None:
+    tier, parts = SealedTier(memory(), ring), []
+    tier.put_from(object_id(1), object_bytes(1, 9 * PIECE))
+    assert read_range(tier, object_id(1), 0, 9 * PIECE, lambda part: parts.append(len(part)) is not None)
+    assert parts == [PIECE]
+
+
+def test_range_of_what_others_sealed_is_not_there(tmp_path: Path) -> None:
+    below = memory()
+    SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
+    ours = SealedTier(below, keyring(tmp_path, TWO))
+    assert not read_range(ours, object_id(1), 0, 1000, lambda part: True) and not ours.contains(object_id(1))
+
+
 def test_range_reads_only_the_pieces_that_it_touches(ring: Keyring) -> None:
     below = Counting(memory())
     tier = SealedTier(below, ring)
@@ -225,7 +256,7 @@ def test_faults_and_flips_below_are_misses_of_a_cache(tmp_path: Path, layout: Bl
         below._fault_share, below._flip_share = 0.1, 0.2
         for _ in range(20):
             came = Collector()
-            cache.load(metas, came)
+            cache.load(metas, Whole(came))
             assert all((bits == blocks[position]).all() for position, bits in came.blocks.items())
         assert below.flips and below.faults
 
@@ -351,9 +382,9 @@ def test_sealed_store_is_warm_after_a_restart(tmp_path: Path, layout: BlockLayou
     assert all(SEALED_CODEC.encode() in record.body()[:256] for record in stored_records(tmp_path / "store"))
     again = open_cache(url)
     assert again.match([meta.id for meta in metas]) == 3
-    assert again.load(metas, lambda position, bits: None).blocks == 3
+    assert again.load(metas, Whole(lambda position, bits: None)).blocks == 3
     bare = open_cache(f"disk://{tmp_path / 'store'}")
-    assert bare.load(metas, lambda position, bits: None).blocks == 0
+    assert bare.load(metas, Whole(lambda position, bits: None)).blocks == 0
     assert len(stored_records(tmp_path / "store")) == 3
 
 

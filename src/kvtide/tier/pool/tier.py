@@ -331,21 +331,9 @@ class PoolTier:
         return next((reason for reason in reasons if reason is not None), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
-        """Yield what any server lists, each object once; those of a server that fails are its copies' to list."""
-        seen: set[ObjectId] = set()
-        failed: list[TierUnavailable] = []
-        members = self._now().members
-        for member in members:
-            try:
-                for info in member.tier.objects():
-                    if info.id not in seen:
-                        seen.add(info.id)
-                        yield info
-            except TierUnavailable as error:
-                self._note_fault(member, error)
-                failed.append(error)
-        if failed and len(failed) == len(members):
-            raise failed[0]
+        """Yield what any server lists, each object once; those of a server that is down from its copies."""
+        listed = self._each(self._now().members, lambda member: list(member.tier.objects()))
+        yield from {info.id: info for _, infos in listed for info in infos}.values()
 
     def stats(self) -> TierStats:
         """Return the servers' sums divided by the number of copies, and this process's counters."""

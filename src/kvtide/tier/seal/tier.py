@@ -44,6 +44,7 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.demote import Evicting, Fill, Offer
 from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
 from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
+from kvtide.tier.source import Take, read_range
 from kvtide.tier.wrap import WrappedTier
 from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
 from kvtide.wire import pack_around, parse_header
@@ -122,6 +123,22 @@ class _Seal(NamedTuple):
         into[:] = bytes(len(into))
 
 
+def _open_pieces(seal: _Seal, pieces: memoryview, buffer: memoryview, offset: int) -> int:
+    """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
+    stop = max(offset, min(offset + len(buffer), seal.size))
+    for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES) if stop > offset else 0):
+        piece, pieces = pieces[:_STEP], pieces[_STEP:]
+        begin, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, seal.size)
+        if offset <= begin and end <= stop:
+            seal.open(number, piece, buffer[begin - offset : end - offset])
+            continue
+        opened = memoryview(bytearray(end - begin))
+        seal.open(number, piece, opened)
+        low, high = max(begin, offset), min(end, stop)
+        buffer[low - offset : high - offset] = opened[low - begin : high - begin]
+    return stop - offset
+
+
 class SealedTier(WrappedTier):
     """Seals what goes into a tier by the newest key, and opens what comes out by any of the ring's.
 
@@ -183,26 +200,50 @@ class SealedTier(WrappedTier):
         if len(pieces) < _OVERHEAD:
             # Behind the end, or what is cut within its first piece: the reader gets too few bytes.
             return 0
-        key_id, salt, size = _Prefix._make(_PREFIX.unpack_from(pieces))
+        seal = self._seal_of(object_id, pieces)
+        return None if seal is None else _open_pieces(seal, pieces, buffer, offset)
+
+    def _seal_of(self, object_id: ObjectId, piece: memoryview) -> _Seal | None:
+        """Return the seal of what begins with this piece; None, and noted, if none of our keys made it."""
+        key_id, salt, size = _Prefix._make(_PREFIX.unpack_from(piece))
         key = self._ring.find(key_id)
         if key is None:
             self._note_unopened(object_id, key_id)
             return None
-        stop = min(offset + len(buffer), size)
-        if stop <= offset:
-            return 0
-        seal = _Seal.of(key, salt, size, object_id)
-        for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES)):
-            piece, pieces = pieces[:_STEP], pieces[_STEP:]
-            begin, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, size)
-            if offset <= begin and end <= stop:
-                seal.open(number, piece, buffer[begin - offset : end - offset])
-                continue
-            opened = memoryview(bytearray(end - begin))
-            seal.open(number, piece, opened)
-            low, high = max(begin, offset), min(end, stop)
-            buffer[low - offset : high - offset] = opened[low - begin : high - begin]
-        return stop - offset
+        return _Seal.of(key, salt, size, object_id)
+
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand over a range as it comes, a piece as soon as it is whole."""
+        first, end = start // PIECE_BYTES, -(-stop // PIECE_BYTES)
+        held, at, seal, is_wanted = bytearray(), start, None, True
+
+        def open_held() -> bool:
+            nonlocal at, seal, is_wanted
+            piece = memoryview(bytes(held[:_STEP]))
+            del held[:_STEP]
+            seal = seal or (self._seal_of(object_id, piece) if len(piece) >= _OVERHEAD else None)
+            if seal is None:
+                return False
+            opened = memoryview(bytearray(min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES) - at))
+            came = _open_pieces(seal, piece, opened, at)
+            at += came
+            is_wanted = take(opened[:came])
+            return is_wanted and at < stop
+
+        def taking(part: memoryview) -> bool:
+            nonlocal is_wanted
+            held.extend(part)
+            while len(held) >= _STEP:
+                if not open_held():
+                    return False
+            is_wanted = bool(part) or take(part)
+            return is_wanted
+
+        read_range(self.tier, object_id, HEAD_BYTES + first * _STEP, HEAD_BYTES + end * _STEP, taking)
+        # The last piece of an object is shorter: only its end shows that it is whole.
+        if held and is_wanted and at < stop:
+            open_held()
+        return at >= stop or not is_wanted
 
     def _note_unopened(self, object_id: ObjectId, key_id: bytes) -> None:
         with self._lock:
