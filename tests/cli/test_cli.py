@@ -16,7 +16,9 @@ from kvtide.block import BlockLayout
 from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
+from kvtide.plan import JudgeRecord
 from kvtide.store.cache import Cache
+from kvtide.store.judging import write_judge
 from kvtide.tier.disk import DiskTier
 
 
@@ -81,6 +83,18 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
         found = next(row for row in rows if row["codec"] == "use record")
         assert found["model"] == f"uses of {block.key.hex()[:16]}" and found["tokens"] == 0
     assert kvtide_json("stats", "--store", store)["problems"] == 0
+
+
+def test_what_a_judge_knows_is_no_block(store: Path) -> None:
+    tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
+    tier.open()
+    assert write_judge(tier, JudgeRecord(bytes_per_s=1e9))
+    tier.close()
+    rows = kvtide_json("stats", "--store", store)["rows"]
+    assert sorted((row["codec"][:8], row["objects"], row["tokens"]) for row in rows) == [
+        ("judge-1", 1, 0),
+        ("lossless", 3, 48),
+    ]
 
 
 def test_rm_removes_by_prefix_and_all(store: Path, layout: BlockLayout) -> None:

@@ -15,6 +15,7 @@ from kvtide.clock import SystemClock
 from kvtide.config import Limits, cache_home
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.explain import read_header, read_object, read_record
+from kvtide.store import JUDGE_CODEC
 from kvtide.tier import ObjectInfo, Tier, disk_path, open_tier
 from kvtide.tier.disk import DiskTier
 
@@ -121,6 +122,8 @@ def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> Objec
         is_here = below_seal(tier) is not tier and below_seal(tier).contains(info.id)
         why = "sealed by a key that is not here: kvtide doctor"
         return plain("", "", 0, 0, 0, info.size, age_s, why) if is_here else None
+    if stored.codec_id == JUDGE_CODEC:
+        return plain("what a machine's judge knows", JUDGE_CODEC, 0, 0, 0, info.size, age_s, "")
     meta, profile = stored.meta, stored.profile.hex() if stored.profile else ""
     layout = meta.layout
     sizes = (layout.tokens, layout.raw_bytes, info.size)
