@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtide.cli.report import emit, progress_bars
-from kvtide.cli.store import JsonOption
+from kvtide.cli.report import JsonOption, emit, progress_bars
 
 
 def bench_position(

@@ -14,9 +14,9 @@ from kvtide.cli.report import DoctorFinding, format_bytes
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
-from kvtide.tier import disk_path, open_tier, split_seal
+from kvtide.tier import disk_path, open_tier
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.seal import Keyring, sealing_key_id
+from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _LOW_DISK_BYTES = 2 << 30

@@ -3,7 +3,7 @@
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier, TierStats
-from kvtide.tier.url import disk_path, open_tier, split_seal, stack_of, tiers_of
+from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
 
 __all__ = [
     "LastingFault",
@@ -15,7 +15,6 @@ __all__ = [
     "TierStats",
     "disk_path",
     "open_tier",
-    "split_seal",
     "stack_of",
     "tiers_of",
 ]

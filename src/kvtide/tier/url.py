@@ -1,8 +1,8 @@
 """Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, s3://bucket.
 
 A path that begins with `/`, `./`, `../` or `~` is a disk store too. `?seal=` keeps a store's objects encrypted, but for
-memory's. device:// is the memory of a device that an engine
-hands in. Invariant: what is wrong with a URL is a ValueError of one line, before anything is made or connected.
+memory's. device:// is the memory of a device that an engine hands in.
+Invariant: what is wrong with a URL is a ValueError of one line, before anything is made or connected.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvtide.config import Limits
 from kvtide.evict import DEFAULT_POLICY, EvictionOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.seal import sealed, split_seal
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:
@@ -47,22 +48,7 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
         raise ValueError("memory:// is not sealed: its objects never leave the process")
     tier = _open_plain(plain, limits, clock, is_pinned)
     with _needing("seal"):
-        from kvtide.tier.seal import sealed
-
         return sealed(tier, seal, clock)
-
-
-def split_seal(url: str) -> tuple[str, str | None]:
-    """Return a URL without `seal=`, and where its keys come from, None for a store that is not sealed."""
-    base, _, query = url.partition("?")
-    options = query.split("&") if query and "://" in url else []
-    seals = [unquote(each.removeprefix("seal=")) for each in options if each.startswith("seal=")]
-    if len(seals) > 1:
-        raise ValueError("a store has one seal=; several keys are lines of its file")
-    if not seals:
-        return url, None
-    others = "&".join(each for each in options if not each.startswith("seal="))
-    return f"{base}?{others}" if others else base, seals[0]
 
 
 def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from kvtide.clock import Clock
 from kvtide.config import environment_variable
@@ -105,6 +106,19 @@ class Keyring:
         if not by_id:
             raise ValueError(f"{self} holds no key; make one with: openssl rand -hex {KEY_BYTES}")
         return _Keys(by_id, newest)
+
+
+def split_seal(url: str) -> tuple[str, str | None]:
+    """Return a URL without `seal=`, and where its keys come from, None for a store that is not sealed."""
+    base, _, query = url.partition("?")
+    options = query.split("&") if query and "://" in url else []
+    seals = [unquote(each.removeprefix("seal=")) for each in options if each.startswith("seal=")]
+    if len(seals) > 1:
+        raise ValueError("a store has one seal=; several keys are lines of its file")
+    if not seals:
+        return url, None
+    others = "&".join(each for each in options if not each.startswith("seal="))
+    return f"{base}?{others}" if others else base, seals[0]
 
 
 def sealed(tier: Tier, source: str, clock: Clock) -> Tier:
