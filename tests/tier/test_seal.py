@@ -27,9 +27,9 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import read_range
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import Counting, Faulty
 from kvtide.types import Name, NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object
+from kvtide_lab.wrapped import Counting, Faulty
 
 pytest.importorskip("cryptography")
 from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id

@@ -24,8 +24,8 @@ from kvtide.clock import SystemClock
 from kvtide.config import cache_home
 from kvtide.engines import VLLM_VERSIONS
 from kvtide.errors import TierUnavailable
-from kvtide.server.http import FILES_MAX, listener_on
-from kvtide.server.settings import DEFAULT_LISTEN, ListenAddress, ServerSettings, parse_address
+from kvtide.server.http import listener_on
+from kvtide.server.settings import DEFAULT_LISTEN, FILES_MAX, ListenAddress, ServerSettings, parse_address
 from kvtide.tier.http import http_tier
 from kvtide.types import BlockKey, Namespace, ObjectId
 

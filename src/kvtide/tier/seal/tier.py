@@ -31,9 +31,12 @@ from kvtide.tier.base import (
     Batched,
     Buffer,
     Checked,
+    Evicting,
+    Fill,
     Forcible,
     Noting,
     ObjectInfo,
+    Offer,
     Ordered,
     Recorded,
     Replacing,
@@ -41,7 +44,6 @@ from kvtide.tier.base import (
     TierStats,
 )
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.demote import Evicting, Fill, Offer
 from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
 from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
 from kvtide.tier.source import Take, read_range
