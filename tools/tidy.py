@@ -26,7 +26,17 @@ RANK = {
 OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
     *("tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.records"),
-    *("tier.source", "tier.wrap", "tier.ram.device", "tier.stack.invalidation"),
+    *(
+        "tier.source",
+        "store.repack",
+        "store.load.job",
+        "store.load.run",
+        "store.load.sparse",
+        "store.load.streamed",
+        "tier.wrap",
+        "tier.ram.device",
+        "tier.stack.invalidation",
+    ),
     "server.settings",
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.

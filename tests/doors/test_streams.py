@@ -18,7 +18,7 @@ from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
-from kvtide.store.load import StreamReport
+from kvtide.store.load.streamed import StreamReport
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.

@@ -22,8 +22,9 @@ from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan import Judge, PrefillSpeed, Way
-from kvtide.store.load import LoadRequest, Streamed
+from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.run import FetchLimits
+from kvtide.store.load.streamed import Streamed
 from kvtide.testing.strategies import namespace
 from kvtide.tier.base import IsPinned
 from kvtide.tier.ram import MemoryTier

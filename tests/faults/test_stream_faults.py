@@ -20,9 +20,10 @@ from kvtide.codec import LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.plan import Link, PrefillSpeed, TwoEnded
 from kvtide.plan.layered import Layered
-from kvtide.store.load import LoadRequest, Streamed
+from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import FetchLimits, FetchRun
+from kvtide.store.load.streamed import Streamed
 from kvtide.tier.http.peer import PeerSettings
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.stack import TierStack

@@ -148,8 +148,9 @@ def test_request_says_in_its_transfer_params_that_it_wants_the_latest(params: An
 
     asked: list[tuple[Any, ...]] = []
     connector: Any = object.__new__(KVTideConnector)
+    connector._settings = ConnectorSettings.parse({"store": "memory://"})
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0)
     kind = dict.fromkeys(("lora_request", "pooling_params", "prompt_embeds", "mm_features", "cache_salt"))
     request = SimpleNamespace(**kind, resumable=False, request_id="r", all_token_ids=[1, 2], kv_transfer_params=params)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert asked == [("r", b"", [1, 2], 0, is_latest)]
+    assert asked == [("r", b"", [1, 2], 0, is_latest, None)]

@@ -25,8 +25,7 @@ from kvtide.plan import Link as KnownLink
 from kvtide.plan.bandwidth import Estimator, HarmonicRate, LastRate
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule, FixedLevel
-from kvtide.store.load import LoadRequest
-from kvtide.store.load.job import FetchJob, layered_job, level_job
+from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, level_job
 from kvtide_lab.bench.services import started
 from kvtide_lab.bench.shaped import LATE_S, ShapedProxy
 from kvtide_lab.bench.stream_exact import ExactTimes, exact_times

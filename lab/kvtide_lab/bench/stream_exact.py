@@ -11,8 +11,8 @@ from kvtide.codec import LosslessCodec
 from kvtide.plan import Link as KnownLink
 from kvtide.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
 from kvtide.plan.layered import Layered
-from kvtide.store.load import LoadRequest, Streamed
-from kvtide.store.load.job import layered_job
+from kvtide.store.load.job import LoadRequest, layered_job
+from kvtide.store.load.streamed import Streamed
 from kvtide.wire import StoredObject
 from kvtide_lab.bench.stream_rig import Rig
 from kvtide_lab.sim.links import Link

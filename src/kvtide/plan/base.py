@@ -241,7 +241,7 @@ def mean_kl(request: Request, progress: Progress) -> float:
 def is_ready(request: Request, progress: Progress) -> bool:
     """Tell whether the engine should start now: every chunk is usable, and the deadline or the goal is reached.
 
-    Or nothing more can come: every refinement is here.
+    Or, where there is no deadline, nothing more can come: every refinement is here.
     """
     if not _is_usable(progress):
         return False
@@ -267,7 +267,7 @@ def _is_good(request: Request, progress: Progress) -> bool:
 
 def _is_complete(request: Request, progress: Progress) -> bool:
     here = (steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed)
-    return request.is_layered and all(steps == request.steps for steps in here)
+    return request.is_layered and math.isinf(request.deadline_s) and all(steps == request.steps for steps in here)
 
 
 def _lost(request: Request, progress: Progress) -> Iterator[float]:

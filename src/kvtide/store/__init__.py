@@ -2,7 +2,6 @@
 
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.judging import CODEC_ID as JUDGE_CODEC
-from kvtide.store.repack import Repacker, UseStore
 from kvtide.store.storing import BlockSource, PendingBlock
 
-__all__ = ["JUDGE_CODEC", "BlockSource", "Cache", "PendingBlock", "Repacker", "UseStore", "cache_for"]
+__all__ = ["JUDGE_CODEC", "BlockSource", "Cache", "PendingBlock", "cache_for"]

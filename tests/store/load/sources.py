@@ -16,8 +16,8 @@ from kvtide.errors import TierUnavailable
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
-from kvtide.store.load import Backfill, LoadAccess, LoadRequest, LoadWorkers
-from kvtide.store.load.job import FetchJob, layered_job
+from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
+from kvtide.store.load.job import FetchJob, LoadRequest, layered_job
 from kvtide.store.placing import FaultGuard
 from kvtide.testing.strategies import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -120,7 +119,9 @@ def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
     keeper.close()
     assert not keeper.offer(left_of(OBJECTS))
     assert store.objects == {}
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvtide-keep" and thread.is_alive()]
+    assert keeper._thread is not None
+    keeper._thread.join(20)
+    assert not keeper._thread.is_alive()
     keeper.close()
 
 

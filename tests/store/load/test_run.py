@@ -22,8 +22,7 @@ from kvtide.clock import SystemClock
 from kvtide.plan import Link, Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule
-from kvtide.store.load import LoadRequest
-from kvtide.store.load.job import FetchJob, level_job
+from kvtide.store.load.job import FetchJob, LoadRequest, level_job
 from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
 

@@ -27,15 +27,7 @@ from kvtide.engines.paged.orders import (
 from kvtide.engines.paged.pages import LayeredPages, PagePool
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import (
-    QUALITY_SLACK,
-    FetchLimits,
-    LoadReport,
-    LoadRequest,
-    MissReason,
-    Streamed,
-    Whole,
-)
+from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
 
 # Requests that load at the same time; more wait their turn.
@@ -157,6 +149,11 @@ class WorkerHalf:
         self, load: PageLoad, metas: Sequence[BlockMeta], kept: int, left_s: float, how: StreamOrder
     ) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
+        # Who streams nothing needs none of it.
+        from kvtide.store.load.job import LoadRequest
+        from kvtide.store.load.run import FetchLimits
+        from kvtide.store.load.streamed import Streamed
+
         until_s = load.started_s + how.within_s - self._clock.monotonic_s()
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)

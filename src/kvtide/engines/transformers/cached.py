@@ -32,7 +32,9 @@ from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSetting
 from kvtide.keys import LatestKeys
 from kvtide.plan import PrefillSpeed, policy_named
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import Sparse, Streamed, StreamReport, Whole
+from kvtide.store.load import Whole
+from kvtide.store.load.sparse import Sparse
+from kvtide.store.load.streamed import Streamed, StreamReport
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase
 from kvtide.importance import WRITER_BYTES, Floats
-from kvtide.store import Cache, Repacker, UseStore
-from kvtide.store.load import SparseLoad
+from kvtide.store import Cache
+from kvtide.store.load.sparse import SparseLoad
+from kvtide.store.repack import Repacker, UseStore
 from kvtide.types import ObjectId
 
 

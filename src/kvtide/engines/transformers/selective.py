@@ -34,7 +34,7 @@ from kvtide.importance import (
     select_chunks,
     top_tokens,
 )
-from kvtide.store.load import ChunkBits, SparseLoad
+from kvtide.store.load.sparse import ChunkBits, SparseLoad
 
 # KL divergence of the next token that a selection of part of a prefix is taken for, in nats: SmolLM2-135M at ratios of
 # .1 to .5 (`kvtide-lab bench importance`: .0100, .0077, .0002).

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.plan import CHUNK_TOKENS, PrefillSpeed, policy_named
-from kvtide.store.load import QUALITY_SLACK, LoadRequest
+from kvtide.store.load import QUALITY_SLACK
+from kvtide.store.load.job import LoadRequest
 
 
 class StreamSettings(NamedTuple):

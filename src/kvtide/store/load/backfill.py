@@ -11,15 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.store.load.receiver import Receiver
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
+
+if TYPE_CHECKING:
+    from kvtide.store.load.receiver import Receiver
 
 _log = logging.getLogger(__name__)
 
