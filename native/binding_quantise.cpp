@@ -20,7 +20,8 @@ void want_values(const Values& values, std::size_t tokens, std::size_t channels,
 }
 
 template <class Anchors, class AnchorScales, class Deltas>
-Grouping grouping_of(const Anchors& anchors, const AnchorScales& scales, const Deltas& deltas, std::size_t group) {
+Grouping grouping_of(const Anchors& anchors, const AnchorScales& scales, const Deltas& deltas, std::size_t group, int half) {
+  want(half >= 1 && half <= 32767, "half the bins must be from 1 to 32767");
   want(group >= 1, "a group has at least one token");
   const Grouping grouping{anchors.shape(1) + deltas.shape(1), anchors.shape(0), group};
   want(deltas.shape(0) == grouping.channels, "anchors and deltas must have the same channels");
@@ -35,51 +36,31 @@ double py_delta_energy(const ConstBytes& values, int type_code, std::size_t toke
   return unlocked([&] { return delta_energy(span_of(values), type, Grouping{tokens, channels, group}); });
 }
 
-bool py_cachegen_quantise(const ConstBytes& values, int type_code, std::size_t group, float step, const Steps& anchors,
-                          const Scales& scales, const Steps& deltas) {
+bool py_quantise(const ConstBytes& values, int type_code, std::size_t group, int half, float step, const Steps& anchors,
+                 const Scales& scales, const Steps& deltas) {
   const ElementType type = element_type(type_code);
-  const Grouping grouping = grouping_of(anchors, scales, deltas, group);
+  const Grouping grouping = grouping_of(anchors, scales, deltas, group, half);
   want(step >= step_min, "the step must be at least 1e-30, so that its inverse is finite");
   want_values(values, grouping.tokens, grouping.channels, type);
   return unlocked([&] {
-    return cachegen_quantise(span_of(values), type, grouping, step, flat(anchors), span_of(scales), flat(deltas));
+    return quantise(span_of(values), type, grouping, half, step, flat(anchors), span_of(scales), flat(deltas));
   });
 }
 
-void py_cachegen_restore(const ConstSteps& anchors, const ConstScales& scales, const ConstSteps& deltas, std::size_t group,
-                         float step, int type_code, const Bytes& values) {
+void py_restore(const ConstSteps& anchors, const ConstScales& scales, const ConstSteps& deltas, std::size_t group, int half,
+                float step, int type_code, const Bytes& values) {
   const ElementType type = element_type(type_code);
-  const Grouping grouping = grouping_of(anchors, scales, deltas, group);
+  const Grouping grouping = grouping_of(anchors, scales, deltas, group, half);
   want_values(values, grouping.tokens, grouping.channels, type);
-  unlocked([&] { cachegen_restore(flat(anchors), span_of(scales), flat(deltas), grouping, step, type, span_of(values)); });
-}
-
-bool py_chunkwise_quantise(const ConstBytes& values, int type_code, int half, const Steps& symbols, const Scales& scales) {
-  const ElementType type = element_type(type_code);
-  want(half >= 1 && half <= 32767, "half the bins must be from 1 to 32767");
-  want(scales.size() == symbols.shape(1), "every token has one scale");
-  want_values(values, symbols.shape(1), symbols.shape(0), type);
-  return unlocked([&] {
-    return chunkwise_quantise(span_of(values), type, symbols.shape(1), symbols.shape(0), half, flat(symbols), span_of(scales));
-  });
-}
-
-void py_chunkwise_restore(const ConstSteps& symbols, const ConstScales& scales, int half, int type_code, const Bytes& values) {
-  const ElementType type = element_type(type_code);
-  want(half >= 1 && half <= 32767, "half the bins must be from 1 to 32767");
-  want(scales.size() == symbols.shape(1), "every token has one scale");
-  want_values(values, symbols.shape(1), symbols.shape(0), type);
-  unlocked([&] { chunkwise_restore(flat(symbols), span_of(scales), symbols.shape(0), half, type, span_of(values)); });
+  unlocked([&] { restore(flat(anchors), span_of(scales), flat(deltas), grouping, half, step, type, span_of(values)); });
 }
 
 }  // namespace
 
 void bind_quantise(nb::module_& module) {
   module.def("delta_energy", &py_delta_energy);
-  module.def("cachegen_quantise", &py_cachegen_quantise);
-  module.def("cachegen_restore", &py_cachegen_restore);
-  module.def("chunkwise_quantise", &py_chunkwise_quantise);
-  module.def("chunkwise_restore", &py_chunkwise_restore);
+  module.def("quantise_groups", &py_quantise);
+  module.def("restore_groups", &py_restore);
 }
 
 }  // namespace kvtide

@@ -7,7 +7,6 @@
 namespace kvtide {
 namespace {
 
-constexpr float anchor_half = 127.0f;
 constexpr float delta_max = 32767.0f;
 
 // The largest magnitude of a token; not finite if one value is not.
@@ -62,12 +61,12 @@ double delta_energy(std::span<const std::uint8_t> values, ElementType type, cons
   });
 }
 
-bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, float step,
-                       std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas) {
+bool quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, int half, float step,
+              std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas) {
   return with_type(type, [&]<ElementType element>() {
     const std::size_t item_bytes = element_bytes(element);
     const std::size_t channels = grouping.channels, groups = grouping.groups(), delta_count = grouping.deltas();
-    const float inverse_step = 1.0f / step;
+    const float inverse_step = 1.0f / step, limit = static_cast<float>(half);
     std::size_t delta_position = 0;
     for (std::size_t token = 0; token < grouping.tokens; ++token) {
       const std::size_t group = token / grouping.group;
@@ -77,13 +76,13 @@ bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, c
       if (std::isinf(largest)) return false;
       if (is_anchor) {
         scales[group] = scale_bits(largest);
-        const float factor = inverse(anchor_half, scale_value(scales[group]));
+        const float factor = inverse(limit, scale_value(scales[group]));
         for (std::size_t c = 0; c < channels; ++c) {
-          anchors[c * groups + group] = rounded(load<element>(row + c * item_bytes) * factor, anchor_half);
+          anchors[c * groups + group] = rounded(load<element>(row + c * item_bytes) * factor, limit);
         }
         continue;
       }
-      const float unit = scale_value(scales[group]) / anchor_half;
+      const float unit = scale_value(scales[group]) / static_cast<float>(half);
       for (std::size_t c = 0; c < channels; ++c) {
         const float anchor = static_cast<float>(anchors[c * groups + group]) * unit;
         const float delta = load<element>(row + c * item_bytes) - anchor;
@@ -95,16 +94,15 @@ bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, c
   });
 }
 
-void cachegen_restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales,
-                      std::span<const std::int16_t> deltas, const Grouping& grouping, float step, ElementType type,
-                      std::span<std::uint8_t> values) {
+void restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales, std::span<const std::int16_t> deltas,
+             const Grouping& grouping, int half, float step, ElementType type, std::span<std::uint8_t> values) {
   with_type(type, [&]<ElementType element>() {
     const std::size_t item_bytes = element_bytes(element);
     const std::size_t channels = grouping.channels, groups = grouping.groups(), delta_count = grouping.deltas();
     std::size_t delta_position = 0;
     for (std::size_t token = 0; token < grouping.tokens; ++token) {
       const std::size_t group = token / grouping.group;
-      const float unit = scale_value(scales[group]) / anchor_half;
+      const float unit = scale_value(scales[group]) / static_cast<float>(half);
       const bool is_anchor = token % grouping.group == 0;
       std::uint8_t* row = values.data() + token * channels * item_bytes;
       for (std::size_t c = 0; c < channels; ++c) {
@@ -113,40 +111,6 @@ void cachegen_restore(std::span<const std::int16_t> anchors, std::span<const std
         store<element>(value, row + c * item_bytes);
       }
       if (!is_anchor) ++delta_position;
-    }
-  });
-}
-
-bool chunkwise_quantise(std::span<const std::uint8_t> values, ElementType type, std::size_t tokens, std::size_t channels,
-                        int half, std::span<std::int16_t> symbols, std::span<std::uint16_t> scales) {
-  return with_type(type, [&]<ElementType element>() {
-    const std::size_t item_bytes = element_bytes(element);
-    const auto limit = static_cast<float>(half);
-    for (std::size_t token = 0; token < tokens; ++token) {
-      const std::uint8_t* row = values.data() + token * channels * item_bytes;
-      const float largest = magnitude_max<element>(row, channels, item_bytes);
-      if (std::isinf(largest)) return false;
-      scales[token] = scale_bits(largest);
-      const float factor = inverse(limit, scale_value(scales[token]));
-      for (std::size_t c = 0; c < channels; ++c) {
-        symbols[c * tokens + token] = rounded(load<element>(row + c * item_bytes) * factor, limit);
-      }
-    }
-    return true;
-  });
-}
-
-void chunkwise_restore(std::span<const std::int16_t> symbols, std::span<const std::uint16_t> scales, std::size_t channels,
-                       int half, ElementType type, std::span<std::uint8_t> values) {
-  with_type(type, [&]<ElementType element>() {
-    const std::size_t item_bytes = element_bytes(element);
-    const std::size_t tokens = scales.size();
-    for (std::size_t token = 0; token < tokens; ++token) {
-      const float unit = scale_value(scales[token]) / static_cast<float>(half);
-      std::uint8_t* row = values.data() + token * channels * item_bytes;
-      for (std::size_t c = 0; c < channels; ++c) {
-        store<element>(static_cast<float>(symbols[c * tokens + token]) * unit, row + c * item_bytes);
-      }
     }
   });
 }

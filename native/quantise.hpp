@@ -27,18 +27,12 @@ struct Grouping {
 // Sum of squares of all deltas to their group's anchor, for the step; not finite if a value is not.
 double delta_energy(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping);
 
-// anchors: (channels, groups), 8 bits of their token's scale; deltas: (channels, deltas), in steps, against the anchor as it will be
-// decoded. False, with the outputs unspecified, if a value is not finite. Spans have exactly these sizes.
-bool cachegen_quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, float step,
-                       std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas);
-void cachegen_restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales,
-                      std::span<const std::int16_t> deltas, const Grouping& grouping, float step, ElementType type,
-                      std::span<std::uint8_t> values);
-
-// symbols: (channels, tokens), each value as a share of its token's scale, from -half to half. A token of zeros has scale 0.
-bool chunkwise_quantise(std::span<const std::uint8_t> values, ElementType type, std::size_t tokens, std::size_t channels,
-                        int half, std::span<std::int16_t> symbols, std::span<std::uint16_t> scales);
-void chunkwise_restore(std::span<const std::int16_t> symbols, std::span<const std::uint16_t> scales, std::size_t channels,
-                       int half, ElementType type, std::span<std::uint8_t> values);
+// anchors: (channels, groups), each value as a share of its token's scale, from -half to half; a token of zeros has scale 0. deltas:
+// (channels, deltas), in steps, against the anchor as it will be decoded. False, with the outputs unspecified, if a value is not
+// finite. Spans have exactly these sizes. Groups of one token have no deltas: that is chunkwise quantising.
+bool quantise(std::span<const std::uint8_t> values, ElementType type, const Grouping& grouping, int half, float step,
+              std::span<std::int16_t> anchors, std::span<std::uint16_t> scales, std::span<std::int16_t> deltas);
+void restore(std::span<const std::int16_t> anchors, std::span<const std::uint16_t> scales, std::span<const std::int16_t> deltas,
+             const Grouping& grouping, int half, float step, ElementType type, std::span<std::uint8_t> values);
 
 }  // namespace kvtide

@@ -13,33 +13,25 @@ def map_bytes(
     out: NDArray[np.uint8],
 ) -> None: ...
 def delta_energy(values: NDArray[np.uint8], element_type: int, tokens: int, channels: int, group: int) -> float: ...
-def cachegen_quantise(
+def quantise_groups(
     values: NDArray[np.uint8],
     element_type: int,
     group: int,
-    step: float,
-    anchors: NDArray[np.int16],
-    scales: NDArray[np.uint16],
-    deltas: NDArray[np.int16],
-) -> bool: ...
-def cachegen_restore(
-    anchors: NDArray[np.int16],
-    scales: NDArray[np.uint16],
-    deltas: NDArray[np.int16],
-    group: int,
-    step: float,
-    element_type: int,
-    values: NDArray[np.uint8],
-) -> None: ...
-def chunkwise_quantise(
-    values: NDArray[np.uint8],
-    element_type: int,
     half: int,
-    symbols: NDArray[np.int16],
+    step: float,
+    anchors: NDArray[np.int16],
     scales: NDArray[np.uint16],
+    deltas: NDArray[np.int16],
 ) -> bool: ...
-def chunkwise_restore(
-    symbols: NDArray[np.int16], scales: NDArray[np.uint16], half: int, element_type: int, values: NDArray[np.uint8]
+def restore_groups(
+    anchors: NDArray[np.int16],
+    scales: NDArray[np.uint16],
+    deltas: NDArray[np.int16],
+    group: int,
+    half: int,
+    step: float,
+    element_type: int,
+    values: NDArray[np.uint8],
 ) -> None: ...
 def rope_load(
     keys: NDArray[np.uint8],

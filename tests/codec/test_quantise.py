@@ -58,7 +58,7 @@ def quantised(values: Floats, code: int, step: float) -> tuple[Any, Any, Any]:
     anchors, scales = np.empty((channels, groups), np.int16), np.empty(groups, np.uint16)
     deltas = np.empty((channels, tokens - groups), np.int16)
     data, _ = as_elements(values, code)
-    assert _native.cachegen_quantise(data, code, GROUP, step, anchors, scales, deltas)
+    assert _native.quantise_groups(data, code, GROUP, 127, step, anchors, scales, deltas)
     return anchors, scales, deltas
 
 
@@ -84,7 +84,7 @@ def test_cachegen_is_off_by_half_a_step_at_most(seed: int, tokens: int, code: in
     values = np.random.default_rng(seed).normal(size=(tokens, 8)).astype(np.float32)
     data, exact = as_elements(values, code)
     out = np.empty_like(data)
-    _native.cachegen_restore(*quantised(values, code, 0.25), GROUP, 0.25, code, out)
+    _native.restore_groups(*quantised(values, code, 0.25), GROUP, 127, 0.25, code, out)
     error = np.abs(from_elements(out, code, values.shape) - exact)
     is_anchor = np.arange(tokens) % GROUP == 0
     # Beside the step: the rounding of the output's own type.
@@ -101,13 +101,14 @@ def test_chunkwise_is_its_twin_and_in_its_bound(seed: int, tokens: int, code: in
     values[0] = 0
     data, exact = as_elements(values, code)
     symbols, scales, out = np.empty((6, tokens), np.int16), np.empty(tokens, np.uint16), np.empty_like(data)
-    assert _native.chunkwise_quantise(data, code, half, symbols, scales)
+    none = np.empty((6, 0), np.int16)
+    assert _native.quantise_groups(data, code, 1, half, 1.0, symbols, scales, none)
     bits, scale = scale_up(np.abs(exact).max(axis=1))
     with np.errstate(divide="ignore"):
         factor = np.where(scale > 0, np.float32(half) / scale, np.float32(0)).astype(np.float32)
     assert np.array_equal(scales, bits)
     assert np.array_equal(symbols, np.rint(np.clip(exact * factor[:, None], -half, half)).astype(np.int16).T)
-    _native.chunkwise_restore(symbols, scales, half, code, out)
+    _native.restore_groups(symbols, scales, none, 1, half, 1.0, code, out)
     restored = from_elements(out, code, values.shape)
     assert not restored[0].any()
     assert (np.abs(restored - exact).max(axis=1) <= scale / half / 2 + 2e-2).all()
@@ -121,15 +122,15 @@ def test_values_that_are_not_finite_are_refused(bad: float, code: int, token: in
     values[token, 2] = bad
     data, _ = as_elements(values, code)
     anchors, scales, deltas = np.empty((4, 2), np.int16), np.empty(2, np.uint16), np.empty((4, 10), np.int16)
-    assert not _native.cachegen_quantise(data, code, GROUP, 0.1, anchors, scales, deltas)
-    assert not _native.chunkwise_quantise(data, code, 15, np.empty((4, 12), np.int16), np.empty(12, np.uint16))
+    assert not _native.quantise_groups(data, code, GROUP, 127, 0.1, anchors, scales, deltas)
 
 
 def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None:
     """Symbol 15 of 15 is the scale itself: every positive bfloat16, so that denormals and overflow are met."""
     scales = np.arange(1, 0x7F80, dtype=np.uint16)
     out = np.empty(2 * scales.size, np.uint8)
-    _native.chunkwise_restore(np.full((1, scales.size), 15, np.int16), scales, 15, 2, out)
+    symbols, none = np.full((1, scales.size), 15, np.int16), np.empty((1, 0), np.int16)
+    _native.restore_groups(symbols, scales, none, 1, 15, 1.0, 2, out)
     values = (scales.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         expected = np.minimum(np.float32(15) * (values / np.float32(15)), np.float32(65504)).astype(np.float16)
@@ -142,6 +143,7 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
         ({"code": 0}, "element type"),
         ({"code": 4}, "element type"),
         ({"group": 0}, "group"),
+        ({"half": 0}, "half"),
         ({"step": 0.0}, "step"),
         ({"step": -1.0}, "step"),
         ({"step": float("nan")}, "step"),
@@ -151,13 +153,15 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
     ],
 )
 def test_sizes_that_do_not_fit_are_value_errors(arguments: dict[str, Any], message: str) -> None:
-    given_: dict[str, Any] = {"code": 1, "group": 10, "step": 0.1, "tokens": 12, "anchors": (4, 2), "deltas": (4, 10)}
+    given_: dict[str, Any] = {"code": 1, "group": 10, "half": 127, "step": 0.1, "tokens": 12}
+    given_ |= {"anchors": (4, 2), "deltas": (4, 10)}
     given_ |= arguments
     with pytest.raises(ValueError, match=message):
-        _native.cachegen_quantise(
+        _native.quantise_groups(
             np.zeros(given_["tokens"] * 4 * 4, np.uint8),
             given_["code"],
             given_["group"],
+            given_["half"],
             given_["step"],
             np.zeros(given_["anchors"], np.int16),
             np.zeros(given_["anchors"][1], np.uint16),

@@ -95,7 +95,7 @@ def test_what_a_hostile_payload_makes_too_large_is_the_largest_value(dtype: KVDt
     scales = np.array([0x7F7F, 0x7F7F], dtype=np.uint16)
     steps = np.array([[32767, -32767]], dtype=np.int16)
     out = np.empty(2 * dtype.item_bytes, dtype=np.uint8)
-    _native.chunkwise_restore(steps, scales, 7, dtype.code, out)
+    _native.restore_groups(steps, scales, np.empty((1, 0), np.int16), 1, 7, 1.0, dtype.code, out)
     found = out.view({2: np.uint16, 4: np.uint32}[dtype.item_bytes])
     assert found.tolist() == [LARGEST[dtype], LARGEST[dtype] | SIGN[dtype]]
 

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec.base import layer_views, sections_by_layer
+from kvtide.block import BlockLayout
+from kvtide.codec.base import layer_section_ids
 from kvtide.codec.profile import Profile
-from kvtide.codec.published.integers import IntegerRuns, Integers
-from kvtide.codec.published.shared import ProfiledCodec, read_scales
-from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.types import Section, SectionId, SectionKind
+from kvtide.codec.published.integers import Distribution, IntegerRuns
+from kvtide.codec.published.shared import LayerHead, Part, ProfiledCodec, read_scales
+from kvtide.errors import CorruptPayload
 
 # Bins of the finer and of the coarser layers. Level 3 has those of LMCache 0.5.6: of 32 layers, the first 10 of K and
 # the first 2 of V are finer.
@@ -39,58 +37,43 @@ def half_bins(layer: int, which: int, layers: int, level: int) -> int:
     return (fine if is_fine else coarse) // 2 - 1
 
 
-def share_of_scale(values: NDArray[np.uint8], layout: BlockLayout, half: int) -> tuple[Integers, NDArray[np.uint16]]:
-    """Return symbols (channels, tokens) and scales (tokens) of K or V of a layer. UnencodableBlock if not finite."""
-    channels = layout.kv_heads * layout.head_dim
-    symbols = np.empty((channels, layout.tokens), dtype=np.int16)
-    scales = np.empty(layout.tokens, dtype=np.uint16)
-    if not _native.chunkwise_quantise(values, layout.dtype.code, half, symbols, scales):
-        raise UnencodableBlock("a value is not finite")
-    return symbols, scales
-
-
 class ChunkwiseCodec(ProfiledCodec):
     """The codec; see ProfiledCodec for level, coder and profile."""
 
     codec_id = "chunkwise-1"
+    group_tokens = 1
 
     def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
         super().__init__(level, _LEVEL_QUALITY, coder, profile)
 
-    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
-        """Return one section a layer. UnencodableBlock for values that are not finite."""
-        self.check(meta, bits)
-        return [
-            Section(SectionId(SectionKind.DATA, 0, layer, layer + 1), self._encode_layer(meta.layout, layer, values))
-            for layer, values in enumerate(layer_views(bits))
-        ]
+    def parts(self, layout: BlockLayout) -> list[list[Part]]:
+        """Return one section a layer; see ProfiledCodec."""
+        runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
+        return [[Part(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in layer_section_ids(layout)]
 
-    def _encode_layer(self, layout: BlockLayout, layer: int, values: NDArray[np.uint8]) -> bytes:
-        coded = [
-            share_of_scale(half, layout, half_bins(layer, which, layout.layers, self._level))
-            for which, half in enumerate(values.reshape(2, -1))
-        ]
-        symbols = np.stack([symbols for symbols, _ in coded])
-        scales = b"".join(scales.astype("<u2").tobytes() for _, scales in coded)
-        return _PREFIX.pack(self._level, 0, 0) + scales + self.code(f"share.{self._level}", layer, symbols)
+    def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
+        """See `half_bins`."""
+        return half_bins(layer, which, layout.layers, level)
 
-    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
-        """Write the block that the sections make into `out`."""
-        self.check_out(meta, out)
-        ordered = sections_by_layer(meta.layout, sections)
-        for layer, (section, values) in enumerate(zip(ordered, layer_views(out), strict=True)):
-            self._decode_layer(meta.layout, layer, memoryview(section.data), values.reshape(2, -1))
+    def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
+        """Return any step: there are no deltas."""
+        return 1.0
 
-    def _decode_layer(self, layout: BlockLayout, layer: int, data: memoryview, halves: NDArray[np.uint8]) -> None:
+    def name(self, level: int, position: int) -> str:
+        """Return the name of a level's distributions."""
+        return f"share.{level}"
+
+    def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
+        """Return level and scales; see ProfiledCodec."""
+        return _PREFIX.pack(self.level, 0, 0) + scales
+
+    def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
+        """Return what `pack_head` packed; see ProfiledCodec."""
         numbers_start = _PREFIX.size + 2 * 2 * layout.tokens
         if len(data) <= numbers_start:
             raise CorruptPayload(f"layer {layer}: expected more than {numbers_start} bytes, got {len(data)}")
         level, zero, zeros = _PREFIX.unpack_from(data)
         if level not in CHUNKWISE_LEVELS or zero or zeros:
             raise CorruptPayload(f"layer {layer}: chunkwise has no level {level}")
-        scales = read_scales(data[_PREFIX.size : numbers_start], 2)
-        runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
-        symbols = self.uncode(f"share.{level}", layer, data[numbers_start:], runs)
-        for which in (0, 1):
-            half = half_bins(layer, which, layout.layers, level)
-            _native.chunkwise_restore(symbols[which], scales[which], half, layout.dtype.code, halves[which])
+        scales = read_scales(data[_PREFIX.size : numbers_start])
+        return LayerHead(level, (1.0, 1.0), scales, None, data[numbers_start:])

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockLayout, check_bits
 from kvtide.codec.base import layer_views
 from kvtide.codec.profile import Profile
-from kvtide.codec.published.cachegen import LEVELS, delta_deviation, layer_step, split_deltas
-from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS, half_bins, share_of_scale
+from kvtide.codec.published.cachegen import ANCHOR_HALF, GROUP_TOKENS, LEVELS, delta_deviation, layer_step
+from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS, half_bins
 from kvtide.codec.published.integers import VALUE_MAX, Integers, fit_distribution, value_counts
-from kvtide.codec.published.shared import distribution_arrays
+from kvtide.codec.published.shared import distribution_arrays, split
 
 # Yields (name of the distribution, numbers of one of K and V of a layer: (channels, symbols)).
 _Splitter = Callable[["ProfileFitter", int, int, NDArray[np.uint8]], Iterator[tuple[str, Integers]]]
@@ -29,9 +29,10 @@ def _cachegen(
     layout = fitter.layout
     deviation = float(fitter.deviation[layer, which])
     for level in LEVELS:
-        split = split_deltas(values, layout, float(np.float32(layer_step(deviation, layer, layout.layers, level))))
-        yield f"delta.{level}", split.deltas
-    yield "anchor", split.anchors
+        step = float(np.float32(layer_step(deviation, layer, layout.layers, level)))
+        found = split(values, layout, GROUP_TOKENS, ANCHOR_HALF, step)
+        yield f"delta.{level}", found.deltas
+    yield "anchor", found.anchors
 
 
 def _chunkwise(
@@ -39,7 +40,7 @@ def _chunkwise(
 ) -> Iterator[tuple[str, Integers]]:
     layout = fitter.layout
     for level in CHUNKWISE_LEVELS:
-        yield f"share.{level}", share_of_scale(values, layout, half_bins(layer, which, layout.layers, level))[0]
+        yield f"share.{level}", split(values, layout, 1, half_bins(layer, which, layout.layers, level)).anchors
 
 
 _SPLITTERS: dict[str, _Splitter] = {"cachegen": _cachegen, "chunkwise": _chunkwise}

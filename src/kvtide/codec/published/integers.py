@@ -141,22 +141,39 @@ def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray
     return best, best_counts
 
 
-def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribution, is_shared: bool) -> bytes:
-    """Return the coded form of `values`: (streams, runs, symbols), contiguous.
+class WrittenIntegers(NamedTuple):
+    """Coded numbers in pieces: the streams, the escapes that each takes, and the planes of low bits, back to back."""
 
-    With `is_shared` the distributions are left out: the reader has them.
-    """
+    streams: CodedStreams
+    escape_counts: Sequence[int]
+    escapes: Integers
+    planes: bytes
+
+
+def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribution, is_shared: bool) -> bytes:
+    """Return the coded form of `values`: (streams, runs, symbols), contiguous; see `join_integers`."""
     assert values.shape == (runs.streams, runs.runs, runs.symbols)
     by_run = values.reshape(runs.distributions, runs.symbols)
     symbols = _symbols(by_run, distribution.shifts).reshape(runs.streams, runs.runs * runs.symbols)
     is_escape = symbols == ESCAPE
     coded = distribution.tables.encode(symbols, runs.entropy_runs())
-    tables = b"" if is_shared else distribution.to_bytes()
-    parts = [_HEADER.pack(distribution.coder, not is_shared, 0, len(tables), runs.streams)]
-    parts += [_STREAM.pack(size, int(is_escape[i].sum())) for i, size in enumerate(coded.sizes)]
-    escapes = values.reshape(runs.streams, -1)[is_escape].astype("<i2")
-    parts += [tables, bytes(coded.data), escapes.tobytes(), *_low_planes(by_run, distribution.shifts)]
+    escapes, planes = values.reshape(runs.streams, -1)[is_escape], _low_planes(by_run, distribution.shifts)
+    written = WrittenIntegers(coded, is_escape.sum(axis=1).tolist(), escapes, b"".join(planes))
+    return join_integers(written, distribution, is_shared)
+
+
+def join_integers(written: WrittenIntegers, distribution: Distribution, is_shared: bool) -> bytes:
+    """Return the pieces as one payload. With `is_shared` the distributions are left out: the reader has them."""
+    tables, sizes = b"" if is_shared else distribution.to_bytes(), written.streams.sizes
+    parts = [_HEADER.pack(distribution.coder, not is_shared, 0, len(tables), len(sizes))]
+    parts += [_STREAM.pack(*pair) for pair in zip(sizes, written.escape_counts, strict=True)]
+    parts += [tables, bytes(written.streams.data), written.escapes.astype("<i2").tobytes(), written.planes]
     return b"".join(parts)
+
+
+def plane_bits(shifts: NDArray[np.uint8], symbols: int) -> list[int]:
+    """Return how many low bits each plane has; each begins with a byte of its own."""
+    return [int((shifts > bit).sum()) * symbols for bit in range(int(shifts.max(initial=0)))]
 
 
 def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
@@ -168,37 +185,35 @@ def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
     return planes
 
 
-def coder_of(data: memoryview) -> int:
-    """Return the coder that coded numbers name; any, if they name none that is: `decode_integers` refuses them."""
-    return data[0] if data and data[0] < len(CODERS) else 0
-
-
 def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
     """Return the numbers that `encode_integers` coded: (streams, runs, symbols).
 
     CorruptPayload unless `data` is exactly that, or if it needs shared distributions and there are none.
     """
-    coded = _Coded.parse(data, runs.streams)
-    if coded.tables is None:
-        found = decode_alike([data], runs, shared)
-    else:
-        found = _decode([coded], runs, Distribution.parse(coded.coder, coded.tables, runs.distributions))
-    return found.reshape(runs.streams, runs.runs, runs.symbols)
+    coded = CodedIntegers.parse(data, runs.streams)
+    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
+    return found
 
 
-def decode_alike(pieces: Sequence[memoryview], runs: IntegerRuns, shared: Distribution | None) -> Integers:
-    """Return the numbers of several pieces with the same runs: (pieces, streams, runs, symbols).
+def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distribution: Distribution) -> Integers:
+    """Return the numbers of several pieces with the same runs and distributions: (pieces, streams, runs, symbols).
 
-    Side by side they meet each table once, which is faster than one after the other. CorruptPayload unless all take
-    these shared distributions.
+    Side by side they meet each table once, which is faster than one after the other.
     """
-    parsed = [_Coded.parse(piece, runs.streams) for piece in pieces]
-    if shared is None or not all(coded.tables is None and coded.coder == shared.coder for coded in parsed):
-        raise CorruptPayload("coded numbers need distributions that are not here")
-    return _decode(parsed, runs, shared)
+    streams = CodedStreams(b"".join(piece.streams for piece in pieces), [size for p in pieces for size in p.sizes])
+    elements = np.frombuffer(b"".join(piece.escapes for piece in pieces), dtype="<u2").astype(np.uint16)
+    escapes = Escapes(elements, np.array([count for p in pieces for count in p.escape_counts], dtype=np.uint64))
+    out = np.empty((len(pieces) * runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
+    distribution.tables.decode(streams, runs.entropy_runs(len(pieces)), distribution.symbol_values, out, escapes)
+    for piece, by_run in zip(pieces, out.reshape(len(pieces), runs.distributions, runs.symbols), strict=True):
+        for bit, plane in enumerate(piece.planes(distribution.shifts, runs.symbols)):
+            rows = distribution.shifts > bit
+            bits = np.unpackbits(np.frombuffer(plane, np.uint8), count=by_run[rows].size, bitorder="little")
+            by_run[rows] |= (bits.astype(np.uint16) << np.uint16(bit)).reshape(by_run[rows].shape)
+    return out.view(np.int16).reshape(len(pieces), runs.streams, runs.runs, runs.symbols)
 
 
-class _Coded(NamedTuple):
+class CodedIntegers(NamedTuple):
     """Coded numbers cut into their parts; `low` has what comes behind the escapes."""
 
     coder: int
@@ -207,10 +222,11 @@ class _Coded(NamedTuple):
     escape_counts: tuple[int, ...]
     streams: memoryview
     escapes: memoryview
-    low: _Cursor
+    low: memoryview
 
     @classmethod
-    def parse(cls, data: memoryview, streams: int) -> _Coded:
+    def parse(cls, data: memoryview, streams: int) -> CodedIntegers:
+        """Cut up what `join_integers` joined. CorruptPayload if it can't be that."""
         header_bytes = _HEADER.size + streams * _STREAM.size
         if len(data) < header_bytes:
             raise CorruptPayload(f"coded numbers have at least {header_bytes} bytes, got {len(data)}")
@@ -229,32 +245,30 @@ class _Coded(NamedTuple):
             counts,
             cursor.take(sum(sizes)),
             cursor.take(2 * sum(counts)),
-            cursor,
+            cursor.rest(),
         )
 
+    def distribution(self, runs: IntegerRuns, shared: Distribution | None) -> Distribution:
+        """Return what the numbers are coded under: their own tables, else the shared ones.
 
-def _decode(pieces: Sequence[_Coded], runs: IntegerRuns, distribution: Distribution) -> Integers:
-    streams = CodedStreams(b"".join(piece.streams for piece in pieces), [size for p in pieces for size in p.sizes])
-    elements = np.frombuffer(b"".join(piece.escapes for piece in pieces), dtype="<u2").astype(np.uint16)
-    escapes = Escapes(elements, np.array([count for p in pieces for count in p.escape_counts], dtype=np.uint64))
-    out = np.empty((len(pieces) * runs.streams, runs.runs * runs.symbols), dtype=np.uint16)
-    distribution.tables.decode(streams, runs.entropy_runs(len(pieces)), distribution.symbol_values, out, escapes)
-    for piece, by_run in zip(pieces, out.reshape(len(pieces), runs.distributions, runs.symbols), strict=True):
-        _add_low_planes(piece.low, distribution.shifts, by_run)
-    return out.view(np.int16).reshape(len(pieces), runs.streams, runs.runs, runs.symbols)
+        CorruptPayload if the former are damaged, or the latter are missing or of another coder.
+        """
+        if self.tables is not None:
+            return Distribution.parse(self.coder, self.tables, runs.distributions)
+        if shared is None or self.coder != shared.coder:
+            raise CorruptPayload("coded numbers need distributions that are not here")
+        return shared
 
-
-def _add_low_planes(cursor: _Cursor, shifts: NDArray[np.uint8], by_run: NDArray[np.uint16]) -> None:
-    for bit in range(int(shifts.max(initial=0))):
-        rows = shifts > bit
-        shape = (int(rows.sum()), by_run.shape[1])
-        bits_count = shape[0] * shape[1]
-        packed = np.frombuffer(cursor.take(-(-bits_count // 8)), dtype=np.uint8)
-        bits = np.unpackbits(packed, bitorder="little")
-        if bits[bits_count:].any():
-            raise CorruptPayload("coded numbers: bits behind the last one are set")
-        by_run[rows] |= (bits[:bits_count].astype(np.uint16) << np.uint16(bit)).reshape(shape)
-    cursor.finish()
+    def planes(self, shifts: NDArray[np.uint8], symbols: int) -> list[memoryview]:
+        """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set behind a plane."""
+        cursor, planes = _Cursor(self.low, 0), []
+        for bits in plane_bits(shifts, symbols):
+            planes.append(cursor.take(-(-bits // 8)))
+            if bits % 8 and planes[-1][-1] >> bits % 8:
+                raise CorruptPayload("coded numbers: bits behind the last one are set")
+        if cursor.rest():
+            raise CorruptPayload(f"{len(cursor.rest())} bytes too many")
+        return planes
 
 
 class _Cursor:
@@ -271,6 +285,5 @@ class _Cursor:
         self._offset += size
         return piece
 
-    def finish(self) -> None:
-        if self._offset != len(self._data):
-            raise CorruptPayload(f"{len(self._data) - self._offset} bytes too many")
+    def rest(self) -> memoryview:
+        return self._data[self._offset :]
