@@ -86,3 +86,7 @@ class FaultyKernels(FaultyStream):
     def at_current(self) -> Kernels:
         self._switch.call("at_current")
         return FaultyKernels(self._kernels.at_current(), self._switch)
+
+    def beside(self, parts: int) -> Kernels:
+        self._switch.call("beside")
+        return FaultyKernels(self._kernels.beside(parts), self._switch)

@@ -87,8 +87,8 @@ class OrderedKernels(OrderedStream):
 
     device = torch.device("cpu")
 
-    def __init__(self, order: Order) -> None:
-        super().__init__("kernels", order)
+    def __init__(self, order: Order, name: str = "kernels") -> None:
+        super().__init__(name, order)
 
     def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
         self.work()
@@ -100,4 +100,7 @@ class OrderedKernels(OrderedStream):
         return OrderedStream("copies", self.order)
 
     def at_current(self) -> Kernels:
-        return self
+        return OrderedKernels(self.order, "engine")
+
+    def beside(self, parts: int) -> Kernels:
+        return OrderedKernels(self.order, f"1/{parts}")

@@ -11,11 +11,13 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted
 from tests.gpu.faulty import FaultyKernels, Switch
+from tests.gpu.groups_profiles import fitted as fitted_groups
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.codec import LosslessCodec
+from kvtide.codec import Codec, LosslessCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import CudaKernels, Kernels
@@ -39,6 +41,8 @@ CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
 SMALL = BlockLayout(layers=2, tokens=24, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
 SMALL_PROFILE = fitted(SMALL, "light", 1)
 SMALL_CODEC = TideCodec(SMALL_PROFILE, 8e-2, 1)
+GROUPS_PROFILE = fitted_groups("cachegen", SMALL)
+GROUPS_CODEC = CachegenCodec(2, 0, GROUPS_PROFILE)
 TORCH = {KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT16: torch.float16, KVDtype.FLOAT32: torch.float32}
 
 
@@ -85,7 +89,7 @@ def test_blocks_come_and_go_in_every_stride_order(kernels: Kernels, layout: Bloc
 
 
 def coded(
-    position: int, layout: BlockLayout = LAYOUT, codec: TideCodec = CODEC
+    position: int, layout: BlockLayout = LAYOUT, codec: Codec = CODEC
 ) -> tuple[BlockMeta, list[Section], BlockBits]:
     meta = block_meta(layout, 3, position)
     sections = codec.encode(meta, smooth_bits(layout, 40 + position))
@@ -141,9 +145,10 @@ def test_torch_copies_where_the_kernels_can_not_be_had(error: Exception, kernels
 class Engine:
     """A worker half over a device's pages: blocks that were computed, then loaded into other pages."""
 
-    def __init__(self, pool: KernelPages, layers: list[torch.Tensor], kept_bytes_max: int) -> None:
+    def __init__(self, pool: KernelPages, layers: list[torch.Tensor], kept_bytes_max: int, codec: Codec) -> None:
         limits = Limits(device_bytes_max=1 << 20, memory_bytes_max=1 << 22, load_threads=1)
-        self.cache: Cache = cache_for("memory://", SMALL_CODEC, [SMALL_PROFILE], limits, device=pool.memory)
+        profiles, codec = [SMALL_PROFILE, GROUPS_PROFILE], pool.encoder(codec)
+        self.cache: Cache = cache_for("memory://", codec, profiles, limits, device=pool.memory)
         self.cache.open()
         self.layers = layers
         self.worker = WorkerHalf(self.cache, pool, 0, "", SystemClock(), kept_bytes_max)
@@ -172,14 +177,14 @@ class Engine:
 
 
 EXACT = [smooth_bits(SMALL, 40 + position) for position in range(2)]
-LOSSY = [coded(position, SMALL, SMALL_CODEC)[2] for position in range(2)]
+LOSSY = {codec.codec_id: [coded(i, SMALL, codec)[2] for i in range(2)] for codec in (SMALL_CODEC, GROUPS_CODEC)}
 
 
-def scenario(kernels: Kernels, kept_bytes_max: int) -> int:
+def scenario(kernels: Kernels, kept_bytes_max: int, codec: Codec = SMALL_CODEC) -> int:
     """Store and load; every page that is said to be filled holds its block. Returns how many were."""
     layers, filled = engine_layers(kernels, SMALL), 0
     with pages_of(kernels, layers, SMALL) as pool:
-        engine = Engine(pool, layers, kept_bytes_max)
+        engine = Engine(pool, layers, kept_bytes_max, codec)
         engine.compute()
         for request, pages in (("b", list(range(6, 12))), ("c", list(range(12, 18)))):
             failed = engine.load(request, pages)
@@ -187,31 +192,54 @@ def scenario(kernels: Kernels, kept_bytes_max: int) -> int:
                 mine = pages[3 * position : 3 * position + 3]
                 if failed.isdisjoint(mine):
                     found, filled = held(layers, SMALL, mine), filled + 3
-                    assert any(np.array_equal(found, bits[position]) for bits in (EXACT, LOSSY)), (request, position)
+                    assert any(np.array_equal(found, bits[position]) for bits in (EXACT, LOSSY[codec.codec_id]))
         engine.worker.check()
         engine.worker.close()
     return filled
 
 
-@pytest.mark.parametrize("kept_bytes_max", [0, 1 << 22])
+@pytest.mark.parametrize(("codec", "kept_bytes_max"), [(SMALL_CODEC, 0), (SMALL_CODEC, 1 << 22), (GROUPS_CODEC, 0)])
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_device_that_fails_at_any_call_fails_no_request(
-    kernels: Kernels, is_lost: bool, kept_bytes_max: int, fault_factor: int
+    kernels: Kernels, is_lost: bool, codec: Codec, kept_bytes_max: int, fault_factor: int
 ) -> None:
     switch = Switch()
-    assert scenario(FaultyKernels(kernels, switch), kept_bytes_max) == 12
+    assert scenario(FaultyKernels(kernels, switch), kept_bytes_max, codec) == 12
     calls = switch.calls
-    # The first call is that of a pool being made, which falls back as a whole.
-    for number in range(1, calls, 1 if fault_factor > 1 else 3):
+    # The first calls are those of a pool being made, which falls back as a whole.
+    for number in range(4, calls, 1 if fault_factor > 1 else 3):
         switch = Switch()
         switch.fails_at, switch.is_lost = number, is_lost
-        filled = scenario(FaultyKernels(kernels, switch), kept_bytes_max)
+        filled = scenario(FaultyKernels(kernels, switch), kept_bytes_max, codec)
         assert is_lost or filled >= 6, (number, switch.failed)
 
 
-def test_decoding_is_the_device_s(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", [SMALL_CODEC, GROUPS_CODEC])
+def test_decoding_and_encoding_are_the_device_s(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, codec: Codec
+) -> None:
     def refuse(*args: object) -> None:
-        raise AssertionError("the processor decodes")
+        raise AssertionError("the processor does it")
 
     monkeypatch.setattr(TideCodec, "decode", refuse)
-    assert scenario(kernels, 0) == 12
+    # Tide's objects are the processor's: a block that the profile does not fit is refused there.
+    monkeypatch.setattr(CachegenCodec, "decode", refuse)
+    monkeypatch.setattr(CachegenCodec, "encode", refuse)
+    assert scenario(kernels, 0, codec) == 12
+
+
+def test_blocks_are_encoded_as_the_processor_does_it_whenever_the_device_fails(kernels: Kernels) -> None:
+    layers, meta, bits = engine_layers(kernels, SMALL), block_meta(SMALL), smooth_bits(SMALL, 5)
+    expected, failed = GROUPS_CODEC.encode(meta, bits), []
+    for number in range(4, 64):
+        switch = Switch()
+        switch.fails_at = number
+        with pages_of(FaultyKernels(kernels, switch), layers, SMALL) as pool:
+            codec = pool.encoder(GROUPS_CODEC)
+            # What the first left behind on the device, the second would use.
+            assert codec.encode(meta, bits) == expected
+            assert codec.encode(meta, bits) == expected
+        assert codec.encode(meta, bits) == expected
+        failed += switch.failed
+    assert {"queue", "finish", "launch rans_tables", "launch integers_encode", "launch pack"} <= set(failed)
+    assert pool.encoder(SMALL_CODEC) is SMALL_CODEC

@@ -7,7 +7,10 @@ import torch
 from tests.gpu.ordered import Order, OrderedKernels
 from tests.gpu.twin import needs_compiler
 
+from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines.gpu.kernels import Kernels
+from kvtide.engines.gpu.pages import KernelPages
+from kvtide.testing.strategies import smooth_bits
 from kvtide_lab.swap.device import KernelSwapper
 
 pytestmark = needs_compiler
@@ -42,6 +45,20 @@ def test_first_swap_waits_for_what_last_used_its_memory(is_out: bool, monkeypatc
     assert order.taken
     (swapper.swap_out if is_out else swapper.swap_in)([1, 2], [2, 1])
     swapper.close()
+
+
+def test_blocks_come_in_behind_the_engine_and_not_behind_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, order = BlockLayout(2, 16, 2, 8, KVDtype.BFLOAT16), Order()
+    pages = [torch.zeros((4, 2, 8, 16), dtype=torch.bfloat16) for _ in range(2)]
+    pool = KernelPages(OrderedKernels(order), pages, layout)
+    order.queued["1/2"] += 1
+    pool.follow()
+    with order.taking(monkeypatch):
+        pool.scatter(smooth_bits(layout, 1), [1, 3], 0)
+    # Streams for copies out, and what decodes, are not waited for.
+    assert order.host == {"engine": order.queued["engine"], "1/4": order.queued["1/4"]}
+    assert order.queued["1/4"] > 1
+    pool.close()
 
 
 def test_swapping_nothing_is_done_at_once(kernels: Kernels) -> None:

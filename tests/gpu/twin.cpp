@@ -30,7 +30,8 @@ struct Kernel {
 
 #define ROW(kernel) Kernel{#kernel, Body<kernel>::run, Body<kernel>::args_bytes}
 constexpr Kernel kernels[] = {
-    ROW(rans_decode), ROW(rans_encode), ROW(rans_pack),    ROW(tide_place),           ROW(tide_decode),
+    ROW(rans_decode), ROW(rans_encode), ROW(rans_tables),  ROW(tide_place),           ROW(tide_decode),
+    ROW(pack), ROW(integers_encode), ROW(groups_quantise), ROW(groups_restore),
     ROW(tide_deal),   ROW(tide_pull),   ROW(tide_restore), ROW(tide_restore_ordered), ROW(pages_copy),
     ROW(tide_load),   ROW(tide_project), ROW(tide_project_ordered), ROW(tide_apart), ROW(tide_loudness), ROW(tide_levels),
     ROW(tide_put), ROW(tide_encode), ROW(tide_pack), ROW(block_copy),

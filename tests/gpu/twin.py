@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src/kvtide/engines/gpu/kernels"
 
 # Set by tools/gpu.py, which preloads the sanitizers' libraries; fibers have stacks that they know nothing of.
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "--param", "asan-stack=0")
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param", "asan-stack=0")
 FLAGS = SANITIZED if os.environ.get("KVTIDE_TWIN_SANITIZED") else ("-O1",)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -80,4 +80,7 @@ class TwinKernels(DeviceStream):
         return DeviceStream(None)
 
     def at_current(self) -> TwinKernels:
+        return self
+
+    def beside(self, parts: int) -> TwinKernels:
         return self

@@ -163,6 +163,10 @@ class ProfiledCodec(ABC):
         """Return the digest of the profile that payloads need, or None."""
         return self._profile.digest if self._profile else None
 
+    def fits(self, layout: BlockLayout) -> bool:
+        """Tell whether the profile, if there is one, is of a model of this shape."""
+        return self._profile is None or self._profile.fits(layout)
+
     @abstractmethod
     def parts(self, layout: BlockLayout) -> list[list[Part]]:
         """Return a block's sections: lists of layers that share some, the anchors of each layer first."""
@@ -195,8 +199,8 @@ class ProfiledCodec(ABC):
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the anchors' sections, then the deltas'. UnencodableBlock for values that are not finite."""
         check_bits(bits, meta.layout)
-        if self._profile and not self._profile.fits(meta.layout):
-            raise UnencodableBlock(f"the profile is of {self._profile.model}, whose shape is another")
+        if not self.fits(meta.layout):
+            raise UnencodableBlock("the profile is of a model whose shape is another")
         views = list(layer_views(bits))
         anchors: list[Section] = []
         deltas: list[Section] = []
@@ -246,8 +250,8 @@ class ProfiledCodec(ABC):
 
     def coded(self, layout: BlockLayout, sections: Sequence[Section]) -> Iterator[CodedLayers]:
         """Cut sections up, without decoding. CorruptPayload unless every anchor is among them, and no other twice."""
-        if self._profile and not self._profile.fits(layout):
-            raise CorruptPayload(f"the payload names a profile of {self._profile.model}, whose shape is another")
+        if not self.fits(layout):
+            raise CorruptPayload("the payload names a profile of a model whose shape is another")
         by_id, all_parts = {section.id: memoryview(section.data) for section in sections}, self.parts(layout)
         expected = {part.id: part.position for parts in all_parts for part in parts}
         anchors = {id_ for id_, position in expected.items() if not position}

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec import Codec
+from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.model import TideModel
+from kvtide.engines.gpu.groups import DeviceGroups
 from kvtide.engines.gpu.kernels import Kernels, Opened, device_faults
-from kvtide.engines.gpu.targets import PageTarget
+from kvtide.engines.gpu.targets import PageTarget, StoredBlock
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import DeviceFault
@@ -30,21 +31,20 @@ BLOCKS_AT_ONCE = 16
 
 
 class _Job(NamedTuple):
-    model: TideModel
-    meta: BlockMeta
-    sections: Sequence[Section]
-    token_starts: NDArray[np.int64]
+    codec: Codec
+    block: StoredBlock
     after: Any
     is_written: Future[bool]
 
 
 class DeviceDecoder(Opened):
-    """Decodes objects of the codec tide into one engine's pages. Thread-safe between `open` and `close`."""
+    """Decodes objects of lossy codecs into one engine's pages. Thread-safe between `open` and `close`."""
 
     def __init__(self, kernels: Kernels, target: PageTarget) -> None:
         self._kernels = kernels
         self._target = target
         self._tides: dict[bytes, DeviceTide] = {}
+        self._groups: DeviceGroups | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -71,10 +71,10 @@ class DeviceDecoder(Opened):
         False if it was not written: another codec, or the device says that something in it is wrong. DeviceFault if the
         device fails; nothing of the block is under way then.
         """
-        model = codec.model if isinstance(codec, TideCodec) else None
-        if model is None or not model.profile.fits(meta.layout):
+        fits = isinstance(codec, TideCodec) and codec.model is not None and codec.model.profile.fits(meta.layout)
+        if not fits and not isinstance(codec, ProfiledCodec):
             return False
-        job = _Job(model, meta, sections, starts, after, Future())
+        job = _Job(codec, StoredBlock(meta, sections, starts), after, Future())
         with self._lock:
             if self._thread is None:
                 return False
@@ -89,8 +89,8 @@ class DeviceDecoder(Opened):
                 found.append(self._jobs.get())
             jobs = [job for job in found if job is not None]
             is_last = len(jobs) < len(found)
-            for model in {id(job.model): job.model for job in jobs}.values():
-                self._decode([job for job in jobs if job.model is model])
+            for codec in {id(job.codec): job.codec for job in jobs}.values():
+                self._decode([job for job in jobs if job.codec is codec])
 
     def _decode(self, jobs: Sequence[_Job]) -> None:
         try:
@@ -102,21 +102,27 @@ class DeviceDecoder(Opened):
                     job.is_written.set_exception(error)
 
     def _written(self, jobs: Sequence[_Job]) -> list[bool]:
+        codec, blocks = jobs[0].codec, [job.block for job in jobs]
+
+        def wait() -> None:
+            for job in jobs:
+                self._kernels.wait_for(job.after)
+
         try:
             with device_faults():
-                tide = self._tide(jobs[0].model)
-                blocks = [tide.block(job.meta, job.token_starts) for job in jobs]
-                tide.feed([(block, job.sections) for block, job in zip(blocks, jobs, strict=True)])
-                for job in jobs:
-                    self._kernels.wait_for(job.after)
-                tide.write(blocks)
-                return [fault is None for fault in tide.check(blocks)]
+                if isinstance(codec, ProfiledCodec):
+                    self._groups = self._groups or DeviceGroups(self._kernels)
+                    return self._groups.write(codec, blocks, self._target, wait)
+                assert isinstance(codec, TideCodec)
+                return self._tide(codec).decode(blocks, wait)
         except DeviceFault:
             with device_faults():
                 self._kernels.finish()
             raise
 
-    def _tide(self, model: TideModel) -> DeviceTide:
+    def _tide(self, codec: TideCodec) -> DeviceTide:
+        model = codec.model
+        assert model is not None, "a profile"
         digest = model.profile.digest
         if digest not in self._tides:
             self._tides[digest] = DeviceTide(DeviceModel(self._kernels, model), self._target)

@@ -1,6 +1,6 @@
 """Launching kernels: one interface, so that the code around them runs on a GPU and on the tests' twin of one.
 
-Everything is queued on one stream; nothing waits but `Kernels.finish` and what says so.
+Everything is queued on a stream; nothing waits but `Kernels.finish` and what says so.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class Kernels(Protocol):
 
     def at_current(self) -> Kernels:
         """Return the same kernels on torch's current stream: the engine's work waits for them, and they for it."""
+
+    def beside(self, parts: int) -> Kernels:
+        """Return the same kernels on a new stream, with one of so many parts of the budget."""
 
 
 class Staging:
@@ -244,6 +247,13 @@ class CudaKernels(Opened, DeviceStream):
         """Return the same kernels on torch's current stream; see Kernels. Only this one is to be closed."""
         found = copy.copy(self)
         found._stream = torch.cuda.current_stream(self.device)
+        return found
+
+    def beside(self, parts: int) -> CudaKernels:
+        """Return the same kernels on a new stream; see Kernels. Only this one is to be closed."""
+        found = copy.copy(self)
+        found._stream = torch.cuda.Stream(self.device, priority=self._priority)
+        found._budget = Budget(max(1, self._budget.blocks // parts))
         return found
 
 

@@ -7,6 +7,7 @@ only when nothing of the first is under way any more.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,8 +16,11 @@ import torch
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec
+from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.engines.gpu.blocks import BlockCopier
 from kvtide.engines.gpu.decoding import DeviceDecoder
+from kvtide.engines.gpu.encoding import DeviceCodec
+from kvtide.engines.gpu.groups import DeviceGroups
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import PageTarget, page_target
@@ -57,10 +61,17 @@ class KernelPages:
         self._copier = BlockCopier(self._target)
         with device_faults():
             self._out: DeviceStream = kernels.copies()
+            # Each way has a stream, so that none waits for another; together they take no more than the budget.
+            decoding, self._in, self._encoding = kernels.beside(2), kernels.beside(4), kernels.beside(4)
+        self._streams = (kernels, decoding, self._in, self._out, self._encoding)
+        self._encoders: DeviceGroups | None = None
+        # Held while a block is encoded, so that closing waits for it.
+        self._encoding_lock = threading.Lock()
+        self._is_closed = False
         self._after: Any = None
         self._breaker = Breaker(FAULTS_MAX, REST_S, SystemClock())
         self._has_faulted = False
-        self._decoder = DeviceDecoder(kernels, self._target)
+        self._decoder = DeviceDecoder(decoding, self._target)
         self._decoder.open()
 
     @property
@@ -69,7 +80,9 @@ class KernelPages:
         return KernelMemory(self._kernels)
 
     def close(self) -> None:
-        """Stop decoding. Idempotent."""
+        """Stop decoding and encoding. Idempotent."""
+        with self._encoding_lock:
+            self._is_closed = True
         self._decoder.close()
         self._on_close()
 
@@ -83,9 +96,9 @@ class KernelPages:
         """Write a block into `pages`; see PagePool."""
 
         def by_kernel() -> bool:
-            self._kernels.wait_for(self._after)
-            self._copier.scatter(self._kernels, bits, self._target.token_starts(pages, skip_pages))
-            self._kernels.finish()
+            self._in.wait_for(self._after)
+            self._copier.scatter(self._in, bits, self._target.token_starts(pages, skip_pages))
+            self._in.finish()
             return True
 
         if not self._tried(by_kernel, False):
@@ -98,6 +111,22 @@ class KernelPages:
         """Write a block straight from its sections; see PagePool."""
         starts = self._target.token_starts(pages, skip_pages)
         return self._tried(lambda: self._decoder.decode(codec, meta, sections, starts, self._after), False)
+
+    def encoder(self, codec: Codec) -> Codec:
+        """Return what encodes published codecs on the device; see PagePool."""
+        if not isinstance(codec, ProfiledCodec):
+            return codec
+        published = codec
+
+        def encode(meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
+            with self._encoding_lock:
+                return None if self._is_closed else self._tried(lambda: self._encoded(published, meta, bits), None)
+
+        return DeviceCodec(codec, encode)
+
+    def _encoded(self, codec: ProfiledCodec, meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
+        self._encoders = self._encoders or DeviceGroups(self._encoding)
+        return self._encoders.encode(codec, meta, bits)
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when torch's current stream comes here; see PagePool."""
@@ -129,8 +158,8 @@ class KernelPages:
                 self._has_faulted = True
                 _log.warning("kernels failed, torch copies and the processor decodes instead for now: %s", error)
             with device_faults():
-                self._kernels.finish()
-                self._out.finish()
+                for stream in self._streams:
+                    stream.finish()
             return fallback
         self._breaker.note_success()
         return found

@@ -5,7 +5,6 @@ Takes and gives the bytes of `kvtide.codec.entropy`.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -14,28 +13,19 @@ from numpy.typing import NDArray
 
 from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams
 from kvtide.codec.entropy.base import Elements, check_decode, check_encode
-from kvtide.codec.entropy.rans import slot_map
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.errors import CorruptPayload
 
-TOTAL = 4096
-BUCKET = TOTAL // SYMBOLS
 STATES_BYTES = 128
 THREADS = 256
 WARPS = THREADS // 32
+# Of a table: RansLane and RansCode of each lane.
+LANES_BYTES, CODES_BYTES = 8 * SYMBOLS, 12 * SYMBOLS
 
 # RansStream of kernels/rans.cuh.
 STREAM = np.dtype(
-    [
-        ("stream_start", "<u8"),
-        ("runs_start", "<u8"),
-        ("symbols_start", "<u8"),
-        ("escapes_start", "<u8"),
-        ("stream_bytes", "<u4"),
-        ("count", "<u4"),
-        ("run_symbols", "<u4"),
-        ("escape_count", "<u4"),
-    ]
+    [(name, "<u8") for name in ("stream", "runs", "symbols", "escapes", "tables", "values", "status")]
+    + [(name, "<u4") for name in ("stream_bytes", "count", "run_symbols", "escape_count")]
 )
 
 
@@ -44,144 +34,123 @@ def warp_blocks(jobs: int) -> int:
     return -(-jobs // WARPS)
 
 
-def decode_lanes(tables: RansTables) -> NDArray[np.uint32]:
-    """Return what each lane keeps of each table to decode with: (tables, 32, 2), as RansLane."""
-    rows = np.zeros((tables.count, SYMBOLS, 2), dtype=np.uint32)
-    for row, frequencies in zip(rows, tables.frequencies.tolist(), strict=True):
-        found = slot_map(frequencies)
-        for bucket in range(SYMBOLS):
-            first = bucket * BUCKET
-            symbols = found.symbols[first : first + BUCKET]
-            split = next((i for i, symbol in enumerate(symbols) if symbol != bucket), BUCKET)
-            row[bucket, 0] = frequencies[bucket] << 20 | (-first % TOTAL) << 8 | split
-            if split < BUCKET:
-                bias = (found.ranks[first + split] - first - split) % TOTAL
-                row[bucket, 1] = frequencies[symbols[split]] << 20 | bias << 8 | symbols[split]
-    return rows
-
-
-class _Shares(NamedTuple):
-    """What each lane keeps of each table to encode with, (tables, 32, 2), and slots by symbol and rank."""
-
-    lanes: NDArray[np.uint32]
-    slots: NDArray[np.uint16]
-
-
-def _encode_shares(tables: RansTables) -> _Shares:
-    frequencies = tables.frequencies.astype(np.uint64)
-    lanes = np.zeros((tables.count, SYMBOLS, 2), dtype=np.uint32)
-    lanes[:, :, 0] = frequencies << 16 | (np.cumsum(frequencies, axis=1) - frequencies)
-    reciprocals = np.minimum((1 << 32) // np.maximum(frequencies, 1), (1 << 32) - 1)
-    lanes[:, :, 1] = np.where(frequencies > 0, reciprocals, 0)
-    slots = [list(chain.from_iterable(slot_map(row).slots)) for row in tables.frequencies.tolist()]
-    return _Shares(lanes, np.array(slots, dtype=np.uint16))
-
-
 class DeviceRans:
-    """A set of tables on a device."""
+    """A set of tables on a device, made there when first asked for."""
 
     def __init__(self, kernels: Kernels, tables: RansTables) -> None:
         self._kernels = kernels
-        self._count = tables.count
         self._tables = tables
-        # Each takes 0.1 s of Python for a profile's 128 tables, and most processes do one of the two.
-        self._lanes: torch.Tensor | None = None
-        self._shares: tuple[torch.Tensor, int] | None = None
+        self._room: torch.Tensor | None = None
 
     @property
     def lanes(self) -> int:
-        """Return the address of the tables for decoding, sent when first asked for."""
-        if self._lanes is None:
-            staging = Staging(self._kernels)
-            staging.add(decode_lanes(self._tables))
-            self._lanes = staging.send()
-        return address(self._lanes)
+        """Return the address of the tables for decoding."""
+        if self._room is None:
+            staging, count = Staging(self._kernels), self._tables.count
+            staging.add(self._tables.frequencies.astype(np.uint16))
+            with self._kernels.queue():
+                room = torch.empty(count * (LANES_BYTES + CODES_BYTES), dtype=torch.uint8, device=self._kernels.device)
+            # Queued memory is reused behind what uses it on the same stream.
+            sent = staging.send()
+            args = (address(sent), address(room), address(room) + count * LANES_BYTES, count)
+            self._kernels.launch("rans_tables", args, warp_blocks(count), THREADS)
+            self._room = room
+        return address(self._room)
 
     @property
-    def shares(self) -> tuple[int, int]:
-        """Return the addresses of the tables and of the slots for encoding, sent when first asked for."""
-        if self._shares is None:
-            staging, found = Staging(self._kernels), _encode_shares(self._tables)
-            staging.add(found.lanes)
-            slots_at = staging.add(found.slots)
-            self._shares = staging.send(), slots_at
-        sent, slots_at = self._shares
-        return address(sent), address(sent) + slots_at
+    def codes(self) -> int:
+        """Return the address of the tables for encoding."""
+        return self.lanes + self._tables.count * LANES_BYTES
 
     def prepare_decode(
         self, streams: Streams, runs: Runs, values: Elements, count: int, escapes: Escapes | None = None
     ) -> DecodeCall:
         """Send streams of `count` symbols each. Arguments and errors are those of `EntropyTables.decode`."""
         out = np.empty((len(streams.sizes), count), dtype=values.dtype)
-        check_decode(streams, runs, values, out, escapes, self._count)
-        staging, jobs = Staging(self._kernels), np.zeros(len(streams.sizes), dtype=STREAM)
+        check_decode(streams, runs, values, out, escapes, self._tables.count)
+        staging, jobs = Staging(self._kernels), _jobs(runs, len(streams.sizes), count)
         data, start = memoryview(streams.data), 0
         for job, size in zip(jobs, streams.sizes, strict=True):
-            job["stream_start"], job["stream_bytes"] = staging.add(data[start : start + size]), size
+            job["stream"], job["stream_bytes"] = staging.add(data[start : start + size]), size
             start += size
-        jobs["count"], jobs["run_symbols"] = count, min(runs.symbols, 1 << 31)
-        jobs["runs_start"] = np.arange(len(jobs)) * runs.tables.shape[1]
-        jobs["symbols_start"] = np.arange(len(jobs)) * count
+        taken = escapes.elements if escapes is not None else np.empty(0, values.dtype)
         if escapes is not None:
             jobs["escape_count"] = escapes.counts
-            jobs["escapes_start"] = np.cumsum(escapes.counts) - escapes.counts
-        taken = escapes.elements if escapes is not None else np.empty(0, values.dtype)
+            jobs["escapes"] = (np.cumsum(escapes.counts) - escapes.counts) * values.itemsize
         places = [staging.add(array) for array in (jobs, runs.tables, values, taken)]
-        return DecodeCall(_Sent(self._kernels, self, staging.send(), places), out, escapes is not None)
+        room = _room(self._kernels, 4 + out.nbytes)
+        base, at = staging.base, address(room)
+        jobs["stream"] += base
+        jobs["runs"] += base + places[1]
+        jobs["values"], jobs["escapes"] = base + places[2], jobs["escapes"] + base + places[3]
+        jobs["tables"], jobs["status"] = self.lanes, at
+        jobs["symbols"] = at + 4 + np.arange(len(jobs)) * count * values.itemsize
+        args = (base + places[0], len(jobs), values.itemsize, int(escapes is not None))
+        return DecodeCall(_Sent(self._kernels, self, staging.send(), room), args, out)
 
     def prepare_encode(self, symbols: NDArray[np.uint8], runs: Runs) -> EncodeCall:
         """Send symbols. Arguments and errors are those of `EntropyTables.encode`."""
-        check_encode(symbols, runs, self._count)
-        staging, jobs = Staging(self._kernels), np.zeros(len(symbols), dtype=STREAM)
-        count = symbols.shape[1]
-        room = 2 * count + STATES_BYTES
-        jobs["count"], jobs["run_symbols"] = count, min(runs.symbols, 1 << 31)
-        jobs["runs_start"] = np.arange(len(jobs)) * runs.tables.shape[1]
-        jobs["symbols_start"] = np.arange(len(jobs)) * count
-        jobs["stream_start"], jobs["stream_bytes"] = np.arange(len(jobs)) * room, room
-        places = [staging.add(array) for array in (jobs, runs.tables, symbols)]
-        return EncodeCall(_Sent(self._kernels, self, staging.send(), places), len(jobs), room)
+        check_encode(symbols, runs, self._tables.count)
+        count, streams = symbols.shape[1], len(symbols)
+        staging, jobs = Staging(self._kernels), _jobs(runs, streams, count)
+        size = 2 * count + STATES_BYTES
+        ends = np.arange(1, streams + 1, dtype=np.uint64) * np.uint64(size)
+        places = [staging.add(array) for array in (jobs, runs.tables, symbols, ends)]
+        # The status, sizes, rooms.
+        room = _room(self._kernels, 4 + 4 * streams + streams * size)
+        base, at = staging.base, address(room)
+        ends += np.uint64(at + 4 + 4 * streams)
+        jobs["stream"], jobs["stream_bytes"] = ends - np.uint64(size), size
+        jobs["runs"] += base + places[1]
+        jobs["symbols"] = base + places[2] + np.arange(streams) * count
+        jobs["tables"], jobs["status"] = self.codes, at
+        args = (base + places[0], streams, at + 4)
+        return EncodeCall(_Sent(self._kernels, self, staging.send(), room), args, base + places[3])
+
+
+def _jobs(runs: Runs, streams: int, count: int) -> NDArray[np.void]:
+    jobs = np.zeros(streams, dtype=STREAM)
+    jobs["count"], jobs["run_symbols"] = count, min(runs.symbols, 1 << 31)
+    jobs["runs"] = 2 * np.arange(streams) * runs.tables.shape[1]
+    return jobs
+
+
+def _room(kernels: Kernels, size: int) -> torch.Tensor:
+    with kernels.queue():
+        return torch.zeros(size, dtype=torch.uint8, device=kernels.device)
 
 
 class _Sent(NamedTuple):
-    """Records and what they refer to, on a device. Kernels get addresses: this lives as long as they may run."""
+    """What kernels get addresses of: this lives as long as they may run. `room` begins with the status."""
 
     kernels: Kernels
     tables: DeviceRans
-    copy: torch.Tensor
-    places: list[int]
+    inputs: torch.Tensor
+    room: torch.Tensor
 
-    @property
-    def addresses(self) -> list[int]:
-        return [address(self.copy) + place for place in self.places]
+    def has_failed(self) -> bool:
+        """Wait, and tell whether a stream was no stream."""
+        self.kernels.finish()
+        return bool(self.room[:4].any())
 
 
 class DecodeCall:
     """Streams on the device, to be decoded as often as one likes."""
 
-    def __init__(self, sent: _Sent, out: Elements, has_escapes: bool) -> None:
-        """sent: jobs, run tables, values and escapes."""
+    def __init__(self, sent: _Sent, args: tuple[int, ...], out: Elements) -> None:
         self._sent = sent
-        self._kernels = kernels = sent.kernels
+        self._args = args
         self._host = out
-        with kernels.queue():
-            self.out = torch.empty(max(out.nbytes, 1), dtype=torch.uint8, device=kernels.device)
-            self._status = torch.ones(max(len(out), 1), dtype=torch.int32, device=kernels.device)
-        jobs, *inputs = sent.addresses
-        outputs = (address(self.out), address(self._status))
-        sizes = (out.itemsize, int(has_escapes))
-        self._args = (address(sent.copy), jobs, len(out), sent.tables.lanes, *inputs, *outputs, *sizes)
 
     def launch(self) -> None:
         """Queue the decoding."""
-        self._kernels.launch("rans_decode", self._args, warp_blocks(len(self._host)), THREADS)
+        self._sent.kernels.launch("rans_decode", self._args, warp_blocks(len(self._host)), THREADS)
 
     def result(self) -> Elements:
         """Wait, and return the elements. CorruptPayload unless every stream holds exactly its symbols."""
-        self._kernels.finish()
-        if self._status[: len(self._host)].any():
+        if self._sent.has_failed():
             raise CorruptPayload(f"rans: {len(self._host)} streams do not hold {self._host.shape[1]} symbols each")
-        flat = self.out[: self._host.nbytes].cpu().numpy()
+        flat = self._sent.room[4:].cpu().numpy()
         found: Elements = flat.view(self._host.dtype).reshape(self._host.shape)
         return found
 
@@ -189,40 +158,45 @@ class DecodeCall:
 class EncodeCall:
     """Symbols on the device, to be encoded as often as one likes."""
 
-    def __init__(self, sent: _Sent, streams: int, room: int) -> None:
-        """sent: jobs, run tables and symbols. room: bytes for each stream."""
+    def __init__(self, sent: _Sent, args: tuple[int, ...], ends: int) -> None:
+        """ends: address of where the rooms end."""
         self._sent = sent
-        self._kernels = kernels = sent.kernels
-        self._count = streams
-        with kernels.queue():
-            self._rooms = torch.empty(max(streams * room, 1), dtype=torch.uint8, device=kernels.device)
-            self._counters = torch.ones((2, max(streams, 1)), dtype=torch.int32, device=kernels.device)
-        sizes, status = (address(row) for row in self._counters)
-        self._jobs, runs, symbols = sent.addresses
-        outputs = (address(self._rooms), sizes, status)
-        self._args = (symbols, self._jobs, streams, *sent.tables.shares, runs, *outputs)
+        self._args = args
+        self._ends = ends
 
     def launch(self) -> None:
         """Queue the encoding; streams end up at the ends of their rooms."""
-        self._kernels.launch("rans_encode", self._args, warp_blocks(self._count), THREADS)
+        self._sent.kernels.launch("rans_encode", self._args, warp_blocks(self._args[1]), THREADS)
 
-    def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue moving the streams side by side. Returns room that begins with them, and the end of each."""
-        with self._kernels.queue():
-            ends = torch.cumsum(self._counters[0, : self._count].to(torch.int64), 0)
-            starts = ends - self._counters[0, : self._count]
-            packed = torch.empty_like(self._rooms)
-        args = (address(self._rooms), self._jobs, self._count, address(self._counters[0]), address(starts))
-        self._kernels.launch("rans_pack", (*args, address(packed)), warp_blocks(self._count), THREADS)
-        self._starts = starts
-        return packed, ends
+    def pack(self) -> Packed:
+        """Queue moving the streams side by side."""
+        count = self._args[1]
+        return pack(self._sent.kernels, self._ends, self._sent.room[4 : 4 + 4 * count], len(self._sent.room))
 
     def result(self) -> Streams:
         """Wait, and return the streams. ValueError for a symbol that its table can't code."""
-        packed, ends = self.pack()
-        self._kernels.finish()
-        if self._counters[1, : self._count].any():
+        packed = self.pack()
+        if self._sent.has_failed():
             raise ValueError("a symbol has no probability in its table")
-        sizes = self._counters[0, : self._count].cpu().tolist()
-        total = int(ends[-1]) if sizes else 0
-        return Streams(packed[:total].cpu().numpy().tobytes(), sizes)
+        ends = packed.ends.tolist()
+        total = ends[-1] if ends else 0
+        return Streams(packed.data[:total].cpu().numpy().tobytes(), np.diff(ends, prepend=0).tolist())
+
+
+class Packed(NamedTuple):
+    """What lay at the ends of rooms, side by side, and where each ends; queued."""
+
+    data: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
+def pack(kernels: Kernels, rooms: int, sizes: torch.Tensor, bytes_max: int) -> Packed:
+    """Queue moving what lies at the ends of rooms side by side. rooms: address of these ends; sizes: of uint32."""
+    with kernels.queue():
+        each = sizes.view(torch.int32).to(torch.int64)
+        ends = torch.cumsum(each, 0)
+        packed = Packed(torch.empty(max(bytes_max, 1), dtype=torch.uint8, device=kernels.device), ends - each, ends)
+    args = (rooms, address(sizes), address(packed.starts), len(each), address(packed.data))
+    kernels.launch("pack", args, warp_blocks(len(each)), THREADS)
+    return packed

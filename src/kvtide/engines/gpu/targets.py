@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.block import BlockLayout
+from kvtide.block import BlockLayout, BlockMeta
 from kvtide.engines.gpu.kernels import address
 from kvtide.engines.paged import CellOrder, keys_values
+from kvtide.types import Section
 
 SKIPPED = -1
 
@@ -41,6 +42,14 @@ class PageTarget(NamedTuple):
         given = np.asarray(pages, dtype=np.int64).reshape(-1, 1) * self.page_stride
         starts[skip_pages : skip_pages + len(pages)] = given + np.arange(self.page_tokens) * self.token_stride
         return starts.reshape(-1)
+
+
+class StoredBlock(NamedTuple):
+    """A block's sections and where its tokens go (`PageTarget.token_starts`)."""
+
+    meta: BlockMeta
+    sections: Sequence[Section]
+    token_starts: NDArray[np.int64]
 
 
 def page_target(layers: Sequence[torch.Tensor], layout: BlockLayout) -> PageTarget:

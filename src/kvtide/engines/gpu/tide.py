@@ -6,7 +6,7 @@ The bytes are those of `kvtide.codec.tide`. Nothing comes back to the host but, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvtide.block import BlockMeta
 from kvtide.codec.tide.section import SectionBytes, split_base, split_refinement
 from kvtide.engines.gpu.kernels import Kernels, Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
-from kvtide.engines.gpu.targets import PageTarget
+from kvtide.engines.gpu.targets import PageTarget, StoredBlock
 from kvtide.engines.gpu.tide_jobs import DeviceRange, GroupJobs, RangePlan, SectionJobs
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import CorruptPayload
@@ -86,6 +86,14 @@ class DeviceTide:
     def block(self, meta: BlockMeta, token_starts: NDArray[np.int64]) -> DeviceBlock:
         """Return a block to be fed."""
         return DeviceBlock(self._kernels, meta, token_starts)
+
+    def decode(self, stored: Sequence[StoredBlock], wait: Callable[[], None]) -> list[bool]:
+        """Write blocks to their pages, whole or not at all; `wait` is called before the first page is written."""
+        blocks = [self.block(each.meta, each.token_starts) for each in stored]
+        self.feed([(block, each.sections) for block, each in zip(blocks, stored, strict=True)])
+        wait()
+        self.write(blocks)
+        return [fault is None for fault in self.check(blocks)]
 
     def feed(self, arrivals: Sequence[tuple[DeviceBlock, Sequence[Section]]]) -> None:
         """Queue the decoding of sections, as far as what comes before them is here. Faults are noted in their block."""

@@ -319,7 +319,7 @@ class _Batch:
         sent, lists_sent = self._sent(jobs), self._sent(np.ascontiguousarray(jobs["lists"]))
         rans, rows_max = self._model.rans, self._rows_max
         self._kernels.launch("tide_place", (address(lists_sent), count, rans.lanes, rows_max), count, THREADS)
-        args = (address(sent), count, *rans.shares, rows_max)
+        args = (address(sent), count, rans.codes, rows_max)
         self._kernels.launch("tide_put", args, warp_blocks(count * rows_max), THREADS)
         self._kernels.launch("tide_encode", args, warp_blocks(2 * count), THREADS)
         return self._packed(sent, sizes, count, total)

@@ -70,6 +70,10 @@ class DevicePages:
         """Leave it to the codec."""
         return False
 
+    def encoder(self, codec: Codec) -> Codec:
+        """Return the codec: the processor encodes."""
+        return codec
+
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when the engine's stream comes here.
 

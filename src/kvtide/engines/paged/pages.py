@@ -76,6 +76,9 @@ class PagePool(Protocol):
         Only what the codec itself would accept is written.
         """
 
+    def encoder(self, codec: Codec) -> Codec:
+        """Return what encodes blocks as `codec` does: on the device where that can, else `codec` itself."""
+
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device."""
 
@@ -161,6 +164,10 @@ class HostPages:
         layers = (codec.decode_layer(meta.layout, section) for section in sections_by_layer(meta.layout, sections))
         self.scatter_layers(0, layers, pages, skip_pages)
         return True
+
+    def encoder(self, codec: Codec) -> Codec:
+        """Return the codec: the processor encodes."""
+        return codec
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now."""

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvtide.clock import SystemClock
-from kvtide.codec import CodecRegistry, LayeredCodec
+from kvtide.codec import Codec, CodecRegistry, LayeredCodec
 from kvtide.config import Limits
 from kvtide.engines.paged import (
     ConnectorSettings,
@@ -96,9 +96,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return False: a block that is not stored is a future miss."""
         return False
 
-    def _cache(self, limits: Limits, device: DeviceMemory | None = None) -> Cache:
+    def _cache(self, codec: Codec, limits: Limits, device: DeviceMemory | None = None) -> Cache:
         profiles = installed_profiles()
-        cache = cache_for(self._settings.store, self._codec, profiles, limits, self._clock, device=device)
+        cache = cache_for(self._settings.store, codec, profiles, limits, self._clock, device=device)
         cache.open()
         return cache
 
@@ -106,7 +106,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _scheduler_half(self) -> SchedulerHalf:
         return SchedulerHalf(
-            self._cache(replace(self._settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
+            self._cache(self._codec, replace(self._settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
             self._model.namespaces,
             self._model.layout.tokens,
             self._model.page_tokens,
@@ -200,7 +200,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pool = page_pool(self._model, kv_caches, self._vllm_config, self._settings)
         limits, kept_bytes_max = self._settings.limits(), self._settings.kept_bytes_max
         device = pool.memory if self._settings.device_bytes_max else None
-        cache = self._cache(replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max), device)
+        limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
+        cache = self._cache(pool.encoder(self._codec), limits, device)
         rank = get_tensor_model_parallel_rank()
         self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max)
 

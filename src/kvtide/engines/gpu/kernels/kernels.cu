@@ -1,4 +1,5 @@
 // All kernels, one program.
+#include "groups.cuh"
 #include "pages.cuh"
 #include "rans.cuh"
 #include "tide_encode.cuh"

@@ -131,8 +131,7 @@ static_assert(sizeof(TideWriting) == 168);
 struct TideWriteArgs {
   const TideWriting* sections;
   u64 section_count;
-  const u32* shares;
-  const u16* slots;
+  const u32* codes;  // rANS tables, as RansCode
   u64 rows_max;
 };
 
@@ -204,9 +203,7 @@ KERNEL tide_encode(TideWriteArgs args) {
     u32 table = tide_tables;
     for (u32 run = first + half; is_good && run > first;) {
       while (s.run_starts[table] >= run) --table;
-      const u32* entry = args.shares + (table * rans_symbols + lane) * 2;
-      const RansShare shares = {entry[0], entry[1]};
-      const u16* slots = args.slots + table * rans_slots;
+      const RansCode codes = load_code(args.codes, table, lane);
       const i32 centre = table < tide_tops ? top_centre : 1;
       const u32 table_start = s.run_starts[table] > first ? s.run_starts[table] : first;
       for (; is_good && run > table_start; --run) {
@@ -216,7 +213,7 @@ KERNEL tide_encode(TideWriteArgs args) {
         const u32 mask = ballot(symbol == rans_escape);
         if (symbol == rans_escape) escapes[escapes_left - count_bits(mask >> lane)] = item;
         escapes_left -= count_bits(mask);
-        is_good = rans_put(state, symbol, shares, slots, words, next, lane, true);
+        is_good = rans_put(state, symbol, codes, words, next, lane, true);
       }
     }
     if (half != 0 && is_good) {
