@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,11 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tests.gpu.twin import TwinKernels, compile_twin  # noqa: E402
 
-from gpu_cases import DRY, FULL, copy_case, is_real, overlap_case, pages_case, rans_case, ratio, swap_case, tide_case  # noqa: E402
+from gpu_cases import DRY, FULL, copy_case, is_real, overlap_case, pages_case, rans_case, ratio, swap_case  # noqa: E402
+from gpu_codecs import groups_case, tide_case  # noqa: E402
 from gpu_peers import lmcache_case, nvcomp_case  # noqa: E402
 from kvtide.cli.report import envelope  # noqa: E402
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E402
-from kvtide.engines.gpu.program import compile_kernels  # noqa: E402
+from kvtide.engines.gpu.program import compile_kernels, kernel_sources  # noqa: E402
 
 # A100, H100 and H200, B200, RTX 50: each has machine code of its own.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -138,26 +139,54 @@ def timed(name: str, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def cases(kernels: Kernels) -> dict[str, Any]:
-    """Time everything on a device."""
+class Noted(NamedTuple):
+    """What cases found, and of each kernel that they launched whether all these cases had the processor's results."""
+
+    cases: dict[str, Any]
+    is_right: dict[str, bool]
+
+
+def cases(kernels: Kernels, launched: set[str]) -> Noted:
+    """Time everything on a device. launched: names of kernels, to which the kernels add."""
     size = FULL if is_real(kernels) else DRY
-    found = {
-        "copy": timed("copy", lambda: copy_case(kernels, size)),
-        "rans": timed("rans", lambda: rans_case(kernels, size)),
+    works: dict[str, Callable[[], dict[str, Any]]] = {
+        "copy": lambda: copy_case(kernels, size),
+        "rans": lambda: rans_case(kernels, size),
+        # Emulated products of a deep profile take minutes.
+        **{kind: partial(tide_case, kernels, size, kind) for kind in PROFILES[: None if is_real(kernels) else 2]},
+        **{kind: partial(groups_case, kernels, size, kind) for kind in ("cachegen", "chunkwise")},
+        "swap": lambda: swap_case(kernels, size),
+        "pages": lambda: pages_case(kernels, size),
+        "overlap": lambda: overlap_case(kernels, size),
+        "nvcomp": lambda: nvcomp_case(kernels, size),
+        "lmcache": lambda: lmcache_case(kernels, size),
     }
+    found: dict[str, Any] = {}
+    is_right: dict[str, bool] = {}
+    for name, work in works.items():
+        launched.clear()
+        found[name] = timed(name, work)
+        for kernel in launched:
+            is_right[kernel] = is_right.get(kernel, True) and "failed" not in found[name]
     moved = found["rans"].get("decode_fp16_tb_s")
     copied = found["copy"].get("memcpy_gb_s")
     # A copy reads as much as it writes; decoding writes fp16 and reads a sixth of that.
     found["rans"]["decode_of_memcpy"] = ratio(moved, copied and copied / 2e3)
-    # Emulated products of a deep profile take minutes.
-    for kind in PROFILES if is_real(kernels) else PROFILES[:2]:
-        found[kind] = timed(kind, partial(tide_case, kernels, size, kind))
-    found["swap"] = timed("swap", lambda: swap_case(kernels, size))
-    found["pages"] = timed("pages", lambda: pages_case(kernels, size))
-    found["overlap"] = timed("overlap", lambda: overlap_case(kernels, size))
-    for name, peer in (("nvcomp", nvcomp_case), ("lmcache", lmcache_case)):
-        found[name] = timed(name, partial(peer, kernels, size))
-    return found
+    return Noted(found, is_right)
+
+
+def noting(kind: type[Any]) -> type[Any]:
+    """Return kernels that note in their class which were launched, also by copies of them on other streams."""
+
+    class NotingKernels(kind):  # type: ignore[misc]
+        launched: ClassVar[set[str]] = set()
+
+        def launch(self, name: str, args: Sequence[int], blocks: int, threads: int) -> None:
+            if blocks > 0:
+                self.launched.add(name)
+            super().launch(name, args, blocks, threads)
+
+    return NotingKernels
 
 
 def device_name() -> str:
@@ -184,20 +213,28 @@ def main() -> int:
         result["tests"] = timed("tests", run_tests)
         result["sanitizer"] = timed("sanitizer", sanitize)
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        with CudaKernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
-            result["cases"] = cases(kernels)
+        noting_kernels = noting(CudaKernels)
+        with noting_kernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
+            noted = cases(kernels, noting_kernels.launched)
     else:
         result["sanitizer"] = timed("sanitizer", sanitize_twin)
         with tempfile.TemporaryDirectory() as folder:
-            result["cases"] = cases(TwinKernels(compile_twin(Path(folder))))
+            noting_kernels = noting(TwinKernels)
+            noted = cases(noting_kernels(compile_twin(Path(folder))), noting_kernels.launched)
+    names = re.findall(r"^KERNEL (\w+)\(", b"".join(kernel_sources().values()).decode(), re.M)
+    # What no device has run has no verdict.
+    result["kernels"] = {name: noted.is_right.get(name) if has_device else None for name in sorted(names)}
+    result["cases"] = noted.cases
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
     has_failed = any("failed" in case for case in (result["build"], *result["cases"].values()))
+    if unmet := set(names) - noted.is_right.keys():
+        print(f"no case launched {sorted(unmet)}", file=sys.stderr)
     # A dry run leaves tests without the sanitizers to `make test`; what a GPU's sanitizer says is for people to judge.
     tests = result["tests" if has_device else "sanitizer"]
-    return int(has_failed or tests.get("status") != 0)
+    return int(has_failed or bool(unmet) or tests.get("status") != 0)
 
 
 if __name__ == "__main__":

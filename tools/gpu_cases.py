@@ -1,27 +1,21 @@
 """What tools/gpu.py times, on a GPU or, at small sizes and without times, on the kernels' twin."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import TwinKernels
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
-from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.model import TideModel
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.pages import KernelPages
-from kvtide.engines.gpu.rans import DeviceRans
-from kvtide.engines.gpu.targets import page_target
-from kvtide.engines.gpu.tide import DeviceTide
-from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
-from kvtide.engines.gpu.tide_model import DeviceModel
-from kvtide.engines.profiles import installed_profiles
-from kvtide.testing.strategies import block_meta
 from kvtide.tier.ram.device import DevicePiece
 from kvtide_lab.swap.device import KernelSwapper
 
@@ -115,8 +109,7 @@ def rans_case(kernels: Kernels, size: Size) -> dict[str, Any]:
     many = Streams(bytes(coded.data) * times, list(coded.sizes) * times)
     many_runs = Runs(np.tile(runs.tables, (times, 1)), RUN_SYMBOLS)
     values = np.tile(np.arange(32, dtype=np.uint16), (TABLES, 1))
-    device = DeviceRans(kernels, tables)
-    decode = device.prepare_decode(many, many_runs, values, STREAM_SYMBOLS)
+    decode = prepare_decode(kernels, tables, many, many_runs, values, STREAM_SYMBOLS)
     total = size.streams * STREAM_SYMBOLS
     decode_s = seconds(kernels, decode.launch)
     # All of it: a copy may be wrong only under load.
@@ -124,7 +117,7 @@ def rans_case(kernels: Kernels, size: Size) -> dict[str, Any]:
         decode.result().reshape(times, *symbols.shape), np.broadcast_to(symbols, (times, *symbols.shape))
     )
     del decode
-    encode = device.prepare_encode(np.tile(symbols, (times, 1)), many_runs)
+    encode = prepare_encode(kernels, tables, np.tile(symbols, (times, 1)), many_runs)
     encode_s = seconds(kernels, encode.launch)
     pack_s = seconds(kernels, encode.pack)
     assert encode.result().data == many.data
@@ -136,88 +129,6 @@ def rans_case(kernels: Kernels, size: Size) -> dict[str, Any]:
         "encode_tsym_s": rate(total, encode_s, 1e12),
         "encode_packed_tsym_s": None if encode_s is None or pack_s is None else total / (encode_s + pack_s) / 1e12,
     }
-
-
-def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) -> np.ndarray:
-    """A block as the profile says that the model's are: each component normal with its scale, keys turned."""
-    rng = np.random.default_rng(seed)
-    values = np.empty(layout.shape, dtype=np.float32)
-    for group in model.groups:
-        mean, weight = model.mean_and_weight(group)
-        noise = rng.normal(size=(layout.tokens, len(group.scales))) * np.exp2(group.scales / 12)
-        flat = np.zeros((layout.tokens, group.shape[1]))
-        if group.order.size:
-            flat[:, group.order] = noise
-        else:
-            flat = noise @ (group.matrix.astype(np.float64) / 8192)
-        layers = slice(group.layer_start, group.layer_stop)
-        shaped = (flat / weight + mean).reshape(layout.tokens, -1, 2, layout.kv_heads, layout.head_dim)
-        values[layers] = shaped.transpose(1, 2, 0, 3, 4)
-    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
-    if model.rotary is not None:
-        for layer, keys in enumerate(values[:, 0]):
-            tables = model.rotary.tables(start, layout.tokens, layer)
-            model.rotary.store(keys, layout.dtype, tables, bits[layer, 0])
-    return bits
-
-
-def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
-    """Whole objects to pages, with what the host does; and the same checked against the processor's codec."""
-    profile = next(found for found in installed_profiles() if found.kind == kind)
-    tokens = 256 if is_real(kernels) else 32
-    layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
-    codec, model = TideCodec(profile, 5e-3, 2), TideModel(profile)
-    distinct = [(block_meta(layout, 0, i + 1), i) for i in range(min(2, size.blocks))]
-    coded = [(meta, codec.encode(meta, model_block(model, layout, meta.start, seed))) for meta, seed in distinct]
-    page_tokens = 16
-    per_block = tokens // page_tokens
-    shape = (size.blocks * per_block, layout.kv_heads, page_tokens, 2 * layout.head_dim)
-    with kernels.queue():
-        layers = [torch.zeros(shape, dtype=torch.int16, device=kernels.device) for _ in range(layout.layers)]
-    target = page_target(layers, layout)
-    tide = DeviceTide(device := DeviceModel(kernels, model), target)
-    starts = [target.token_starts(range(i * per_block, (i + 1) * per_block)) for i in range(size.blocks)]
-
-    def decode() -> None:
-        blocks = [
-            (tide.block(coded[i % len(coded)][0], start), coded[i % len(coded)][1]) for i, start in enumerate(starts)
-        ]
-        tide.feed(blocks)
-        kernels.follow()
-        tide.write([block for block, _ in blocks])
-        assert tide.check([block for block, _ in blocks]) == [None] * len(blocks)
-
-    took = seconds(kernels, decode)
-    _check_pages(layers, layout, codec, coded, per_block)
-    encoder = DeviceTideEncoder(device, target, codec.steps)
-    encode_s = seconds(
-        kernels, lambda: encoder.encode([PagedBlock(coded[i % len(coded)][0], start) for i, start in enumerate(starts)])
-    )
-    elements = size.blocks * layout.raw_bytes // 2
-    stored = sum(len(section.data) for section in coded[0][1])
-    return {
-        "profile": kind,
-        "blocks": size.blocks,
-        "bits": 8 * stored / (layout.raw_bytes // 2),
-        "decode_gelem_s": rate(elements, took, 1e9),
-        "encode_gelem_s": rate(elements, encode_s, 1e9),
-        "raw_gb_s": rate(2 * elements, took, 1e9),
-    }
-
-
-def _check_pages(
-    layers: list[torch.Tensor], layout: BlockLayout, codec: TideCodec, coded: list[Any], per_block: int
-) -> None:
-    for i, (meta, sections) in enumerate(coded):
-        expected = np.empty(layout.shape, np.uint16)
-        meta_checked: BlockMeta = meta
-        codec.decode(meta_checked, sections, expected)
-        pages = torch.stack([layer[i * per_block : (i + 1) * per_block] for layer in layers]).cpu().numpy()
-        found = (
-            pages.view(np.uint16).transpose(0, 1, 3, 2, 4).reshape(layout.layers, layout.tokens, layout.kv_heads, -1)
-        )
-        assert np.array_equal(found[..., : layout.head_dim], expected[:, 0]), "keys"
-        assert np.array_equal(found[..., layout.head_dim :], expected[:, 1]), "values"
 
 
 def host_seconds(kernels: Kernels, work: Callable[[], object]) -> float | None:
@@ -280,7 +191,10 @@ def swap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
 
 
 def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
-    """By what factor a swap of 1 GiB slows products of bf16 matrices on an engine's stream that goes first."""
+    """By what factor a swap of 1 GiB slows products of bf16 matrices on an engine's stream that goes first.
+
+    Out of pages in large pieces; and, as vLLM's worker does it, blocks out of scattered pages and into others.
+    """
     page_bytes, layer_count = (64 << 10, 32) if is_real(kernels) else (1024, 4)
     count = size.swap_bytes // page_bytes // layer_count
     dtype = torch.bfloat16 if is_real(kernels) else torch.float32
@@ -292,9 +206,9 @@ def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
     if stream is not None:
         torch.cuda.synchronize()
 
-    def products(swapper: KernelSwapper | None) -> float:
+    def products(begin: Callable[[], Callable[[], object]] | None) -> float:
         start = time.perf_counter()
-        swap = swapper.swap_out(list(range(count)), list(range(count))) if swapper else None
+        wait = begin() if begin else None
         if stream is None:
             torch.mm(a, b)
         else:
@@ -303,24 +217,48 @@ def overlap_case(kernels: Kernels, size: Size) -> dict[str, Any]:
                     torch.mm(a, b)
             stream.synchronize()
         took = time.perf_counter() - start
-        if swap is not None:
-            swap.wait()
+        if wait is not None:
+            wait()
         return took
 
+    def slowdown(begin: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        pairs = [(products(None), products(begin)) for _ in range(7 if is_real(kernels) else 1)]
+        alone, beside = median(pair[0] for pair in pairs[-5:]), median(pair[1] for pair in pairs[-5:])
+        return alone, beside / alone
+
+    pages = list(range(count))
     with KernelSwapper(kernels, layers, count) as swapper:
-        pairs = [(products(None), products(swapper)) for _ in range(7 if is_real(kernels) else 1)]
-    alone, beside = median(pair[0] for pair in pairs[-5:]), median(pair[1] for pair in pairs[-5:])
+        alone, of_pieces = slowdown(lambda: swapper.swap_out(pages, pages).wait)
+    with ThreadPoolExecutor(1) as worker, engine_pages(kernels) as engine:
+        blocks = max(1, size.swap_bytes // (2 * engine.pool.layout.raw_bytes))
+
+        def turn() -> None:
+            for _ in range(blocks):
+                engine.pool.capture(engine.first).restore(engine.second, 0)
+
+        _, of_blocks = slowdown(lambda: worker.submit(turn).result)
+        assert np.array_equal(engine.pool.capture(engine.second).block(), engine.pool.capture(engine.first).block())
     if not is_real(kernels):
-        return {"gemm_slowdown": None}
+        return {"gemm_slowdown": None, "gemm_slowdown_of_blocks": None}
     return {
         "gemm_s": alone,
         "gemm_tflop_s": repeats * 2 * size.matrix**3 / alone / 1e12,
-        "gemm_slowdown": beside / alone,
+        "gemm_slowdown": of_pieces,
+        "gemm_slowdown_of_blocks": of_blocks,
     }
 
 
-def pages_case(kernels: Kernels, size: Size) -> dict[str, Any]:
-    """Blocks between scattered pages and this machine, bytes to the device's memory and back, as vLLM's worker does."""
+class EnginePages(NamedTuple):
+    """An engine's pages, and those of two blocks among them, scattered."""
+
+    pool: KernelPages
+    first: list[int]
+    second: list[int]
+
+
+@contextmanager
+def engine_pages(kernels: Kernels) -> Iterator[EnginePages]:
+    """Pages of an 8B model's shape, with any values."""
     layers, heads, head_dim = (32, 8, 128) if is_real(kernels) else (2, 2, 8)
     layout = BlockLayout(layers, 256 if is_real(kernels) else 32, heads, head_dim, KVDtype.BFLOAT16)
     count = layout.tokens // 16
@@ -330,17 +268,23 @@ def pages_case(kernels: Kernels, size: Size) -> dict[str, Any]:
     order = np.random.default_rng(2).permutation(3 * count).tolist()
     pool = KernelPages(kernels, list(rooms), layout)
     try:
-        bits = pool.capture(order[:count]).block().copy()
-        out_s = host_seconds(kernels, lambda: pool.capture(order[:count]).wait())
-        in_s = host_seconds(kernels, lambda: pool.scatter(bits, order[count : 2 * count], 0))
-        assert np.array_equal(pool.capture(order[count : 2 * count]).block(), bits)
+        yield EnginePages(pool, order[:count], order[count : 2 * count])
     finally:
         pool.close()
-    room, read = pool.memory.reserve(bits.nbytes), np.empty_like(bits)
-    write_s = host_seconds(kernels, lambda: room.write([DevicePiece(0, bits.reshape(-1).view(np.uint8).data)]))
-    read_s = host_seconds(kernels, lambda: room.read([DevicePiece(0, read.reshape(-1).view(np.uint8).data)]))
-    assert np.array_equal(read, bits)
-    room.close()
+
+
+def pages_case(kernels: Kernels, size: Size) -> dict[str, Any]:
+    """Blocks between scattered pages and this machine, bytes to the device's memory and back, as vLLM's worker does."""
+    with engine_pages(kernels) as (pool, first, second):
+        bits = pool.capture(first).block().copy()
+        out_s = host_seconds(kernels, lambda: pool.capture(first).wait())
+        in_s = host_seconds(kernels, lambda: pool.scatter(bits, second, 0))
+        assert np.array_equal(pool.capture(second).block(), bits)
+        room, read = pool.memory.reserve(bits.nbytes), np.empty_like(bits)
+        write_s = host_seconds(kernels, lambda: room.write([DevicePiece(0, bits.reshape(-1).view(np.uint8).data)]))
+        read_s = host_seconds(kernels, lambda: room.read([DevicePiece(0, read.reshape(-1).view(np.uint8).data)]))
+        assert np.array_equal(read, bits)
+        room.close()
     return {
         "block_bytes": bits.nbytes,
         "block_out_gb_s": rate(bits.nbytes, out_s, 1e9),

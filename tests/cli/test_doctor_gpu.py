@@ -19,6 +19,7 @@ GOOD: dict[str, Any] = {
     "build": {"compile_s": {}},
     "tests": {"status": 0, "log": ""},
     "sanitizer": {"status": 0, "memcheck": {"status": 0}},
+    "kernels": {"rans_decode": True, "block_copy": True},
     "cases": {
         "rans": {"decode_tsym_s": 0.41},
         "swap": {"swap_out_of_pinned": 0.95, "swap_in_of_pinned": 0.9},
@@ -57,11 +58,20 @@ def test_goal_that_is_missed_is_bad_and_no_other(tmp_path: Path, case: str, figu
 
 def test_dry_run_has_no_verdict_on_goals(tmp_path: Path) -> None:
     cases = {"rans": {"decode_tsym_s": None}, "swap": {}, "overlap": {"gemm_slowdown": None}}
-    report = {**GOOD, "is_measured": False, "device": None, "cases": cases}
+    report = {**GOOD, "is_measured": False, "device": None, "cases": cases, "kernels": {"rans_decode": None}}
     del report["tests"]
     found = statuses(tmp_path, report)
     assert found.pop("gpu sanitizer") == "ok"
     assert set(found.values()) == {"off"}
+
+
+def test_each_kernel_is_proven_here_or_not_run_here(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({**GOOD, "kernels": {"pack": True, "rans_decode": None, "tide_put": False}}))
+    found = {finding.subject: (finding.status, finding.detail) for finding in verdicts(path)}
+    assert found["kernel pack"] == ("ok", "proven here")
+    assert found["kernel rans_decode"] == ("off", "not run here")
+    assert found["kernel tide_put"] == ("bad", "in a case that failed")
 
 
 def test_what_failed_is_bad(tmp_path: Path) -> None:

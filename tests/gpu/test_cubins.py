@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtide.engines.gpu import cubins
 from kvtide.engines.gpu.cubins import CUBINS_MAX, kept_kernels
+from kvtide.engines.gpu.kernels import Budget, CudaKernels
 from kvtide.engines.gpu.program import compile_kernels
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra gpu")
@@ -34,6 +36,24 @@ def test_second_process_reads_what_the_first_compiled(tmp_path: Path, code: byte
         # Calling it would raise.
         patch.setattr(cubins, "compile_kernels", None)
         assert kept_kernels("sm_90", tmp_path / "kernels") == code
+
+
+def test_second_worker_starts_without_the_compiler(
+    tmp_path: Path, compiled: list[str], code: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuda.bindings import driver
+
+    loaded: list[bytes] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **options: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: None)
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (0, 1))
+    monkeypatch.setattr(driver, "cuModuleLoadData", lambda code: (0, loaded.append(code)))
+    for _ in range(2):
+        CudaKernels(torch.device("cuda"), Budget(1)).open()
+    assert compiled == ["sm_90"]
+    assert loaded == [code, code]
 
 
 def replaced_by_link(path: Path) -> None:

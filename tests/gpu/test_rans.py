@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
+from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import needs_compiler
 
 from kvtide.codec.entropy import ESCAPE, Escapes, RansCoder, RansTables, Runs, Streams
 from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.rans import DeviceRans
 from kvtide.errors import CorruptPayload
 
 pytestmark = needs_compiler
@@ -32,14 +32,13 @@ def check(kernels: Kernels, rows: list[list[int]], streams: int, count: int, run
     symbols = draw_symbols(rng, counts, runs.tables, run_symbols, count)
     tables = RansCoder().build(counts)
     expected = tables.encode(symbols, runs)
-    device = DeviceRans(kernels, tables)
-    encode = device.prepare_encode(symbols, runs)
+    encode = prepare_encode(kernels, tables, symbols, runs)
     encode.launch()
     coded = encode.result()
     assert list(coded.sizes) == list(expected.sizes)
     assert coded.data == bytes(expected.data)
     for dtype in (np.uint8, np.uint16, np.uint32):
-        decode = device.prepare_decode(coded, runs, identity(tables, dtype), count)
+        decode = prepare_decode(kernels, tables, coded, runs, identity(tables, dtype), count)
         decode.launch()
         assert np.array_equal(decode.result(), symbols)
 
@@ -77,7 +76,7 @@ def coded_case(count: int = 700) -> tuple[RansTables, Runs, Streams, Escapes, np
 def test_escapes_take_their_places(kernels: Kernels) -> None:
     tables, runs, coded, escapes, expected = coded_case()
     assert len(escapes.elements) > 10
-    call = DeviceRans(kernels, tables).prepare_decode(coded, runs, identity(tables, np.uint16), 700, escapes)
+    call = prepare_decode(kernels, tables, coded, runs, identity(tables, np.uint16), 700, escapes)
     call.launch()
     assert np.array_equal(call.result(), expected)
 
@@ -98,8 +97,8 @@ def test_streams_that_are_not_whole_are_refused(kernels: Kernels, fault: str) ->
         change = 1 if fault == "many escapes" else -1
         elements = np.resize(elements, len(elements) + change)  # type: ignore[assignment]
         counts[1] = int(counts[1]) + change
-    call = DeviceRans(kernels, tables).prepare_decode(
-        Streams(bytes(data), sizes), runs, identity(tables, np.uint16), 700, Escapes(elements, counts)
+    call = prepare_decode(
+        kernels, tables, Streams(bytes(data), sizes), runs, identity(tables, np.uint16), 700, Escapes(elements, counts)
     )
     call.launch()
     with pytest.raises(CorruptPayload, match="do not hold"):
@@ -108,7 +107,7 @@ def test_streams_that_are_not_whole_are_refused(kernels: Kernels, fault: str) ->
 
 def test_symbols_without_probability_are_refused(kernels: Kernels) -> None:
     tables = RansCoder().build(counts_of([[1, 1] + [0] * 30]))
-    call = DeviceRans(kernels, tables).prepare_encode(np.full((1, 40), 5, dtype=np.uint8), one_table(1, 40))
+    call = prepare_encode(kernels, tables, np.full((1, 40), 5, dtype=np.uint8), one_table(1, 40))
     call.launch()
     with pytest.raises(ValueError, match="no probability"):
         call.result()

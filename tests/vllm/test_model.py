@@ -140,6 +140,25 @@ def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
     assert found == ("torch" if expected == "torch" else ("kernels", 32))
 
 
+def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtide.engines.vllm import connector as module
+
+    seen: list[Any] = []
+    options = {"store": "memory://", "codec": "cachegen:2", "device_kernels": True}
+    connector: Any = object.__new__(module.KVTideConnector)
+    connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
+    connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label=""), None, None
+    pool = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
+    monkeypatch.setattr(module, "page_pool", lambda *args: pool)
+    monkeypatch.setattr(
+        module, "cache_for", lambda store, codec, *args, **rest: seen.append(codec) or SimpleNamespace(open=list)
+    )
+    monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(module, "WorkerHalf", lambda cache, pages, *args: seen.append(pages))
+    connector.register_kv_caches({})
+    assert seen == ["cachegen on the device", pool]
+
+
 @pytest.mark.parametrize(
     ("params", "is_latest"), [(None, False), ({}, False), ({"kvtide_force_latest": True, "other": 1}, True)]
 )

@@ -61,6 +61,8 @@ class _Report(msgspec.Struct, frozen=True):
     build: _Case
     sanitizer: _Run
     cases: dict[str, _Case]
+    # Whether a device's results were the processor's, None where none has run the kernel.
+    kernels: dict[str, bool | None]
     # A dry run leaves them to `make test`.
     tests: _Run | None = None
 
@@ -99,7 +101,7 @@ def measured(path: Path) -> Path:
 
 
 def verdicts(path: Path) -> list[DoctorFinding]:
-    """Judge a report of tools/gpu.py: a line for each goal, and for what has none. ValueError if it is none."""
+    """Judge a report of tools/gpu.py: a line for each kernel, goal and fault. ValueError if it is none."""
     with path.open("rb") as file:
         data = file.read(REPORT_BYTES_MAX + 1)
     try:
@@ -114,6 +116,7 @@ def verdicts(path: Path) -> list[DoctorFinding]:
         where,
         *(_of_run(name, run) for name, run in runs if run is not None),
         *(DoctorFinding(name, "bad", case.failed) for name, case in _all_cases(report) if case.failed),
+        *(_of_kernel(name, is_right) for name, is_right in sorted(report.kernels.items())),
         *(_of_goal(goal, report.cases.get(goal.case, _Case())) for goal in GOALS),
     ]
 
@@ -128,6 +131,12 @@ def _of_run(name: str, run: _Run) -> DoctorFinding:
     return DoctorFinding(
         name, "bad" if run.status else "ok", f"failed with status {run.status}" if run.status else "passed"
     )
+
+
+def _of_kernel(name: str, is_right: bool | None) -> DoctorFinding:
+    if is_right is None:
+        return DoctorFinding(f"kernel {name}", "off", "not run here")
+    return DoctorFinding(f"kernel {name}", *(("ok", "proven here") if is_right else ("bad", "in a case that failed")))
 
 
 def _of_goal(goal: _Goal, case: _Case) -> DoctorFinding:

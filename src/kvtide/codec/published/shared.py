@@ -144,6 +144,7 @@ class ProfiledCodec(ABC):
     """
 
     is_lossless = False
+    codec_id: str
     group_tokens: int
 
     def __init__(self, level: int, levels: Mapping[int, float], coder: int, profile: Profile | None) -> None:
