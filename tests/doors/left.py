@@ -44,12 +44,6 @@ LEFT = (
         "rows of each codec over a server",
         Source.ASCEND,
     ),
-    Left(
-        "published codecs on a GPU",
-        '"codec": "cachegen:2", "device_kernels": true',
-        "kernels for these codecs",
-        Source.ASCEND,
-    ),
     Left("encode stored blocks anew", "kvtide recompress", "a command that decodes and encodes a store", Source.ASCEND),
     Left(
         "profiles of other models in vLLM",
@@ -84,7 +78,6 @@ LEFT = (
         "a GPU, and a run that computes meanwhile",
         Source.OFFLOADING,
     ),
-    Left("swapping by streams in an engine", "device_kernels", "an engine that swaps by them", Source.OFFLOADING),
     Left("all ways to offload, side by side", "kvtide-lab bench offload", "a full run of the seven", Source.OFFLOADING),
     Left(
         "layers within the step on a GPU",

@@ -186,6 +186,22 @@ VLLM = (
         "tests/vllm/test_model.py::test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for",
     ),
     Capability(
+        "published codecs on a GPU",
+        '"codec": "cachegen:2", "device_kernels": true',
+        _VLLM,
+        _TWIN,
+        Source.ASCEND,
+        "tests/gpu/test_pages.py::test_decoding_and_encoding_are_the_device_s",
+    ),
+    Capability(
+        "swapping by streams in an engine",
+        "device_kernels device_multiprocessors",
+        "docs/gpu.md: What is there",
+        _TWIN,
+        Source.OFFLOADING,
+        "tests/gpu/test_swap.py::test_blocks_come_in_behind_the_engine_and_not_behind_decoding",
+    ),
+    Capability(
         "objects in a GPU's memory",
         "device_bytes_max",
         _VLLM,
