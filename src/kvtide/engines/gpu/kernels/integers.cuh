@@ -24,6 +24,7 @@ INLINE u64 low_bit(const IntegerRuns& r, u32 plane, u32 run, u32 at) {
 // A number whose symbol or escape was decoded, with its low bits.
 INLINE i32 number_of(const IntegerRuns& r, u32 run, u32 at) {
   u32 value = static_cast<u16>(r.numbers[u64{run} * r.symbols + at]);
+#pragma unroll 1
   for (u32 plane = 0; plane < r.shifts[run]; ++plane) {
     const u64 bit = low_bit(r, plane, run, at);
     value |= (r.planes[bit / 32] >> bit % 32 & 1u) << plane;
@@ -45,7 +46,9 @@ struct IntegerSymbols {
     const u32 mask = ballot(is_active && !is_small);
     if (is_active && !is_small) escapes[escapes_left - count_bits(mask >> lane)] = static_cast<i16>(value);
     escapes_left -= count_bits(mask);
+#pragma unroll 1
     for (u32 plane = 0; plane < shift; ++plane) {
+      // (Unrolled, this kernel takes 300 KB on sm_120.)
       const u32 bits = ballot(is_active && (value >> plane & 1) != 0);
       const u64 first = low_bit(runs, plane, run, at - run * runs.symbols);
       const u32 offset = static_cast<u32>(first % 32);

@@ -285,6 +285,7 @@ INLINE bool encode_stream(const RansStream& job, Symbols& symbols, u32 lane, u32
       const bool is_active = lane < rest;
       if (!rans_put(state, symbols.take(run, row, lane, is_active), codes, words, next, lane, is_active)) return false;
     }
+#pragma unroll 1
     while (row != first) {
       row -= warp_lanes;
       if (!rans_put(state, symbols.take(run, row, lane, true), codes, words, next, lane, true)) return false;
