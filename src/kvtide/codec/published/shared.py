@@ -194,8 +194,8 @@ class ProfiledCodec(ABC):
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound: what one layer takes, and the deltas of all layers that share sections, twice."""
-        shared_layers = sum(len(parts[-1].layers) for parts in self.parts(layout)[:1] if parts[-1].position)
-        return (16 + 4 * shared_layers) * layout.layer_bytes // layout.dtype.item_bytes
+        layers = [len(part.layers) for parts in self.parts(layout) for part in parts if part.position]
+        return (16 + 4 * max(layers, default=0)) * layout.layer_bytes // layout.dtype.item_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the anchors' sections, then the deltas'. UnencodableBlock for values that are not finite."""
