@@ -214,6 +214,7 @@ inline u32 __umulhi(u32 a, u32 b) { return static_cast<u32>(u64{a} * b >> 32); }
 inline u32 __float_as_uint(float value) { return std::bit_cast<u32>(value); }
 inline float __uint_as_float(u32 bits) { return std::bit_cast<float>(bits); }
 inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value); }
+inline u64 atomicAdd(u64* at, u64 value) { return std::exchange(*at, *at + value); }
 
 namespace emulation {
 

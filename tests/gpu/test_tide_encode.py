@@ -15,6 +15,7 @@ from tests.gpu.twin import needs_compiler
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.promise import check_promise
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.targets import block_target, page_target
 from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
@@ -62,6 +63,39 @@ def test_loud_tokens_stand_apart_as_on_the_processor(kernels: Kernels) -> None:
     bits[2, 1, 7, 1, 3] = 0x6000  # 2^65
     bits[0, 0, 9] = 0x4480  # 1024
     assert encoded(kernels, codec, "layer", meta, bits) == codec.encode(meta, bits)
+
+
+@pytest.mark.parametrize("cost", ["light", "layer", "deep"])
+def test_profile_is_judged_by_what_it_is_on_the_processor(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, cost: str
+) -> None:
+    layout = BlockLayout(5, 40, 2, 8, KVDtype.FLOAT32)
+    codec, meta, bits = TideCodec(fitted(layout, cost, 1), 1e-3, 1), block_meta(layout), smooth_bits(layout, 5)
+    # One token is halved to fit, one is too loud in a group that comes last.
+    values = bits.view(np.float32)
+    values[:, :, 20] *= 30
+    values[4, 1, 30] *= 1e6
+    seen: list[list[tuple[Any, Any]]] = []
+    for module in ("kvtide.engines.gpu.tide_encode", "kvtide.codec.tide.codec"):
+        monkeypatch.setattr(f"{module}.check_promise", lambda fit, tokens: seen.append(fit))
+    assert encoded(kernels, codec, cost, meta, bits) == codec.encode(meta, bits)
+    device, processor = seen
+    assert len(device) == len(processor) > 0
+    for (promise, found), (wanted_promise, wanted) in zip(device, processor, strict=True):
+        assert promise == wanted_promise
+        if found.tokens == wanted.tokens:
+            assert found == pytest.approx(wanted, rel=1e-6)
+    assert any(found.tokens == wanted.tokens for (_, found), (_, wanted) in zip(device, processor, strict=True))
+
+
+def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.engines.gpu.tide_encode.check_promise", check_promise)
+    codec, bits = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1), smooth_bits(LAYOUT, 5)
+    noise = np.random.default_rng(3).permutation(bits.reshape(-1)).reshape(bits.shape)
+    for other in (np.full_like(bits, 0x3F80), noise):
+        found = encoded(kernels, codec, "layer", block_meta(LAYOUT), other)
+        assert isinstance(found, UnencodableBlock)
+        assert "profile does not fit" in str(found)
 
 
 def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:

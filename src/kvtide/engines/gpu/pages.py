@@ -17,10 +17,10 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec
 from kvtide.codec.published.shared import ProfiledCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.engines.gpu.blocks import BlockCopier
 from kvtide.engines.gpu.decoding import DeviceDecoder
-from kvtide.engines.gpu.encoding import DeviceCodec
-from kvtide.engines.gpu.groups import DeviceGroups
+from kvtide.engines.gpu.encoding import BlockEncoder, DeviceCodec
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import PageTarget, page_target
@@ -62,9 +62,9 @@ class KernelPages:
         with device_faults():
             self._out: DeviceStream = kernels.copies()
             # Each way has a stream, so that none waits for another; together they take no more than the budget.
-            decoding, self._in, self._encoding = kernels.beside(2), kernels.beside(4), kernels.beside(4)
-        self._streams = (kernels, decoding, self._in, self._out, self._encoding)
-        self._encoders: DeviceGroups | None = None
+            decoding, self._in, encoding = kernels.beside(2), kernels.beside(4), kernels.beside(4)
+        self._streams = (kernels, decoding, self._in, self._out, encoding)
+        self._encoder = BlockEncoder(encoding)
         # Held while a block is encoded, so that closing waits for it.
         self._encoding_lock = threading.Lock()
         self._is_closed = False
@@ -113,20 +113,15 @@ class KernelPages:
         return self._tried(lambda: self._decoder.decode(codec, meta, sections, starts, self._after), False)
 
     def encoder(self, codec: Codec) -> Codec:
-        """Return what encodes published codecs on the device; see PagePool."""
-        if not isinstance(codec, ProfiledCodec):
+        """Return what encodes lossy codecs' blocks on the device; see PagePool."""
+        if not isinstance(codec, ProfiledCodec | TideCodec):
             return codec
-        published = codec
 
         def encode(meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
             with self._encoding_lock:
-                return None if self._is_closed else self._tried(lambda: self._encoded(published, meta, bits), None)
+                return None if self._is_closed else self._tried(lambda: self._encoder.encode(codec, meta, bits), None)
 
         return DeviceCodec(codec, encode)
-
-    def _encoded(self, codec: ProfiledCodec, meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
-        self._encoders = self._encoders or DeviceGroups(self._encoding)
-        return self._encoders.encode(codec, meta, bits)
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when torch's current stream comes here; see PagePool."""

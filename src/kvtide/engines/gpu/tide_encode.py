@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import Streams
-from kvtide.codec.tide.encoder import first_apart, loudness_weights
+from kvtide.codec.tide.encoder import Fit, coded_tokens, first_apart
 from kvtide.codec.tide.grid import THIRD, CodedLists
+from kvtide.codec.tide.promise import check_promise, promise_of
 from kvtide.codec.tide.rows import RangeRows, place_groups
 from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement
 from kvtide.codec.tide.values import kept_tokens
@@ -26,6 +27,7 @@ from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_jobs import PARTS, SECTION, extent_of
 from kvtide.engines.gpu.tide_model import TILE, DeviceModel
+from kvtide.engines.gpu.tide_sums import TOKEN_BYTES, loud_columns, per_token, seen_of
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -34,17 +36,13 @@ MATRIX_THREADS = 128
 STATES_BYTES = 128
 PIECES = 4
 NOT_FINITE = 2
-# Loudness is summed in sixteen places, group by group, as on the processor.
-LANES = 16
-END_OF_GROUP = -2
-
 # TideSource of kernels/tide_project.cuh.
 SOURCE = np.dtype(
     [
         (name, "<u8")
         for name in (
             *("pairs", "mean", "scale", "token_starts", "bases", "turns", "matrix_high", "matrix_low", "order"),
-            *("scaled", "high", "low", "halvings", "apart", "out", "status"),
+            *("scaled", "high", "low", "halvings", "apart", "out", "squares", "crossed", "status"),
         )
     ]
     + [(name, "<u4") for name in ("components", "tokens", "depth", "columns", "values", "angles", "element", "zero")]
@@ -53,7 +51,18 @@ SOURCE = np.dtype(
 RANGE = np.dtype(
     [
         (name, "<u8")
-        for name in ("coefficients", "apart", "loud_rows", "weights", "parts", "gains", "places", "levels", "tallies")
+        for name in (
+            "coefficients",
+            "apart",
+            "loud_rows",
+            "weights",
+            "parts",
+            "gains",
+            "places",
+            "levels",
+            "tallies",
+            "totals",
+        )
     ]
     + [(name, "<u4") for name in ("rows", "tokens", "refinements", "loud_count")]
 )
@@ -78,11 +87,12 @@ class _Range(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """What the device found of ranges: tokens apart, loudness."""
+    """What the device found of ranges: tokens apart, loudness, how well the profile fits."""
 
     apart: NDArray[np.uint32]  # (ranges, tokens)
     parts: NDArray[np.uint8]  # (ranges, tokens)
     gains: NDArray[np.int32]  # (ranges, PARTS)
+    fits: list[Fit]  # of each block
 
 
 class _Written(NamedTuple):
@@ -132,22 +142,6 @@ class DeviceTideEncoder:
             self._model.trim()
 
 
-def _loud_columns(rows: RangeRows, final_units: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return the row and the weight of each column that loudness is summed over, -1 for none.
-
-    Each group's fill whole sixteens; sixteen of END_OF_GROUP follow.
-    """
-    weights, columns, factors = loudness_weights(rows.scales, final_units), [], []
-    for place in rows.places:
-        count = place.group.shape[1] if place.group.order.size else place.stop - place.start
-        numbers = np.arange(place.start, place.stop, dtype=np.int32)
-        padded = np.full(-(-count // LANES) * LANES, -1, dtype=np.int32)
-        padded[:count] = place.by_column(numbers, count, -1)
-        columns += [padded, np.full(LANES, END_OF_GROUP, dtype=np.int32)]
-        factors += [np.where(padded < 0, 0, weights[padded]), np.zeros(LANES)]
-    return np.concatenate(columns), np.concatenate(factors).astype(np.float32)
-
-
 class _Batch:
     """Blocks being encoded together."""
 
@@ -168,6 +162,7 @@ class _Batch:
         self._coefficients = [self._empty(2 * len(known.rows.scales) * tokens) for known in ranges]
         levels = self._steps.refinements + 1
         self._levels = [self._empty(2 * levels * len(known.rows.scales) * tokens) for known in ranges]
+        self._totals = [self._empty(16 * len(known.rows.scales)) for known in ranges]
         self._tallies = [self._empty(4 * levels * len(known.rows.scales) * PARTS) for known in ranges]
         self._rows_max = max(len(known.rows.scales) for known in ranges)
 
@@ -201,28 +196,30 @@ class _Batch:
         apart = self._keep_apart(sources, answers)
         # A view of torch's memory, which goes with the batch.
         status = self._found(self._status, 4 * len(self._blocks)).view(np.uint32).copy()
-        coded: list[list[Section] | UnencodableBlock] = [[] for _ in self._blocks]
-        for i, known in enumerate(self._ranges):
-            sections = coded[known.block]
-            if status[known.block] or isinstance(sections, UnencodableBlock):
-                reason = "a value is not finite" if status[known.block] == NOT_FINITE else "a symbol has no probability"
-                coded[known.block] = UnencodableBlock(reason)
-                continue
-            positions = np.flatnonzero(answers.apart[i]).astype(np.uint16)
+        coded: list[list[Section] | UnencodableBlock] = []
+        for number, block in enumerate(self._blocks):
             try:
-                kept = kept_tokens(apart[i], positions)
+                if status[number]:
+                    reason = "a value is not finite" if status[number] == NOT_FINITE else "a symbol has no probability"
+                    raise UnencodableBlock(reason)
+                check_promise(answers.fits[number], coded_tokens(block.meta))
+                coded.append(self._sections_of(number, answers, written, apart))
             except UnencodableBlock as error:
-                coded[known.block] = error
-                continue
-            loudness = Loudness(answers.parts[i], answers.gains[i].astype(np.int64))
-            sections += self._joined(i, written, Base(loudness, kept))
-        return [self._smaller(sections) for sections in coded]
+                coded.append(error)
+        return coded
 
-    def _smaller(self, sections: list[Section] | UnencodableBlock) -> list[Section] | UnencodableBlock:
-        if isinstance(sections, UnencodableBlock):
-            return sections
+    def _sections_of(
+        self, number: int, answers: _Answers, written: _Written, apart: list[NDArray[np.float32]]
+    ) -> list[Section]:
+        """Return the sections of a block."""
+        sections: list[Section] = []
+        for i, known in enumerate(self._ranges):
+            if known.block == number:
+                kept = kept_tokens(apart[i], np.flatnonzero(answers.apart[i]).astype(np.uint16))
+                loudness = Loudness(answers.parts[i], answers.gains[i].astype(np.int64))
+                sections += self._joined(i, written, Base(loudness, kept))
         if sum(len(section.data) for section in sections) >= self._layout.raw_bytes:
-            return UnencodableBlock("the block does not get smaller")
+            raise UnencodableBlock("the block does not get smaller")
         return sections
 
     def _project(self) -> torch.Tensor:
@@ -232,6 +229,9 @@ class _Batch:
         places = [(i, place) for i, known in enumerate(self._ranges) for place in known.rows.places]
         jobs = np.zeros(len(places), dtype=SOURCE)
         starts = [self._sent(block.token_starts) for block in self._blocks]
+        self._seen = self._zeros(TOKEN_BYTES * tokens * len(places))
+        first = address(self._seen) + tokens * TOKEN_BYTES * np.arange(len(places))
+        jobs["crossed"], jobs["halvings"], jobs["squares"] = first, first + 8 * tokens, first + 12 * tokens
         for job, (i, place) in zip(jobs, places, strict=True):
             block, group = self._ranges[i].block, model.group(place.group)
             meta, layers = self._blocks[block].meta, range(place.group.layer_start, place.group.layer_stop)
@@ -241,7 +241,7 @@ class _Batch:
             job["bases"] = address(self._sent(self._source.bases[layers.start : layers.stop]))
             job["turns"] = model.turns(meta, is_back=True) + 16 * layers.start
             job["matrix_high"], job["matrix_low"], job["order"] = group.components()
-            job["scaled"], job["halvings"] = address(self._empty(4 * tokens * depth)), address(self._empty(4 * tokens))
+            job["scaled"] = address(self._empty(4 * tokens * depth))
             job["high"], job["low"] = address(self._empty(padded * depth)), address(self._empty(padded * depth))
             job["apart"] = address(self._apart) + 4 * tokens * i
             job["out"] = address(self._coefficients[i]) + 2 * tokens * place.start
@@ -264,7 +264,7 @@ class _Batch:
         """Sort tokens by loudness, make levels, and return what the host must know."""
         tokens, jobs = self._layout.tokens, np.zeros(len(self._ranges), dtype=RANGE)
         for i, (job, known) in enumerate(zip(jobs, self._ranges, strict=True)):
-            columns, weights = _loud_columns(known.rows, self._steps.final_units)
+            columns, weights = loud_columns(known.rows, self._steps.final_units)
             job["coefficients"], job["apart"] = address(self._coefficients[i]), address(self._apart) + 4 * tokens * i
             job["loud_rows"], job["weights"] = address(self._sent(columns)), address(self._sent(weights))
             job["loud_count"] = len(columns)
@@ -272,6 +272,7 @@ class _Batch:
             job["gains"] = address(self._gains) + 4 * PARTS * i
             job["places"] = address(self._empty(2 * tokens))
             job["levels"], job["tallies"] = address(self._levels[i]), address(self._tallies[i])
+            job["totals"] = address(self._totals[i])
             job["rows"], job["tokens"] = len(known.rows.scales), tokens
             job["refinements"] = self._steps.refinements
         args = (address(self._sent(jobs)), len(jobs), self._rows_max)
@@ -281,7 +282,19 @@ class _Batch:
         apart = self._found(self._apart, 4 * tokens * count).view(np.uint32).reshape(count, tokens)
         parts = self._found(self._parts, tokens * count).reshape(count, tokens)
         gains = self._found(self._gains, 4 * PARTS * count).view(np.int32).reshape(count, PARTS)
-        return _Answers(apart.copy(), parts.copy(), gains.copy())
+        return _Answers(apart.copy(), parts.copy(), gains.copy(), self._fits(apart))
+
+    def _fits(self, apart: NDArray[np.uint32]) -> list[Fit]:
+        """Return how well the profile fits each block."""
+        fits: list[Fit] = [[] for _ in self._blocks]
+        sources = iter(per_token(self._found(self._seen, self._seen.numel()), self._layout.tokens))
+        for i, known in enumerate(self._ranges):
+            totals = self._found(self._totals[i], 16 * len(known.rows.scales)).view(np.int64).reshape(-1, 2)
+            fits[known.block] += [
+                (promise_of(place, self._steps.final_units), seen_of(place, totals, next(sources), apart[i] == 0))
+                for place in known.rows.places
+            ]
+        return fits
 
     def _write(self, answers: _Answers) -> _Written:
         """Make all sections' streams, by range, then by refinement."""

@@ -16,9 +16,10 @@ struct TideRange {
   u16* places;              // (tokens): the token at each place in coded order
   i16* levels;              // (refinements + 1, rows, tokens), coarsest first, tokens in coded order
   u32* tallies;             // (refinements + 1, rows, parts)
+  i64* totals;              // (rows, 2): sums of a row's steps and of their squares
   u32 rows, tokens, refinements, loud_count;
 };
-static_assert(sizeof(TideRange) == 88);
+static_assert(sizeof(TideRange) == 96);
 
 struct TideRangeArgs {
   const TideRange* ranges;
@@ -93,6 +94,9 @@ KERNEL tide_levels(TideRangeArgs args) {
     const TideRange& r = args.ranges[i / args.rows_max];
     const u32 row = static_cast<u32>(i % args.rows_max);
     if (row >= r.rows) continue;
+    // Of a lane; steps are 2,000 at most.
+    i32 sum = 0;
+    u32 squares = 0;
     for (u32 part = 0; part < tide_parts; ++part) {
       const u32 start = part_start(part, r.tokens), stop = part_start(part + 1, r.tokens);
       for (u32 level = r.refinements + 1; level-- > 0;) {
@@ -105,6 +109,8 @@ KERNEL tide_levels(TideRangeArgs args) {
           if (is_active && level == r.refinements) {
             const u32 token = r.places[place];
             value = r.apart[token] != 0 ? 0 : r.coefficients[u64{row} * r.tokens + token];
+            sum += value;
+            squares += static_cast<u32>(value * value);
           } else if (is_active) {
             value = floor_div(to[u64{r.rows} * r.tokens + place] + 1, 3);
           }
@@ -114,6 +120,15 @@ KERNEL tide_levels(TideRangeArgs args) {
         }
         if (lane == 0) r.tallies[(u64{level} * r.rows + row) * tide_parts + part] = zeros | ones << 16;
       }
+    }
+    i64 totals[2] = {0, 0};
+    for (u32 i = 0; i < warp_lanes; ++i) {
+      totals[0] += static_cast<i32>(shuffle(static_cast<u32>(sum), i));
+      totals[1] += shuffle(squares, i);
+    }
+    if (lane == 0) {
+      r.totals[2 * u64{row}] = totals[0];
+      r.totals[2 * u64{row} + 1] = totals[1];
     }
   }
 }

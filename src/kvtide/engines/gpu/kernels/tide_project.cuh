@@ -22,10 +22,12 @@ struct TideSource {
   i32* halvings;             // (tokens): how often a token was halved, -1 if it stands apart
   u32* apart;                // (tokens): 1 if a token of the range stands apart
   i16* out;                  // (components, tokens)
+  float* squares;            // (tokens): sums of squared 16ths of a step, of tokens that may be coded
+  u64* crossed;              // (tokens), zeros: sums of steps times what rounding took, in 2^-17 of a step's square
   u32* status;               // of the block: 2 if a value is not finite
   u32 components, tokens, depth, columns, values, angles, element, zero;
 };
-static_assert(sizeof(TideSource) == 160);
+static_assert(sizeof(TideSource) == 176);
 
 struct TideProjectArgs {
   const TideSource* sources;
@@ -87,6 +89,7 @@ INLINE i32 halvings_of(const TideSource& s, u32 token, u32 lane) {
     const float other = __uint_as_float(shuffle(__float_as_uint(peak), i));
     loudest = other > loudest ? other : loudest;
   }
+  if (lane == 0) s.squares[token] = norm;
   norm = sqrtf(norm);
   i32 halvings = 0;
   for (; norm > norm_max || loudest > value_max; norm *= 0.5f, loudest *= 0.5f) {
@@ -121,17 +124,24 @@ KERNEL tide_load(TideProjectArgs args) {
   }
 }
 
-// Writes one coefficient in steps; a token that one does not fit stands apart.
-INLINE void put_steps(const TideSource& s, u32 component, u32 token, i32 sum) {
-  if (component >= s.components || token >= s.tokens) return;
+// Writes one coefficient in steps; a token that one does not fit stands apart. Returns the steps times what rounding took.
+INLINE i64 put_steps(const TideSource& s, u32 component, u32 token, i32 sum) {
+  if (component >= s.components || token >= s.tokens) return 0;
   const i32 halvings = s.halvings[token];
-  i16 out = 0;
+  i64 steps = 0, crossed = 0;
   if (halvings >= 0) {
-    const i64 steps = ((i64{sum} << halvings) + (1 << 16)) >> 17;
+    const i64 exact = i64{sum} * (1 << halvings);
+    steps = (exact + (1 << 16)) >> 17;
     if (steps > coefficient_max || steps < -coefficient_max) s.apart[token] = 1;
-    out = static_cast<i16>(steps);
+    crossed = steps * (exact - steps * (1 << 17));
   }
-  s.out[u64{component} * s.tokens + token] = out;
+  s.out[u64{component} * s.tokens + token] = static_cast<i16>(steps);
+  return crossed;
+}
+
+// Sums of whole numbers, which wrap: any order gives the same.
+INLINE void add_crossed(const TideSource& s, u32 token, i64 crossed) {
+  if (crossed != 0) atomicAdd(s.crossed + token, static_cast<u64>(crossed));
 }
 
 // A block of 128 threads for each tile of 64 tokens by 64 components.
@@ -146,14 +156,17 @@ KERNEL tide_project(TideProjectArgs args) {
     const ByteMatrix tokens = {s.high, s.low, s.depth}, rows = {s.matrix_high, s.matrix_low, s.depth};
     WarpSums sums;
     multiply_block(shared, tokens, first_token, rows, first_component, s.depth, sums);
+    i64 crossed[2] = {0, 0};
 #pragma unroll
     for (u32 tile = 0; tile < tiles_per_warp; ++tile) {
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) {
         const u32 component = first_component + tile * tile_columns_mma + 2 * (lane % 4) + k % 2;
-        put_steps(s, component, first_token + 16 * warp + 8 * (k / 2) + lane / 4, static_cast<i32>(sums.at[tile][k]));
+        const u32 token = first_token + 16 * warp + 8 * (k / 2) + lane / 4;
+        crossed[k / 2] += put_steps(s, component, token, static_cast<i32>(sums.at[tile][k]));
       }
     }
+    for (u32 half = 0; half < 2; ++half) add_crossed(s, first_token + 16 * warp + 8 * half + lane / 4, crossed[half]);
   }
 }
 
@@ -167,7 +180,7 @@ KERNEL tide_project_ordered(TideProjectArgs args) {
     for (u32 token = lane; token < s.tokens; token += warp_lanes) {
       const u64 at = u64{token} * s.depth + s.order[component];
       const i32 whole = static_cast<i32>(static_cast<i8>(s.high[at])) * 256 + s.low[at];
-      put_steps(s, component, token, whole * 8192);
+      add_crossed(s, token, put_steps(s, component, token, whole * 8192));
     }
   }
 }
