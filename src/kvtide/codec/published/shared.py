@@ -200,21 +200,23 @@ class ProfiledCodec(ABC):
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the anchors' sections, then the deltas'. UnencodableBlock for values that are not finite."""
         check_bits(bits, meta.layout)
-        if not self.fits(meta.layout):
-            raise UnencodableBlock("the profile is of a model whose shape is another")
+        if self._profile and not self.fits(meta.layout):
+            raise UnencodableBlock(f"the profile is of {self._profile.model}, whose shape is another")
         views = list(layer_views(bits))
         anchors: list[Section] = []
         deltas: list[Section] = []
         for parts in self.parts(meta.layout):
-            by_layer: list[Integers] = []
             own: list[Distribution] = []
-            for part in parts:
-                if part.position:
-                    deltas.append(self._encode_deltas(part, np.concatenate(by_layer), own))
-                    continue
-                section, numbers = self._encode_layer(meta.layout, part, views[part.layers.start], own)
-                anchors.append(section)
-                by_layer.append(numbers)
+            layers = [
+                self._encode_layer(meta.layout, part, views[part.layers.start], own)
+                for part in parts
+                if not part.position
+            ]
+            anchors += [section for section, _ in layers]
+            if parts[-1].position:
+                numbers = np.concatenate([numbers for _, numbers in layers])
+                joined = Distribution.join(own, self.coder) if own else None
+                deltas += [self._encode_deltas(part, numbers, joined) for part in parts if part.position]
         return anchors + deltas
 
     def _encode_layer(
@@ -237,8 +239,9 @@ class ProfiledCodec(ABC):
         coded = encode_integers(anchors, part.runs, distribution, is_shared=shared is not None)
         return Section(part.id, self.pack_head(steps, scales, own[-1] if own else None) + coded), deltas
 
-    def _encode_deltas(self, part: Part, deltas: Integers, own: list[Distribution]) -> Section:
-        distribution = self.shared(part, self.level, self.coder) or Distribution.join(own, self.coder)
+    def _encode_deltas(self, part: Part, deltas: Integers, own: Distribution | None) -> Section:
+        distribution = own or self.shared(part, self.level, self.coder)
+        assert distribution is not None, "a profile, or distributions of the block's own"
         numbers = np.ascontiguousarray(deltas[None, :, part.position - 1 :: self.group_tokens - 1])
         return Section(part.id, encode_integers(numbers, part.runs, distribution, is_shared=True))
 
@@ -251,8 +254,8 @@ class ProfiledCodec(ABC):
 
     def coded(self, layout: BlockLayout, sections: Sequence[Section]) -> Iterator[CodedLayers]:
         """Cut sections up, without decoding. CorruptPayload unless every anchor is among them, and no other twice."""
-        if not self.fits(layout):
-            raise CorruptPayload("the payload names a profile of a model whose shape is another")
+        if self._profile and not self.fits(layout):
+            raise CorruptPayload(f"the payload names a profile of {self._profile.model}, whose shape is another")
         by_id, all_parts = {section.id: memoryview(section.data) for section in sections}, self.parts(layout)
         expected = {part.id: part.position for parts in all_parts for part in parts}
         anchors = {id_ for id_, position in expected.items() if not position}
