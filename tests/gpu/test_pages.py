@@ -207,7 +207,7 @@ def test_device_that_fails_at_any_call_fails_no_request(
     assert scenario(FaultyKernels(kernels, switch), kept_bytes_max, codec) == 12
     calls = switch.calls
     # The first calls are those of a pool being made, which falls back as a whole.
-    for number in range(4, calls, 1 if fault_factor > 1 else 3):
+    for number in range(4, calls, 1 if fault_factor > 1 else max(3, calls // 25)):
         switch = Switch()
         switch.fails_at, switch.is_lost = number, is_lost
         filled = scenario(FaultyKernels(kernels, switch), kept_bytes_max, codec)
