@@ -16,7 +16,7 @@ from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.codec import Codec, LosslessCodec
+from kvtide.codec import Codec, LevelledCodec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
@@ -225,6 +225,17 @@ def test_decoding_and_encoding_are_the_device_s(
         monkeypatch.setattr(each, "decode", refuse)
         monkeypatch.setattr(each, "encode", refuse)
     assert scenario(kernels, 0, codec) == 12
+
+
+def test_coarser_levels_are_encoded_on_the_device_too(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta, bits = block_meta(SMALL), smooth_bits(SMALL, 5)
+    coarser = CachegenCodec(4, 0, GROUPS_PROFILE)
+    expected = coarser.encode(meta, bits)
+    with pages_of(kernels, engine_layers(kernels, SMALL), SMALL) as pool:
+        codec = pool.encoder(CachegenCodec(2, 0, GROUPS_PROFILE, [coarser]))
+        assert isinstance(codec, LevelledCodec)
+        monkeypatch.setattr(CachegenCodec, "encode", None)
+        assert [level.encode(meta, bits) for level in codec.coarser] == [expected]
 
 
 @pytest.mark.parametrize(("codec", "numbers"), [(GROUPS_CODEC, range(4, 64)), (SMALL_CODEC, range(4, 240, 17))])

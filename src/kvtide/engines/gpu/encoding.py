@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec
+from kvtide.codec import Codec, LevelledCodec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.gpu.groups import DeviceGroups
@@ -20,7 +20,7 @@ from kvtide.errors import UnencodableBlock
 from kvtide.types import Section
 
 # Returns a block's sections, None if the device did not encode it.
-DeviceEncode = Callable[[BlockMeta, BlockBits], list[Section] | None]
+DeviceEncode = Callable[[Codec, BlockMeta, BlockBits], list[Section] | None]
 
 
 class BlockEncoder:
@@ -64,6 +64,8 @@ class DeviceCodec:
         self.is_lossless = codec.is_lossless
         self.quality = codec.quality
         self.profile = codec.profile
+        levels = codec.coarser if isinstance(codec, LevelledCodec) else ()
+        self.coarser = tuple(DeviceCodec(level, encode) for level in levels)
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return the codec's own bound: it may have to do the work."""
@@ -71,7 +73,7 @@ class DeviceCodec:
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the block's sections; see Codec."""
-        found = self._encode(meta, bits)
+        found = self._encode(self._codec, meta, bits)
         return self._codec.encode(meta, bits) if found is None else found
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:

@@ -114,14 +114,11 @@ class KernelPages:
 
     def encoder(self, codec: Codec) -> Codec:
         """Return what encodes lossy codecs' blocks on the device; see PagePool."""
-        if not isinstance(codec, ProfiledCodec | TideCodec):
-            return codec
+        return DeviceCodec(codec, self._encode) if isinstance(codec, ProfiledCodec | TideCodec) else codec
 
-        def encode(meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
-            with self._encoding_lock:
-                return None if self._is_closed else self._tried(lambda: self._encoder.encode(codec, meta, bits), None)
-
-        return DeviceCodec(codec, encode)
+    def _encode(self, codec: Codec, meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
+        with self._encoding_lock:
+            return None if self._is_closed else self._tried(lambda: self._encoder.encode(codec, meta, bits), None)
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when torch's current stream comes here; see PagePool."""
