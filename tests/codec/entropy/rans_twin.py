@@ -7,16 +7,65 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tests.codec.entropy.twin_bits import BitReader, field_bits, to_bytes
-
-from kvtide.codec.entropy.rans import SlotMap
 
 LANES = 32
 SYMBOLS = 32
 TOTAL = 4096
+BUCKET_SLOTS = TOTAL // SYMBOLS
 STATE_MIN = 1 << 16
 STATES = struct.Struct("<32I")
+
+
+class SlotMap(NamedTuple):
+    """What each of the 4096 slots means, and back."""
+
+    frequencies: list[int]
+    symbols: list[int]  # of each slot
+    ranks: list[int]  # of each slot: its number among its symbol's slots
+    slots: list[list[int]]  # of each symbol, by rank
+
+
+def slot_map(frequencies: Sequence[int]) -> SlotMap:
+    """Return the alias table of these frequencies, slot by slot."""
+    split, alias = _buckets(frequencies)
+    slots: list[list[int]] = [[] for _ in range(SYMBOLS)]
+    for bucket in range(SYMBOLS):
+        slots[bucket] += range(bucket * BUCKET_SLOTS, bucket * BUCKET_SLOTS + split[bucket])
+    for bucket in range(SYMBOLS):
+        slots[alias[bucket]] += range(bucket * BUCKET_SLOTS + split[bucket], (bucket + 1) * BUCKET_SLOTS)
+    symbols, ranks = [0] * TOTAL, [0] * TOTAL
+    for symbol in range(SYMBOLS):
+        assert len(slots[symbol]) == frequencies[symbol]
+        for rank, slot in enumerate(slots[symbol]):
+            symbols[slot], ranks[slot] = symbol, rank
+    return SlotMap(list(frequencies), symbols, ranks, slots)
+
+
+def _buckets(frequencies: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return for each bucket how many slots are its own symbol's, and the symbol of the others."""
+    left = list(frequencies)
+    alias = list(range(SYMBOLS))
+    donors = iter([symbol for symbol in range(SYMBOLS) if frequencies[symbol] > BUCKET_SLOTS])
+    donor = next(donors, SYMBOLS)
+
+    def fill(bucket: int) -> None:
+        alias[bucket] = donor
+        left[donor] -= BUCKET_SLOTS - left[bucket]
+
+    for bucket in range(SYMBOLS):
+        if frequencies[bucket] >= BUCKET_SLOTS:
+            continue
+        while left[donor] == BUCKET_SLOTS:
+            donor = next(donors)
+        fill(bucket)
+        while left[donor] < BUCKET_SLOTS:
+            short = donor
+            donor = next(donors)
+            fill(short)
+    return left, alias
 
 
 def quantise(counts: Sequence[int]) -> list[int]:

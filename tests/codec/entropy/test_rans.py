@@ -12,13 +12,13 @@ from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_sy
 
 from kvtide import _native
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
-from kvtide.codec.entropy.rans import rans_paths, slot_map
+from kvtide.codec.entropy.rans import rans_paths
 
 IDENTITY = np.arange(32, dtype=np.uint8)
 
 
 def twin_streams(tables: RansTables, symbols: NDArray[np.uint8], runs: Runs) -> list[bytes]:
-    maps = [slot_map(row) for row in tables.frequencies.tolist()]
+    maps = [rans_twin.slot_map(row) for row in tables.frequencies.tolist()]
     rows = zip(symbols.tolist(), runs.tables.tolist(), strict=True)
     return [rans_twin.encode(row, maps, run_tables, runs.symbols) for row, run_tables in rows]
 
@@ -54,7 +54,7 @@ def test_frequencies_are_those_of_the_twin(row: list[int]) -> None:
 
 @given(row=count_rows)
 def test_every_slot_belongs_to_the_symbol_that_claims_it(row: list[int]) -> None:
-    slots = slot_map(rans_twin.quantise(row))
+    slots = rans_twin.slot_map(rans_twin.quantise(row))
     for symbol, ranks in enumerate(slots.slots):
         assert [slots.symbols[slot] for slot in ranks] == [symbol] * slots.frequencies[symbol]
         assert [slots.ranks[slot] for slot in ranks] == list(range(slots.frequencies[symbol]))
@@ -109,7 +109,7 @@ def test_decoding_writes_each_tables_values(path: str, dtype: type[np.unsignedin
 def test_foreign_bytes_fail_or_decode_as_the_twin_does(data: bytes, count: int, rows: list[list[int]]) -> None:
     counts = counts_of(rows)
     runs = Runs(runs_for(np.random.default_rng(len(data)), 1, count, 32, len(rows)), 32)
-    maps = [slot_map(rans_twin.quantise(row)) for row in rows]
+    maps = [rans_twin.slot_map(rans_twin.quantise(row)) for row in rows]
     truth = rans_twin.decode(data, count, maps, runs.tables[0].tolist(), 32)
     for path in rans_paths():
         native = _native.RansTables(RansCoder().build(counts).frequencies)

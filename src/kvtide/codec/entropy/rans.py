@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.codec.entropy.base import SYMBOLS, EntropyTables, check_counts
 from kvtide.errors import CorruptPayload
-
-TOTAL = 4096
-BUCKET_SLOTS = TOTAL // SYMBOLS
 
 
 def rans_paths() -> list[str]:
@@ -73,52 +67,3 @@ class RansCoder:
         if not _native.rans_read_tables(np.frombuffer(data, dtype=np.uint8), frequencies):
             raise CorruptPayload(f"rans: {len(data)} bytes are not {count} tables")
         return RansTables(frequencies, self._path)
-
-
-class SlotMap(NamedTuple):
-    """What each of the 4096 slots means, and back."""
-
-    frequencies: list[int]
-    symbols: list[int]  # of each slot
-    ranks: list[int]  # of each slot: its number among its symbol's slots
-    slots: list[list[int]]  # of each symbol, by rank
-
-
-def slot_map(frequencies: Sequence[int]) -> SlotMap:
-    """Return the alias table of these frequencies, slot by slot."""
-    split, alias = _buckets(frequencies)
-    slots: list[list[int]] = [[] for _ in range(SYMBOLS)]
-    for bucket in range(SYMBOLS):
-        slots[bucket] += range(bucket * BUCKET_SLOTS, bucket * BUCKET_SLOTS + split[bucket])
-    for bucket in range(SYMBOLS):
-        slots[alias[bucket]] += range(bucket * BUCKET_SLOTS + split[bucket], (bucket + 1) * BUCKET_SLOTS)
-    symbols, ranks = [0] * TOTAL, [0] * TOTAL
-    for symbol in range(SYMBOLS):
-        assert len(slots[symbol]) == frequencies[symbol]
-        for rank, slot in enumerate(slots[symbol]):
-            symbols[slot], ranks[slot] = symbol, rank
-    return SlotMap(list(frequencies), symbols, ranks, slots)
-
-
-def _buckets(frequencies: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return for each bucket how many slots are its own symbol's, and the symbol of the others."""
-    left = list(frequencies)
-    alias = list(range(SYMBOLS))
-    donors = iter([symbol for symbol in range(SYMBOLS) if frequencies[symbol] > BUCKET_SLOTS])
-    donor = next(donors, SYMBOLS)
-
-    def fill(bucket: int) -> None:
-        alias[bucket] = donor
-        left[donor] -= BUCKET_SLOTS - left[bucket]
-
-    for bucket in range(SYMBOLS):
-        if frequencies[bucket] >= BUCKET_SLOTS:
-            continue
-        while left[donor] == BUCKET_SLOTS:
-            donor = next(donors)
-        fill(bucket)
-        while left[donor] < BUCKET_SLOTS:
-            short = donor
-            donor = next(donors)
-            fill(short)
-    return left, alias
