@@ -80,7 +80,7 @@ def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_cent
     for number in range(3):
         assert ask(one, "POST", f"/v1/{made_up(number).hex()}/exists", b'{"keys": []}', **by("b"))[0].status == 200
     region.synchroniser._sending.open()
-    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it", 20)
+    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it")
     assert region.synchroniser.given_up == 0
 
 
@@ -181,7 +181,7 @@ def halves(tmp_path: Path) -> Iterator[tuple[RunningServer, ServerProcess]]:
     with server_process("--tier", "memory://", "--records", str(tmp_path / "central")) as centre:
         region = running_server(central=centre.url, manifest=tmp_path / "manifest")
         with region as server:
-            wait_until(lambda: ask(server, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre", 10)
+            wait_until(lambda: ask(server, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre")
             yield server, centre
             centre.process.send_signal(signal.SIGCONT)
 
@@ -203,7 +203,7 @@ def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, S
     assert answer.status == 503 and b"can't be had" in reason
     assert took_s < SILENT_S_MAX
     centre.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: ask(region, "GET", 3, Force_Latest="1")[0].status == 404, "the centre to be asked again", 20)
+    wait_until(lambda: ask(region, "GET", 3, Force_Latest="1")[0].status == 404, "the centre to be asked again")
 
 
 def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
         tier.close()
         assert centre.region is not None
         recovery = centre.region.recovery
-        wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions", 20)
+        wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions")
         silent.process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(17) as pool:
             asked = [
@@ -277,7 +277,7 @@ def test_knowledge_is_not_younger_because_a_clock_was_set_back(tmp_path: Path) -
         one = world.regions[0]
         assert one.region is not None and one.region.central is not None
         central, clock = one.region.central, SetBack()
-        wait_until(lambda: central.as_of_s is not None, "the centre's first answer", 10)
+        wait_until(lambda: central.as_of_s is not None, "the centre's first answer")
         world.centre.stop()
         central._clock = clock
         central._asking.close()
@@ -293,15 +293,15 @@ def test_a_centre_that_lost_records_and_time_is_still_followed(tmp_path: Path) -
         one = world.regions[0]
         chat = "/v1/records/alias/chat"
         assert ask(world.centre, "PUT", chat, b"a" * 64)[0].status == 200
-        wait_until(lambda: ask(one, "GET", chat)[0].status == 200, "the region to hear of it", 10)
+        wait_until(lambda: ask(one, "GET", chat)[0].status == 200, "the region to hear of it")
         clock = SetBack()
         clock.back_s = 86_400
         world.centre.records._clock = clock
         lost(world.centre)
         assert ask(world.centre, "PUT", chat, b"b" * 64)[0].status == 200
-        wait_until(lambda: ask(one, "GET", chat)[1].strip() == b"b" * 64, "the region to hear of the new one", 10)
+        wait_until(lambda: ask(one, "GET", chat)[1].strip() == b"b" * 64, "the region to hear of the new one")
         assert ask(world.centre, "PUT", GENERATION, b"1")[0].status == 200
-        wait_until(lambda: one.records.generation("", SPACE) == 1, "the region to hear of the invalidation", 10)
+        wait_until(lambda: one.records.generation("", SPACE) == 1, "the region to hear of the invalidation")
 
 
 def test_the_latest_is_what_the_centre_has_also_after_it_lost_its_records(tmp_path: Path) -> None:
@@ -374,10 +374,10 @@ def test_what_is_removed_at_the_centre_is_gone_in_the_regions(tmp_path: Path) ->
         one, two = world.regions
         chat = "/v1/records/alias/chat"
         assert ask(one, "PUT", chat, b"a" * 64)[0].status == 200
-        wait_until(lambda: ask(two, "GET", chat)[0].status == 200, "the other region to hear of it", 10)
+        wait_until(lambda: ask(two, "GET", chat)[0].status == 200, "the other region to hear of it")
         assert ask(one, "DELETE", chat)[0].status == 204
         assert [ask(server, "GET", chat)[0].status for server in (one, world.centre)] == [404, 404]
-        wait_until(lambda: ask(two, "GET", chat)[0].status == 404, "the other region to hear of it", 10)
+        wait_until(lambda: ask(two, "GET", chat)[0].status == 404, "the other region to hear of it")
         assert ask(one, "DELETE", chat)[0].status == 404
         assert ask(two, "PUT", chat, b"b" * 64)[0].status == 200
         assert ask(one, "GET", chat, Force_Latest="1")[1].strip() == b"b" * 64
@@ -426,7 +426,7 @@ def test_a_wiped_centre_learns_what_was_invalidated_from_a_region_that_knows(tmp
         world = World(tmp_path, stack)
         assert ask(world.regions[0], "PUT", GENERATION, b"3")[0].status == 200
         lost(world.centre)
-        wait_until(lambda: world.centre.records.generation("", SPACE) == 3, "the centre to be told", 20)
+        wait_until(lambda: world.centre.records.generation("", SPACE) == 3, "the centre to be told")
 
 
 def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(

@@ -73,7 +73,7 @@ def test_a_replica_that_becomes_the_primary_is_asked() -> None:
             assert tier.put_from(object_id(1), object_bytes(1))
             one.kill()
             clients[1].replicaof("NO", "ONE")
-            wait_until(lambda: is_stored(tier, 2), "the other one to be asked", 20)
+            wait_until(lambda: is_stored(tier, 2), "the other one to be asked")
             # The first comes back as a replica: it refuses every write.
             one.start()
             one.wait_listening()
@@ -81,7 +81,7 @@ def test_a_replica_that_becomes_the_primary_is_asked() -> None:
             assert tier.put_from(object_id(3), object_bytes(3))
             clients[1].replicaof("127.0.0.1", one.port)
             clients[0].replicaof("NO", "ONE")
-            wait_until(lambda: is_stored(tier, 4), "the first one to be asked again", 20)
+            wait_until(lambda: is_stored(tier, 4), "the first one to be asked again")
         for client in clients:
             client.close()
 
@@ -384,15 +384,15 @@ def test_an_etcd_that_lost_its_data_is_followed_again(tmp_path: Path) -> None:
         for _ in range(20):
             server_entry(source, "one")
         server_entry(source, "two")
-        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the first map", 20)
+        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the first map")
         etcd.kill()
         shutil.rmtree(etcd._log.parent / "etcd")
         etcd.start()
         etcd.wait_listening()
         server_entry(source, "three")
-        wait_until(lambda: names_of(watcher, maps) == ["three"], "the new map", 20)
+        wait_until(lambda: names_of(watcher, maps) == ["three"], "the new map")
         server_entry(source, "four")
-        wait_until(lambda: names_of(watcher, maps) == ["four", "three"], "what comes then", 20)
+        wait_until(lambda: names_of(watcher, maps) == ["four", "three"], "what comes then")
 
 
 def names_of(watcher: Watcher, maps: list[PoolMap]) -> list[str]:
@@ -408,11 +408,11 @@ def test_an_etcd_restored_from_a_backup_is_followed_again(tmp_path: Path) -> Non
         source = etcd_on(etcd.port)
         server_entry(source, "one")
         watcher = Watcher(source, maps.append)
-        wait_until(lambda: names_of(watcher, maps) == ["one"], "the first map", 20)
+        wait_until(lambda: names_of(watcher, maps) == ["one"], "the first map")
         # What would have been read before the loss.
         source._revision, watcher._epoch = 1_000_000, 1_000_000
         server_entry(source, "two")
-        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the new map", 20)
+        wait_until(lambda: names_of(watcher, maps) == ["one", "two"], "the new map")
 
 
 @needs_etcd

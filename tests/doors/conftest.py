@@ -28,7 +28,7 @@ def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regions]:
         made = Regions(*(stack.enter_context(serving(f, s, *words, port=port)) for f, s, words, port in places))
         # A first object goes at once, whatever the rate.
         put(made.slow, 0)
-        wait_until(lambda: status(made.centre, "GET", 0, Local="1") == 200, "the first object to be synchronised", 20)
+        wait_until(lambda: status(made.centre, "GET", 0, Local="1") == 200, "the first object to be synchronised")
         yield made
 
 

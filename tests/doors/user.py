@@ -22,7 +22,7 @@ PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed
 # Its full blocks, and their tokens.
 BLOCKS = 6
 RESTORED = BLOCKS * BLOCK
-TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat")}
+TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "hog")}
 
 
 class Answer(NamedTuple):

@@ -17,13 +17,14 @@ from tests.servers import RunningServer, ServerProcess, running_server
 
 from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Tier
 from kvtide.tier.http.connection import Endpoint
+from kvtide.tier.http.hedge import LATE_S_MIN, READS_MIN, ReadTimes
 from kvtide.tier.http.peer import Peer, PeerSettings
 from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.wire import parse_object
+from kvtide_lab.bench.services import wait_until
 
 SEED = 20260311
 SIZE = 200_000
@@ -59,7 +60,7 @@ while True:
 @pytest.fixture(params=["memory", "disk"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
     url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
-    with running_server(tiers=(url,), limits=ServerLimits(head_s_max=1.0, idle_s_max=5.0)) as running:
+    with running_server(tiers=(url,)) as running:
         yield running
 
 
@@ -76,10 +77,11 @@ def verified(tier: Tier, number: int, size: int = SIZE) -> bytes | None:
     return bytes(buffer[:came])
 
 
-def client(url: str, tries_max: int = 1) -> HttpTier:
+def client(url: str, tries_max: int = 1, operation_s_max: float = 20.0) -> HttpTier:
     host, port = url.removeprefix("http://").split(":")
     settings = PeerSettings(tries_max=tries_max, faults_max=10**6)
-    tier = HttpTier([Peer(Endpoint(host, int(port)), [], settings, SystemClock(), time.sleep)], SystemClock(), 1.0)
+    peers = [Peer(Endpoint(host, int(port)), [], settings, SystemClock(), time.sleep)]
+    tier = HttpTier(peers, SystemClock(), operation_s_max)
     tier.open()
     return tier
 
@@ -95,7 +97,7 @@ def test_damaged_answer_is_a_miss_or_right(server: RunningServer, kind: Kind, ta
         (server.address.host, server.address.port), lambda: Fault(kind, True, rng.randrange(reach))
     ) as proxy:
         for _ in range(FAULTS[kind] * fault_factor):
-            through = client(proxy.url)
+            through = client(proxy.url, operation_s_max=1.0)
             found = verified(through, 1)
             tally.count(f"get {kind.value}", found not in (None, object_bytes(1, SIZE)), lost_committed=0)
             assert found in (None, object_bytes(1, SIZE))
@@ -117,7 +119,7 @@ def test_damaged_upload_is_stored_whole_or_not_at_all(
         (server.address.host, server.address.port), lambda: Fault(kind, False, rng.randrange(reach))
     ) as proxy:
         for number in range(FAULTS[kind] * fault_factor):
-            through = client(proxy.url)
+            through = client(proxy.url, operation_s_max=1.0)
             try:
                 is_stored = through.put_from(object_id(number), object_bytes(number, SIZE))
             except TierUnavailable:
@@ -181,16 +183,15 @@ def test_killed_server_never_shows_a_partial_object(tmp_path: Path, tally: Tally
 
 def check_when_settled(server: RunningServer) -> None:
     """Check that nothing is lent. A connection of a killed client may not even have been accepted yet."""
-    deadline_s = time.monotonic() + 5
-    while True:
+
+    def is_settled() -> bool:
         try:
-            assert server.service.connections <= 1
             server.service.check()
-            return
         except AssertionError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)
+            return False
+        return server.service.connections <= 1
+
+    wait_until(is_settled, "what the client had to be given back")
 
 
 def test_killed_client_leaves_no_buffer_slot_or_socket(server: RunningServer, tally: Tally, fault_factor: int) -> None:
@@ -249,17 +250,18 @@ def test_late_read_is_answered_by_the_replica() -> None:
             tier = http_tier(f"{proxy.url},{two.address}", SystemClock())
             tier.open()
             assert tier.put_from(object_id(1), object_bytes(1, SIZE))
-            for _ in range(25):
-                assert verified(tier, 1) == object_bytes(1, SIZE)
+            assert verified(tier, 1) == object_bytes(1, SIZE)
+            # What a busy machine makes of reads is not what is late here.
+            tier.hedges.times = ReadTimes()
+            for _ in range(READS_MIN):
+                tier.hedges.times.note(SIZE + 1, LATE_S_MIN)
             # The pooled connection is good: give it away so that the next one is slow.
             slow = iter(())
             for peer in tier._peers[:1]:
                 peer.close()
                 peer.open()
-            # On a busy machine one of the reads above may have been late too.
-            started, won = tier.hedges.started, tier.hedges.won
             assert verified(tier, 1) == object_bytes(1, SIZE)
             # The whole of the first answer takes ten minutes.
-            assert (tier.hedges.started, tier.hedges.won) == (started + 1, won + 1)
+            assert (tier.hedges.started, tier.hedges.won) == (1, 1)
             tier.close()
             tier.check()

@@ -226,7 +226,7 @@ def test_server_keeps_its_history_and_sees_its_pool() -> None:
                     found: dict[str, Any] = json.loads(answer.read())
                     return found
 
-            wait_until(lambda: asked("/v1/status")["pool"]["members"][1]["is_up"] is True, "a look around", 20)
+            wait_until(lambda: asked("/v1/status")["pool"]["members"][1]["is_up"] is True, "a look around")
             pool = asked("/v1/status")["pool"]
             assert (pool["epoch"], [each["is_up"] for each in pool["members"]]) == (3, [False, True])
             assert [each["is_here"] for each in pool["members"]] == [True, False]

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -53,7 +52,7 @@ def exchange(server: RunningServer, data: bytes) -> bytes:
 @pytest.fixture(params=["memory", "disk"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
     url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
-    limits = ServerLimits(head_s_max=0.5, idle_s_max=1.0, object_bytes_max=1 << 20, buffer_bytes_max=2 << 20)
+    limits = ServerLimits(object_bytes_max=1 << 20, buffer_bytes_max=2 << 20)
     with running_server(tiers=(url,), limits=limits) as running:
         yield running
 
@@ -240,9 +239,14 @@ def test_ambiguous_head_is_refused_and_the_connection_closed(server: RunningServ
     assert exchange(server, data).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_slow_head_idle_connection_and_slow_body_are_closed(server: RunningServer) -> None:
-    started_s = time.monotonic()
-    with server.connect() as slow_head, server.connect() as idle, server.connect() as slow_body:
+def test_slow_head_idle_connection_and_slow_body_are_closed() -> None:
+    limits = ServerLimits(head_s_max=0.5, idle_s_max=1.0)
+    with (
+        running_server(limits=limits) as server,
+        server.connect() as slow_head,
+        server.connect() as idle,
+        server.connect() as slow_body,
+    ):
         slow_head.sendall(b"GET / HT")
         slow_body.sendall(
             f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode()
@@ -250,7 +254,6 @@ def test_slow_head_idle_connection_and_slow_body_are_closed(server: RunningServe
         assert slow_head.recv(1000) == b""
         assert slow_body.recv(1000).startswith(b"HTTP/1.1 408 ")
         assert idle.recv(1000) == b""
-    assert time.monotonic() - started_s < 5
 
 
 def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
@@ -258,11 +261,11 @@ def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
             sock.sendall(head + b"x")
-        wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent or free", 5.0)
+        wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent")
         answer = exchange(server, head + b"x")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in answer
-    wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be lent or free", 5.0)
+    wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be free")
 
 
 def test_connections_above_the_bound_are_turned_away() -> None:
@@ -275,22 +278,22 @@ def test_connections_above_the_bound_are_turned_away() -> None:
 
 
 def test_tenant_that_asks_too_often_is_told_when_to_come_back() -> None:
-    with running_server(limits=ServerLimits(tenant_requests_s_max=3)) as server:
-        statuses = [ask(server, "GET", "/v1")[0].status for _ in range(6)]
-        assert statuses[:3] == [200] * 3 and 429 in statuses
+    with running_server(limits=ServerLimits(tenant_requests_s_max=0.05)) as server:
+        # The burst is one request; the next one is due after 20 s.
+        assert [ask(server, "GET", "/v1")[0].status for _ in range(2)] == [200, 429]
         assert ask(server, "GET", "/healthz")[0].status == 200
 
 
 def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
     with running_server(
-        sending=SchedulerSettings(slots=1, tenant_slots_max=1), limits=ServerLimits(stall_s_max=5)
+        sending=SchedulerSettings(slots=1, tenant_slots_max=1), limits=ServerLimits(stall_s_max=60)
     ) as server:
         ask(server, "PUT", path_of(object_id(1)), object_bytes(1, 16 << 20))
         with server.connect() as hog:
             # Takes nothing: its slice holds the only slot until it stalls for too long.
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used", 5.0)
+            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
             answer, _ = ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": "100"})
             assert answer.status == 504
 
@@ -301,10 +304,8 @@ def test_stalled_reader_leaves_its_slot_to_others() -> None:
         with server.connect() as hog:
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used", 5.0)
-            started_s = time.monotonic()
-            content = ask(server, "GET", path_of(object_id(1)))[1]
-            assert len(content) == 16 << 20 and time.monotonic() - started_s < 5
+            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
+            assert len(ask(server, "GET", path_of(object_id(1)))[1]) == 16 << 20
 
 
 def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
@@ -314,7 +315,7 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
         with server.connect() as idle, server.connect() as busy:
             busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
             busy.sendall(object_bytes(2)[:10])
-            wait_until(lambda: server.service.buffers.lent_bytes > 0, "the buffers to be lent or free", 5.0)
+            wait_until(lambda: server.service.buffers.lent_bytes > 0, "a buffer to be lent")
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             assert idle.recv(1) == b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def test_tier_that_cannot_be_opened_or_does_not_answer_is_named(tmp_path: Path) 
         assert (status, found["parts"]) == (503, {"tier memory": False, "tier disk": False, "tier http": False})
         assert ask(server.service.health_port, "/livez")[0] == 200
         silent.close()
-        wait_until(lambda: is_ready(server)[1]["parts"]["tier memory"], "the tiers that do answer", 20)
+        wait_until(lambda: is_ready(server)[1]["parts"]["tier memory"], "the tiers that do answer")
         assert is_ready(server)[1]["parts"] == {"tier memory": True, "tier disk": False, "tier http": False}
 
 
@@ -67,7 +66,7 @@ def test_region_is_ready_when_its_centre_is_known(tmp_path: Path) -> None:
         status, found = is_ready(region)
         assert (status, found["parts"]["centre"]) == (503, False)
         centre = ServerProcess(port=port)
-        wait_until(lambda: is_ready(region)[0] == 200, "the centre", 20)
+        wait_until(lambda: is_ready(region)[0] == 200, "the centre")
         assert centre.terminate() == 0
         # What was known stays known: the region goes on with it.
         assert is_ready(region)[0] == 200
@@ -83,7 +82,7 @@ def test_silent_and_greedy_health_checks_harm_nobody() -> None:
     with running_server(health=HEALTH) as server:
         crowd = [socket.create_connection(("127.0.0.1", server.service.health_port), 10) for _ in range(100)]
         crowd[0].sendall(b"x" * 20_000)
-        wait_until(lambda: _is_alive(server.service.health_port), "room again", 20)
+        wait_until(lambda: _is_alive(server.service.health_port), "room again")
         for each in crowd:
             each.close()
 
@@ -96,10 +95,10 @@ def _is_alive(port: int) -> bool:
 
 
 def test_shutdown_says_not_ready_while_requests_are_still_taken() -> None:
-    with running_server(health=HEALTH, drain_delay_s=3.0) as server:
+    with running_server(health=HEALTH, drain_delay_s=5.0) as server:
         stopping = threading.Thread(target=server.stop)
         stopping.start()
-        wait_until(lambda: is_ready(server)[0] == 503, "the end", 2)
+        wait_until(lambda: is_ready(server)[0] == 503, "the end")
         assert is_ready(server)[1]["is_draining"]
         # New connections, and more than one request on each.
         connection = HTTPConnection("127.0.0.1", server.address.port, timeout=20)
@@ -109,6 +108,5 @@ def test_shutdown_says_not_ready_while_requests_are_still_taken() -> None:
             answer.read()
             assert answer.status == status
         connection.close()
-        started_s = time.monotonic()
         stopping.join(20)
-        assert time.monotonic() - started_s < 15
+        assert not stopping.is_alive()

@@ -107,7 +107,7 @@ def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
         except ValueError:
             return False
 
-    wait_until(is_there, "the server in the map", 10)
+    wait_until(is_there, "the server in the map")
     # A token that etcd takes no longer is asked for anew.
     reader._token = "over.1"
     assert is_there()

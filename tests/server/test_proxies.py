@@ -74,7 +74,7 @@ def test_client_behind_a_trusted_proxy_is_known_by_its_header(
 ) -> None:
     with running_server(trusted_proxies=LOCAL, proxy_header=ProxyHeader.PROXY_PROTOCOL) as server:
         assert status(server, header) == 200
-        wait_until(lambda: len(lines()) == 1, "the line", 10)
+        wait_until(lambda: len(lines()) == 1, "the line")
     assert lines()[0]["address"] == address
 
 

@@ -52,7 +52,7 @@ def test_full_quota_is_a_507_that_names_it_and_others_go_on(tiers: tuple[str, ..
         assert put(server, 4)[0] == 201
         metrics = ask(server, "GET", "/metrics")[1].decode()
         assert held(server) == Stored("victim", 3, 3 * SIZE)
-        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end")
         server.service.quotas.check()
     assert f'kvtide_tenant_stored_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
     assert f'kvtide_tenant_quota_bytes{{tenant="victim"}} {3 * SIZE}.0' in metrics
@@ -72,7 +72,7 @@ def test_quota_holds_over_a_restart_and_a_raised_generation(tmp_path: Path) -> N
     with running_server(**settings) as server:
         assert (held(server), held(server, "attacker")) == (Stored("victim", 3, 3 * SIZE), Stored("attacker", 1, SIZE))
         assert put(server, 3)[0] == 507
-        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end")
         server.service.quotas.check()
 
 
@@ -83,7 +83,7 @@ def test_what_is_evicted_counts_no_longer() -> None:
         found = held(server)
         tier = server.store.tier_stats()[0]
         assert found is not None and found.objects == tier.objects < 30
-        wait_until(lambda: not server.service.quotas._coming, "uploads to end", 10)
+        wait_until(lambda: not server.service.quotas._coming, "uploads to end")
         server.service.quotas.check()
 
 
@@ -106,7 +106,7 @@ def test_objects_expire_and_make_room(tiers: tuple[str, ...]) -> None:
     with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1, ttl_s=0.5)}) as server:
         assert (put(server, 1)[0], put(server, 2)[0]) == (201, 507)
         assert put(server, 7, "attacker")[0] == 201
-        wait_until(lambda: held(server) is None, "the end of the object", 20)
+        wait_until(lambda: held(server) is None, "the end of the object")
         answer, _ = ask(server, "GET", path_of(1))
         assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "expired")
         assert put(server, 2)[0] == 201

@@ -73,7 +73,7 @@ def is_served(region: RunningServer) -> bool:
 def expect_nothing_back(world: World, centre: RunningServer) -> None:
     """Wait until everybody is asked again, and find the invalidated object nowhere."""
     for region in world.regions:
-        wait_until(lambda r=region: ask(r, "GET", 9, Force_Latest="1")[0].status == 404, "the centre", 20)  # type: ignore[misc]
+        wait_until(lambda r=region: ask(r, "GET", 9, Force_Latest="1")[0].status == 404, "the centre")  # type: ignore[misc]
         assert not is_served(region)
     assert ask(centre, "GET", 1)[0].status == 404
 
@@ -122,11 +122,11 @@ def test_a_wiped_centre_says_nothing_before_each_region_was_asked(
 
 def test_an_intact_centre_waits_for_no_region(world: World, stack: ExitStack) -> None:
     one, two = world.regions
-    wait_until(lambda: ask(two, "GET", 9, Force_Latest="1")[0].status == 404, "the centre", 20)
+    wait_until(lambda: ask(two, "GET", 9, Force_Latest="1")[0].status == 404, "the centre")
     world.centre.stop()
     one.stop()
     centre = again(world.centre, stack)
-    wait_until(lambda: ask(centre, "GET", GENERATION)[0].status == 200, "the centre to answer", 20)
+    wait_until(lambda: ask(centre, "GET", GENERATION)[0].status == 200, "the centre to answer")
     assert ask(two, "GET", GENERATION, Force_Latest="1")[1].strip() == b"2"
 
 
@@ -145,7 +145,7 @@ def test_a_region_that_restarts_while_it_tells_a_wiped_centre_tells_it_again(tmp
     region.records.begin_anew()
     region.stop()
     again(region, stack)
-    wait_until(lambda: centre.records.generation("", SPACE) == 3, "the centre to be told", 20)
+    wait_until(lambda: centre.records.generation("", SPACE) == 3, "the centre to be told")
 
 
 def test_a_region_without_its_records_serves_nothing_before_it_has_asked(tmp_path: Path, stack: ExitStack) -> None:

@@ -32,7 +32,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_invalidation_in_one_region_reaches_the_others(world: World) -> None:
     one, two = world.regions
     put(one, 1)
-    wait_until(lambda: ask(world.centre, "HEAD", 1)[0].status == 200, "the centre to have it", 10)
+    wait_until(lambda: ask(world.centre, "HEAD", 1)[0].status == 200, "the centre to have it")
     assert ask(two, "GET", 1)[1] == object_bytes(1)
     assert ask(one, "PUT", GENERATION, b"1")[0].status == 200
     assert ask(one, "GET", 1)[0].status == 404, "at once where it was raised"
@@ -46,12 +46,12 @@ def test_invalidation_in_one_region_reaches_the_others(world: World) -> None:
 def test_invalidation_reaches_a_region_that_nobody_asks(world: World) -> None:
     assert ask(world.centre, "PUT", GENERATION, b"7")[0].status == 200
     two = world.regions[1]
-    wait_until(lambda: two.records.generation("", SPACE) == 7, "the region to hear of it", 10)
+    wait_until(lambda: two.records.generation("", SPACE) == 7, "the region to hear of it")
 
 
 def test_forced_latest_sees_what_the_other_region_wrote(world: World) -> None:
     one, two = world.regions
-    wait_until(lambda: ask(two, "GET", CHAT)[0].status == 404, "the centre's first answer", 10)
+    wait_until(lambda: ask(two, "GET", CHAT)[0].status == 404, "the centre's first answer")
     for value in (SPACE.hex(), 64 * "a", 64 * "b"):
         written, _ = ask(one, "PUT", CHAT, value.encode())
         answer, content = ask(two, "GET", CHAT, Force_Latest="1")
@@ -65,7 +65,7 @@ def test_forced_latest_sees_what_the_other_region_wrote(world: World) -> None:
 def test_region_without_its_centre_says_what_it_knows(world: World) -> None:
     one = world.regions[0]
     assert ask(one, "PUT", CHAT, SPACE.hex().encode())[0].status == 200
-    wait_until(lambda: ask(one, "GET", CHAT)[0].getheader("Kvtide-As-Of") is not None, "the first answer", 10)
+    wait_until(lambda: ask(one, "GET", CHAT)[0].getheader("Kvtide-As-Of") is not None, "the first answer")
     world.centre.stop()
     answer, content = ask(one, "GET", CHAT)
     assert (answer.status, content.strip().decode()) == (200, SPACE.hex())
@@ -98,7 +98,7 @@ def test_what_was_invalidated_is_not_synchronised(tmp_path: Path) -> None:
             put(one, number)
         assert one.region is not None and one.region.synchroniser is not None
         sync = one.region.synchroniser
-        wait_until(lambda: sync.sent_objects == 1, "the first to be sent", 10)
+        wait_until(lambda: sync.sent_objects == 1, "the first to be sent")
         ask(one, "PUT", GENERATION, b"1")
         assert [sync.step(), sync.step(), sync.step()] == [0, 0, None]
         assert world.centre.store.stats().objects == 1
@@ -110,7 +110,7 @@ def test_region_teaches_a_centre_that_lost_its_records(world: World) -> None:
     world.centre.records._records.clear()
     world.centre.records._generations.clear()
     put(one, 1)
-    wait_until(lambda: world.centre.records.generation("", SPACE) == 4, "the centre to hear of it", 10)
+    wait_until(lambda: world.centre.records.generation("", SPACE) == 4, "the centre to hear of it")
 
 
 TENANTS = {name: new_token() for name in ("a", "b", "relay", "centre")}
@@ -141,7 +141,7 @@ def test_tenants_share_with_themselves_across_regions_alone(tenants: World) -> N
     one, two = tenants.regions
     put(one, 1, **by("a"))
     assert ask(two, "GET", 1, Force_Latest="1", **by("a"))[1] == object_bytes(1)
-    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it", 10)
+    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it")
     for server in (one, two, tenants.centre):
         assert ask(server, "GET", 1, **by("b"))[0].status == 404
     assert ask(one, "PUT", GENERATION, b"1", **by("a"))[0].status == 200
@@ -155,7 +155,7 @@ def test_a_wiped_centre_recovers_what_tenants_invalidated(tenants: World) -> Non
     centre = RunningServer(tenants.centre.settings)
     centre.start()
     try:
-        wait_until(lambda: ask(centre, "GET", 1, **by("a"))[0].status == 404, "the centre to answer", 20)
+        wait_until(lambda: ask(centre, "GET", 1, **by("a"))[0].status == 404, "the centre to answer")
         assert [centre.records.generation(tenant, SPACE) for tenant in ("a", "b")] == [1, 0]
     finally:
         centre.stop()
@@ -194,7 +194,7 @@ def test_centre_and_regions_talk_under_tls_with_certificates(certificates: Path,
         world = World(tmp_path, stack, {"tls": tls}, "https://127.0.0.1", ("", option))
         one, two = world.regions
         put(one, 1)
-        wait_until(lambda: world.centre.store.stats().objects == 1, "the centre to have it", 10)
+        wait_until(lambda: world.centre.store.stats().objects == 1, "the centre to have it")
         assert ask(two, "GET", 1)[1] == object_bytes(1)
         assert ask(one, "PUT", CHAT, SPACE.hex().encode())[0].status == 200
         assert ask(two, "GET", CHAT, Force_Latest="1")[0].status == 200
@@ -204,7 +204,7 @@ def test_region_looks_up_a_run_at_its_centre_in_few_questions(world: World) -> N
     one, two = world.regions
     for number in range(30):
         put(one, number)
-    wait_until(lambda: world.centre.store.stats().objects == 30, "the centre to have it", 10)
+    wait_until(lambda: world.centre.store.stats().objects == 30, "the centre to have it")
     tier = http_tier(two.url, SystemClock())
     tier.open()
     before = asked_for_objects(world.centre)

@@ -46,7 +46,7 @@ def test_what_a_region_stores_reaches_the_centre_and_the_other_region(world: Wor
     one, two = world.regions
     for number in range(20):
         put(one, number, 30_000)
-    wait_until(lambda: world.centre.store.stats().objects == 20, "the centre to get everything", 20)
+    wait_until(lambda: world.centre.store.stats().objects == 20, "the centre to get everything")
     for number in range(20):
         assert ask(two, "GET", number)[1] == object_bytes(number, 30_000)
     assert one.region is not None and one.region.synchroniser is not None
@@ -63,9 +63,9 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
     sent = one.region.synchroniser
     for content in (coarse, fine):
         assert ask(one, "PUT", 1, content)[0].status == 201
-        wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it", 10)  # type: ignore[misc]
+        wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it")  # type: ignore[misc]
     assert ask(one, "PUT", 1, coarse)[0].status == 200
-    wait_until(lambda: sent.waiting == 0, "all to be sent", 10)
+    wait_until(lambda: sent.waiting == 0, "all to be sent")
     assert ask(world.centre, "GET", 1)[1] == fine
     assert sent.sent_objects == 2
 
@@ -109,7 +109,7 @@ def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
     one, two = slow_world.regions
     put(one, 0)
     put(one, 1)
-    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent", 10)  # type: ignore[arg-type]
+    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent")  # type: ignore[arg-type]
     assert ask(two, "GET", 1)[0].status == 404
     answer, content = ask(two, "GET", 1, Force_Latest="1")
     assert (answer.status, content) == (200, object_bytes(1))
@@ -135,7 +135,7 @@ def test_batched_look_up_of_the_latest_knows_what_was_invalidated(tmp_path: Path
 def test_region_that_is_cut_off_goes_on_and_says_since_when(world: World) -> None:
     one = world.regions[0]
     put(one, 1)
-    wait_until(lambda: ask(one, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre's first answer", 10)
+    wait_until(lambda: ask(one, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre's first answer")
     world.centre.stop()
     cut_s = time.time()
     time.sleep(1.2)
@@ -238,7 +238,7 @@ def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
         started_s = time.monotonic()
         for number in range(4):
             put(world.regions[0], number, 50_000)
-        wait_until(lambda: world.centre.store.stats().objects == 4, "the centre to get everything", 20)
+        wait_until(lambda: world.centre.store.stats().objects == 4, "the centre to get everything")
         assert time.monotonic() - started_s >= 3 * 0.25
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
+import pytest
 from tests.servers import RunningServer, ServerProcess
 
 from kvtide.clock import SystemClock
@@ -35,20 +36,25 @@ class World:
         down, up = options
         self.folder = folder
         regions = tuple(f"http://127.0.0.1:{port}{down}" for port in ports[1:])
-        self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
-        self.regions = [
-            self._start(
-                stack,
-                listen=f"127.0.0.1:{port}",
-                central=f"{scheme}:{ports[0]}{up}",
-                manifest=folder / f"manifest-{number}",
-                **settings,
-            )
-            for number, port in enumerate(ports[1:])
-        ]
-        region = self.centre.region
-        assert region is not None and region.recovery is not None
-        wait_until(lambda: region.recovery.is_over, "the centre to have asked its regions", 20)
+        with pytest.MonkeyPatch.context() as patch:
+            # A busy machine is no silent centre.
+            for name in ("LATEST_S_MAX", "ASKED_S_MAX"):
+                patch.setattr(f"kvtide.server.regions.regions.{name}", 15.0)
+            self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
+            self.regions = [
+                self._start(
+                    stack,
+                    listen=f"127.0.0.1:{port}",
+                    central=f"{scheme}:{ports[0]}{up}",
+                    manifest=folder / f"manifest-{number}",
+                    **settings,
+                )
+                for number, port in enumerate(ports[1:])
+            ]
+        recovery = self.centre.region.recovery
+        wait_until(lambda: recovery.is_over, "the centre to have asked its regions")
+        for each in self.regions:
+            wait_until(lambda r=each.region: r.as_of_s() is not None, "a region to hear of its centre")  # type: ignore[misc]
 
     def _start(self, stack: ExitStack, **settings: object) -> RunningServer:
         server = RunningServer(ServerSettings(**settings))  # type: ignore[arg-type]

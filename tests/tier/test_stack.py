@@ -15,6 +15,7 @@ from kvtide.tier import Ranking, ScoreRanking, Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
+from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting, Slow
 
 PAGE = 4096
@@ -30,6 +31,18 @@ class NamedMemory(MemoryTier):
     def __init__(self, name: str, bytes_max: int, ranking: Ranking | None = None) -> None:
         super().__init__(bytes_max, ManualClock(0.0), nothing_pinned, RankedOrder(ranking))
         self.name = name
+
+
+class Gate:
+    """A sleep that lasts until the gate is opened; it counts who waits."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def __call__(self, seconds: float) -> None:
+        self.arrived.release()
+        assert self.is_open.wait(20)
 
 
 class TestStackOfMemoryAndDisk(TierSuite):
@@ -152,10 +165,11 @@ def test_part_of_an_object_is_never_copied_up() -> None:
 
 
 def test_ten_requests_for_one_block_cause_one_read() -> None:
-    slow = Counting(Slow(NamedMemory("disk", TIER_BYTES), time.sleep, latency_s=0.3))
+    gate, disk = Gate(), NamedMemory("disk", TIER_BYTES)
+    slow = Counting(Slow(disk, gate, latency_s=1.0))
     stack, results = TierStack([NamedMemory("memory", TIER_BYTES), slow]), []
     stack.open()
-    slow.put_from(object_id(1), object_bytes(1))
+    disk.put_from(object_id(1), object_bytes(1))
 
     def request(size: int) -> None:
         results.append(read_all(stack, 1, size))
@@ -163,6 +177,8 @@ def test_ten_requests_for_one_block_cause_one_read() -> None:
     threads = [threading.Thread(target=request, args=(5000 - index,)) for index in range(10)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: [len(each) for each in stack._flight._followers.values()] == [9], "all to ask")
+    gate.is_open.set()
     for thread in threads:
         thread.join()
     assert results == [object_bytes(1)] * 10
@@ -223,10 +239,7 @@ def test_prefetched_run_is_read_from_memory() -> None:
     for number in range(5):
         slow.put_from(object_id(number), object_bytes(number))
     assert stack.prefetch([object_id(number) for number in range(5)], 2000) == 5
-    for _ in range(500):
-        if in_memory(memory) == [0, 1, 2, 3, 4]:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: in_memory(memory) == [0, 1, 2, 3, 4], "the run to be there")
     before = slow.calls["get"]
     assert [read_all(stack, number) for number in range(5)] == [object_bytes(number) for number in range(5)]
     assert slow.calls["get"] == before == 5
@@ -241,18 +254,6 @@ def test_prefetch_reads_nothing_that_no_faster_tier_would_take() -> None:
     stack.prefetch([object_id(1)], 2000)
     stack.close()
     assert slow.calls["get"] == 0
-
-
-class Gate:
-    """A sleep that lasts until the gate is opened; it counts who waits."""
-
-    def __init__(self) -> None:
-        self.is_open = threading.Event()
-        self.arrived = threading.Semaphore(0)
-
-    def __call__(self, seconds: float) -> None:
-        self.arrived.release()
-        assert self.is_open.wait(20)
 
 
 def stack_behind_gate(gate: Gate) -> tuple[TierStack, MemoryTier, MemoryTier]:
@@ -312,14 +313,15 @@ def test_slow_tier_delays_only_its_own_readers() -> None:
 
 
 def test_write_back_tier_follows_and_is_whole_after_flush() -> None:
-    remote = Counting(Slow(NamedMemory("remote", TIER_BYTES), time.sleep, latency_s=0.4))
+    gate = Gate()
+    remote = Slow(NamedMemory("remote", TIER_BYTES), gate, latency_s=1.0)
     stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
     stack.open()
-    started_s = time.monotonic()
-    for number in range(4):
-        assert stack.put_from(object_id(number), object_bytes(number))
-    assert time.monotonic() - started_s < 1.5, "waited for one of the four"
-    assert stack.flush(10)
+    # No store waits for the tier that lets nobody in.
+    assert all(stack.put_from(object_id(number), object_bytes(number)) for number in range(4))
+    assert not stack.flush(0.0)
+    gate.is_open.set()
+    assert stack.flush(20)
     assert [read_all(remote, number) for number in range(4)] == [object_bytes(number) for number in range(4)]
     stack.close()
 

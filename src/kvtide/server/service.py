@@ -177,6 +177,9 @@ class Service:
             gateway = self._gateway(loop, workers)
             accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
             await self._open_health(stack)
+            if self._source is not None:
+                # Who hears that we listen may change the file, however late the first look comes.
+                self._source.has_changed(self.live.settings)
             on_listening(bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
             following = [
@@ -271,9 +274,9 @@ class Service:
 
     async def _follow_settings(self) -> None:
         while self._source is not None:
+            await asyncio.sleep(_SETTINGS_POLL_S)
             if self._source.has_changed(self.live.settings):
                 self.reload()
-            await asyncio.sleep(_SETTINGS_POLL_S)
 
     async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()

@@ -209,7 +209,7 @@ def test_blocks_kept_as_pages_end_with_their_generation(
         invalidate(server.url, namespace)
         block = ObjectId(namespace, BlockKey(namespace))
         tiers: Any = engine.worker.cache.tiers
-        wait_until(lambda: tiers.named(block).name.generation == 1, "the engine to hear of it", 10)
+        wait_until(lambda: tiers.named(block).name.generation == 1, "the engine to hear of it")
         hit, _, failed = engine.load("c", PROMPT)
         assert not hit or failed, "stale pages"
         engine.finish("c")
