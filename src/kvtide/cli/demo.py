@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvtide.cli.demo_job import DemoJob, DemoRun
+from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.cli.looking import DEFAULT_STORE, StoreOption
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes
+from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit_json, format_bytes
+from kvtide.codec import CodecRegistry
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
 # What is shown beside the codec that was asked for.
 _LOSSY = "tide"
-_LABELS = {
-    "load model": "load the model",
-    "prefill": "prefill",
-    "answer": "answer",
-    "store": "store blocks",
-}
+# A run's steps, in order: its bar has a part for each.
+_STEPS = {"load model": "load the model", "prefill": "prefill", "answer": "answer", "store": "store blocks"}
 
 
 class DemoLossy(msgspec.Struct, frozen=True):
@@ -81,24 +76,20 @@ def demo(
 ) -> None:
     """Answer a question over a long text twice: a cold process prefills and stores, a new one restores."""
     store = _disk_store(url)
+    CodecRegistry().make(codec)
     console = Console(stderr=True) if as_json else CONSOLE
-    with console.status("preparing the model (converted once, under a minute)"):
-        from kvtide.codec import CodecRegistry
-        from kvtide.engines.transformers import converted_folder
-
-        CodecRegistry().make(codec)
-        folder = converted_folder()
-    job = DemoJob(str(folder), str(store), codec, prefix_tokens, answer_tokens, is_judged=False)
-    cold = _phase("cold", job, console)
-    if cold.was_warm:
+    cold = DemoJob(str(store), codec, prefix_tokens, answer_tokens, is_cold=True)
+    warm = msgspec.structs.replace(cold, is_cold=False)
+    # Blocks of lossy codecs have a namespace of their own: the first run stores them, and restores them the next time.
+    jobs = {f"{codec}: prefill and store": cold}
+    jobs |= {f"{codec}: new process {number} of {_WARM_RUNS}": warm for number in range(1, _WARM_RUNS + 1)}
+    jobs[f"{_LOSSY}: prefill and store"] = msgspec.structs.replace(warm, codec=_LOSSY, answer_tokens=2)
+    jobs[f"{_LOSSY}: new process"] = msgspec.structs.replace(warm, codec=_LOSSY, exact="lossless")
+    first, *others, _, lossy = _run_all(jobs, console)
+    if first.was_warm:
         console.print(f"The store at {store} is warm: it has this text from an earlier run. The cold figure is a")
         console.print("full prefill without the cache, measured now.")
-    warm = [_phase("warm", job, console) for _ in range(_WARM_RUNS)]
-    lossy_job = msgspec.structs.replace(job, codec=_LOSSY)
-    # Blocks of lossy codecs have a namespace of their own: the first run stores them.
-    _phase("cold", lossy_job, console)
-    lossy = _phase("warm", msgspec.structs.replace(lossy_job, is_judged=True), console)
-    result = _result(store, codec, cold, warm, lossy)
+    result = _result(store, codec, first, others, lossy)
     plot = _plot(result, store.with_name(f"{store.name}.png"))
     result = msgspec.structs.replace(result, plot=plot)
     if as_json:
@@ -114,40 +105,38 @@ def _disk_store(url: str) -> Path:
     return path.absolute()
 
 
-def _phase(phase: str, job: DemoJob, console: Console) -> DemoRun:
-    """Run one process of the demo and show its progress."""
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        file.write(msgspec.json.encode(job))
-        file.flush()
-        return _run_phase(phase, job.codec, file.name, Progress(*columns, console=console))
-
-
-def _run_phase(phase: str, codec: str, job: str, progress: Progress) -> DemoRun:
-    command = [sys.executable, "-m", "kvtide.cli.demo_run", phase, job]
+def _run_all(jobs: Mapping[str, DemoJob], console: Console) -> list[DemoRun]:
+    """Do one job after the other, each in a process of its own; all have their bars from the start."""
+    columns = (TextColumn("{task.description:42}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
     with (
-        progress,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        Progress(*columns, console=console) as progress,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs,
     ):
-        assert process.stdout is not None
-        result = _follow(f"{codec}, {phase}", process.stdout, progress)
-    if process.returncode != 0 or result is None:
-        raise ValueError(f"the {phase} run of the demo failed with status {process.returncode}; its error is above")
-    return result
+        bars = [progress.add_task(name, total=len(_STEPS), start=False) for name in jobs]
+        return [_run(job, name, bar, runs, progress) for (name, job), bar in zip(jobs.items(), bars, strict=True)]
 
 
-def _follow(phase: str, lines: Iterable[str], progress: Progress) -> DemoRun | None:
-    tasks: dict[str, TaskID] = {}
+def _run(job: DemoJob, name: str, bar: TaskID, runs: subprocess.Popen[bytes], progress: Progress) -> DemoRun:
+    assert runs.stdin is not None and runs.stdout is not None
+    runs.stdin.write(msgspec.json.encode(job) + b"\n")
+    runs.stdin.flush()
+    progress.start_task(bar)
     result: DemoRun | None = None
-    for line in lines:
-        message = json.loads(line)
-        if "result" in message:
-            result = msgspec.convert(message["result"], DemoRun)
-            continue
-        step = message["step"]
-        if step not in tasks:
-            tasks[step] = progress.add_task(f"{phase}: {_LABELS[step]}", total=message["total"])
-        progress.update(tasks[step], completed=message["done"])
+    for line in runs.stdout:
+        word = msgspec.json.decode(line, type=DemoWord)
+        result = word.result or result
+        if word.mistake:
+            raise ValueError(word.mistake)
+        if word.step:
+            done = list(_STEPS).index(word.step) + word.done / word.total
+            progress.update(bar, completed=done, description=f"{name}, {_STEPS[word.step]}")
+        if word.status is not None:
+            break
+    progress.update(bar, completed=len(_STEPS), description=name)
+    progress.stop_task(bar)
+    if result is None:
+        raise ValueError(f"a run of the demo failed ({name}); its error is above")
     return result
 
 
@@ -182,39 +171,40 @@ def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], los
 
 
 def _print(result: DemoResult) -> None:
-    tide = result.tide
-    restored = f"{result.codec}, new process (median of {_WARM_RUNS})"
-    table = Table(
-        "", "cold process", restored, f"{tide.codec}, new process", title="SmolLM2-135M, float32, on this machine"
-    )
-    times = [f"{seconds:.2f} s" for seconds in (result.cold_ttft_s, result.warm_ttft_s, tide.warm_ttft_s)]
-    table.add_row("time to first token", *times)
-    table.add_row("prompt tokens", *[str(result.prompt_tokens)] * 3)
-    table.add_row("tokens restored", "0", str(result.hit_tokens), str(tide.hit_tokens))
-    table.add_row("KV cache raw", "", format_bytes(result.raw_bytes), format_bytes(tide.raw_bytes))
-    table.add_row("stored", "", format_bytes(result.stored_bytes), format_bytes(tide.stored_bytes))
-    identical = ["yes" if is_same else "no" for is_same in (result.identical_tokens, tide.identical_tokens)]
-    table.add_row("answers identical", "", *identical)
-    table.add_row("KL from exact", "", "", f"{tide.kl:.5f}")
-    CONSOLE.print(table)
-    CONSOLE.print(f"[bold]{result.speedup:.1f} times faster to the first token.[/] Answer: {result.answer.strip()}")
+    tide, cores = result.tide, os.cpu_count() or 1
+    machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
+    restored = f"s in a new process that restores {result.hit_tokens:,} tokens from the store"
+    lines = [
+        f"SmolLM2-135M reads a prompt of {result.prompt_tokens:,} tokens on {machine}:",
+        f"{result.cold_ttft_s:8.2f} s to the first token by a full prefill;",
+        f"{result.warm_ttft_s:8.2f} {restored}, {result.codec}: [bold]{result.speedup:.1f} times faster[/],"
+        f" {_same(result.identical_tokens)}, {format_bytes(result.raw_bytes)} in {format_bytes(result.stored_bytes)};",
+        f"{tide.warm_ttft_s:8.2f} {restored}, {tide.codec}:"
+        f" {_same(tide.identical_tokens)}, in {format_bytes(tide.stored_bytes)} (KL from exact {tide.kl:.5f}).",
+    ]
+    CONSOLE.print("\n".join(lines), highlight=False, soft_wrap=True)
+    CONSOLE.print(f"Answer: {result.answer.strip()}")
     CONSOLE.print(f"store: {result.store}" + (f", chart: {result.plot}" if result.plot else ""))
 
 
+def _same(is_same: bool) -> str:
+    return "the same answer token for token" if is_same else "another answer"
+
+
 def _plot(result: DemoResult, path: Path) -> str | None:
-    """Draw the bar chart beside the store; None where matplotlib is not installed."""
+    """Draw every way's time beside the store; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(6, 2.6), layout="constrained")
+    figure = Figure(figsize=(6, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(
-        ["restored", "full prefill"], [result.warm_ttft_s, result.cold_ttft_s], color=["#2a9d8f", "#adb5bd"]
-    )
+    ways = [f"restored, {result.tide.codec}", f"restored, {result.codec}", "full prefill"]
+    times = [result.tide.warm_ttft_s, result.warm_ttft_s, result.cold_ttft_s]
+    bars = axes.barh(ways, times, color=["#264653", "#2a9d8f", "#adb5bd"])
     axes.bar_label(bars, fmt="%.2f s", padding=4)
     axes.margins(x=0.15)
-    axes.set_xlabel("time to first token, seconds")
+    axes.set_xlabel(f"time to first token, seconds, on {os.cpu_count()} cores")
     axes.set_title(f"{result.hit_tokens} of {result.prompt_tokens} tokens restored: {result.speedup:.1f} times faster")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

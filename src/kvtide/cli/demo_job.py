@@ -6,14 +6,17 @@ import msgspec
 
 
 class DemoJob(msgspec.Struct, frozen=True):
-    """What one run is to do. `is_judged`: say how far what the model says is from exact."""
+    """What one run is to do. `is_cold`: prefill, and store.
 
-    folder: str
+    `exact`: the codec that another run has stored the same prompt with, to say how far the model is from that.
+    """
+
     store: str
     codec: str
     prefix_tokens: int
     answer_tokens: int
-    is_judged: bool
+    is_cold: bool
+    exact: str | None = None
 
 
 class DemoRun(msgspec.Struct, frozen=True):
@@ -29,3 +32,14 @@ class DemoRun(msgspec.Struct, frozen=True):
     answer_ids: list[int]
     answer: str
     kl: float | None
+
+
+class DemoWord(msgspec.Struct, frozen=True):
+    """A line that a run says: how far a step is, or one of the others, at its end."""
+
+    step: str = ""
+    done: int = 0
+    total: int = 1
+    result: DemoRun | None = None
+    mistake: str = ""
+    status: int | None = None

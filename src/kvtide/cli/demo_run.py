@@ -1,24 +1,31 @@
-"""One run of the demo in a process of its own: load the model, answer, report. Started by `kvtide demo`.
+"""Runs of the demo, each in a process of its own: load the model, answer, report. Started by `kvtide demo`.
 
-Talks on stdout in JSON lines: {"step": …, "done": n, "total": n} while it works, {"result": …} at the end.
+Takes jobs on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has imported
+torch and computed nothing, so that six runs import it once.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import msgspec
 
-from kvtide.cli.demo_job import DemoJob, DemoRun
+from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
-from kvtide.engines.transformers import CachedModel, attach, load_model, load_tokenizer, model_fingerprint
+from kvtide.engines.transformers import (
+    CachedModel,
+    attach,
+    converted_folder,
+    load_model,
+    load_tokenizer,
+    model_fingerprint,
+)
 
 _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 
@@ -48,7 +55,11 @@ class _Watch:
 
 
 def _say(step: str, done: int, total: int) -> None:
-    print(json.dumps({"step": step, "done": done, "total": total}), flush=True)
+    _tell(DemoWord(step, done, total))
+
+
+def _tell(word: DemoWord) -> None:
+    print(msgspec.json.encode(word).decode(), flush=True)
 
 
 def _prompt_ids(tokenizer: Any, prefix_tokens: int) -> list[int]:
@@ -74,9 +85,10 @@ def _watch_layers(model: Any) -> None:
         layer.register_forward_hook(hook)
 
 
-def _run(job: DemoJob, is_cold: bool) -> DemoRun:
+def _run(job: DemoJob) -> DemoRun:
     _say("load model", 0, 1)
-    tokenizer, model = load_tokenizer(job.folder), load_model(job.folder)
+    folder = converted_folder()
+    tokenizer, model = load_tokenizer(folder), load_model(folder)
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
     # The first call in a process pays for warm-up that has nothing to do with caching.
@@ -85,13 +97,17 @@ def _run(job: DemoJob, is_cold: bool) -> DemoRun:
     # Our hooks change nothing, which the cache can't know: the model is named without them.
     name = model_fingerprint(model)
     with attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name) as cached:
-        return _answer(job, cached, tokenizer, input_ids, is_cold)
+        found = _answer(job, cached, tokenizer, input_ids)
+        if job.exact is None:
+            return found
+        with attach(model, job.store, codec=job.exact, fingerprint=name) as exact:
+            return msgspec.structs.replace(found, kl=restored_kl(cached, exact, input_ids, found.answer_ids))
 
 
-def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, is_cold: bool) -> DemoRun:
+def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
     was_warm = cached.hit_tokens(input_ids) > 0
     # A cold run on a warm store measures the full prefill all the same.
-    generate = cached.model.generate if is_cold and was_warm else cached.generate
+    generate = cached.model.generate if job.is_cold and was_warm else cached.generate
     _say("prefill", 0, cached.layout.layers)
     watch = _Watch(_say, job.answer_tokens)
     mask = input_ids.new_ones(input_ids.shape)
@@ -112,15 +128,22 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, i
         stored_bytes=cached.last.stored_bytes_read if cached.last else tiers[-1].used_bytes,
         answer_ids=answer_ids,
         answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
-        kl=restored_kl(cached, input_ids, answer_ids) if job.is_judged else None,
+        kl=None,
     )
 
 
 def main() -> None:
-    """Run the job given as JSON; `cold` or `warm` is the first argument."""
-    phase, job = sys.argv[1], msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=DemoJob)
-    result = _run(job, is_cold=phase == "cold")
-    print(json.dumps({"result": msgspec.to_builtins(result)}), flush=True)
+    """Do the jobs on stdin, one after the other, each in a child of this process."""
+    for line in sys.stdin:
+        job = msgspec.json.decode(line, type=DemoJob)
+        child = os.fork()
+        if child == 0:
+            try:
+                _tell(DemoWord(result=_run(job)))
+            except ValueError as error:
+                _tell(DemoWord(mistake=str(error)))
+            return
+        _tell(DemoWord(status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 
 
 if __name__ == "__main__":

@@ -48,19 +48,25 @@ def block_metas(ids: Sequence[int], layout: BlockLayout) -> list[BlockMeta]:
     ]
 
 
-def restored_kl(cached: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
-    """Return the KL divergence of what the model says of an answer's tokens after the restored prefix from the exact.
+def restored_kl(cached: CachedModel, exact: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """Return the KL divergence of what the model says of an answer's tokens after a restored prefix from the exact.
 
-    The mean over the answer's tokens, in nats. input_ids: (1, tokens), the prompt.
+    The mean over the answer's tokens, in nats. input_ids: (1, tokens), the prompt. exact: the model with a store that
+    has the prompt as it was computed; what that lacks is computed.
     """
     whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
-    past = cached.restored(input_ids)
-    count = len(answer_ids)
     with torch.inference_mode():
-        exact = cached.model(whole, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
-        rest = whole[:, past.get_seq_length() :]
-        said = cached.model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1].float().log_softmax(-1)
-    return float((exact.exp() * (exact - said)).sum(-1).mean())
+        right, said = (
+            _after(each.restored(input_ids), cached.model, whole, len(answer_ids)) for each in (exact, cached)
+        )
+    return float((right.exp() * (right - said)).sum(-1).mean())
+
+
+def _after(past: Any, model: Any, whole: torch.Tensor, count: int) -> torch.Tensor:
+    """Return log probabilities of the last `count` tokens, of which `past` holds a prefix."""
+    rest = whole[:, past.get_seq_length() :]
+    said: torch.Tensor = model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1]
+    return said.float().log_softmax(-1)
 
 
 class CodedContext(NamedTuple):
