@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvtide.cli.app import app, run
 from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
+from kvtide_lab.cli import app as lab
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 
@@ -53,7 +55,7 @@ def test_own_profile_judges_own_text(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_choices_end_in_one_clear_line(tmp_path: Path) -> None:
+def test_bad_choices_end_in_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short").write_text("too short")
     (tmp_path / "junk").write_bytes(b"not a profile")
     for arguments in (
@@ -62,7 +64,9 @@ def test_bad_choices_end_in_one_clear_line(tmp_path: Path) -> None:
         ("calibrate", "--codec", "zip", "-o", tmp_path / "out"),
         ("calibrate", "--text", tmp_path / "short", "-o", tmp_path / "out"),
     ):
-        run = kvtide(*arguments)
-        assert run.returncode == 2
-        assert "Traceback" not in run.stderr
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["kvtide", *map(str, arguments)])
+            run(lab.app if arguments[0] == "bench" else app)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("kvtide: ")
         assert not (tmp_path / "out").exists()

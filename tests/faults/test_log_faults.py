@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.files import FAULT_KINDS, FaultyFiles
+from tests.faults.writers import append_objects, heard, writing
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, stored_records
 
@@ -47,29 +47,10 @@ from kvtide.wire import NO_LABEL, pack_object, parse_object
 
 pytestmark = pytest.mark.timeout(3600)
 
-ROOT = Path(__file__).parent.parent.parent
 SEED = 20250611
 KILLS = 60
 FLIPS = 2000
 LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32)
-
-# Appends objects until it is killed, and says which ones were committed.
-WRITER = """
-import random, sys
-from pathlib import Path
-from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.disk import DiskTier; from kvtide.tier.stack import TierStack
-store, bytes_max, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-rng = random.Random(seed)
-tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
-tier.open()
-print("ready", flush=True)
-for number in range(first, first + 10_000):
-    size = rng.randrange(1, 200_000)
-    if tier.put_from(object_id(number), object_bytes(number, size)):
-        print(number, size, flush=True)
-"""
 
 
 def open_tier(store: Path, bytes_max: int = 1 << 30, files: Files | None = None) -> DiskTier:
@@ -80,15 +61,10 @@ def open_tier(store: Path, bytes_max: int = 1 << 30, files: Files | None = None)
 
 def kill_a_writer(store: Path, bytes_max: int, first: int, rng: random.Random) -> dict[int, int]:
     """Let a writer run for a random time, kill it, and return size by number of what it had committed."""
-    arguments = [str(store), str(bytes_max), str(first), str(rng.randrange(1 << 30))]
-    command = [sys.executable, "-c", WRITER, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as writer:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    with writing(append_objects, store, bytes_max, first, rng.randrange(1 << 30)) as (writer, hears):
         time.sleep(rng.uniform(0.0, 0.1))
         writer.kill()
-        # A line that the kill cut off is of an object that nobody was told about.
-        lines = [line for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
-    return {int(number): int(size) for number, size in (line.split() for line in lines)}
+        return dict(heard(hears))
 
 
 @pytest.mark.parametrize("bytes_max", [1 << 34, 16 << 20], ids=["roomy", "evicting"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.faults.conftest import Tally
+from tests.faults.writers import use_server, writing
 from tests.servers import RunningServer, ServerProcess, running_server
 
 from kvtide.clock import SystemClock
@@ -38,23 +37,6 @@ FAULTS = {
     Kind.LENGTH: 6,
 }
 KILLS = 4
-
-# Stores objects over and over until it is killed.
-CLIENT = """
-import sys
-from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http import http_tier
-tier = http_tier(sys.argv[1], SystemClock())
-tier.open()
-print("ready", flush=True)
-buffer = memoryview(bytearray(1 << 20))
-while True:
-    for number in range(8):
-        tier.delete(object_id(number), "removed")
-        tier.put_from(object_id(number), object_bytes(number, 900_000))
-        tier.get_into(object_id(number), buffer)
-"""
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -198,10 +180,8 @@ def test_killed_client_leaves_no_buffer_slot_or_socket(server: RunningServer, ta
     rng = random.Random(SEED)
     direct = client(server.url)
     for _ in range(KILLS * fault_factor):
-        with subprocess.Popen([sys.executable, "-c", CLIENT, server.url], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        with writing(use_server, server.url):
             time.sleep(rng.uniform(0.0, 0.2))
-            process.kill()
         check_when_settled(server)
         found = {number: verified(direct, number, 900_000) for number in range(8)}
         wrong = sum(data not in (None, object_bytes(number, 900_000)) for number, data in found.items())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.faults.writers import FILLED, fill_and_remove, writing
 from tests.store.test_cache import Collector, fill, metas_of
 
-from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers import attach
 from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
@@ -28,23 +27,6 @@ OpenCache = Callable[..., Cache]
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 KILLS = 20
 SEED = 20240317
-
-# Stores blocks of a known content over and over, removing what it stored, until it is killed.
-WRITER = """
-import sys
-from kvtide.block import BlockLayout, KVDtype
-from kvtide.store import cache_for
-from kvtide.codec.base import RawCodec
-from tests.store.test_cache import fill, metas_of
-layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
-metas = metas_of(layout, 4)
-with cache_for(sys.argv[1], RawCodec()) as cache:
-    print("ready", flush=True)
-    while True:
-        fill(cache, metas)
-        for meta in metas:
-            cache.tiers.delete(meta.id, "evicted")
-"""
 
 
 @pytest.fixture
@@ -143,17 +125,11 @@ def expected_blocks(layout: BlockLayout) -> list[BlockBits]:
 
 
 def test_killed_writer_leaves_no_wrong_byte_and_no_lock(tmp_path: Path, open_cache: OpenCache) -> None:
-    layout = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
-    metas, contents, rng = metas_of(layout, 4), expected_blocks(layout), random.Random(SEED)
+    metas, contents, rng = metas_of(FILLED, 4), expected_blocks(FILLED), random.Random(SEED)
     served = wrong = 0
-    root = Path(__file__).parent.parent.parent
     for _ in range(KILLS):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=root, text=True
-        ) as writer:
-            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        with writing(fill_and_remove, tmp_path):
             time.sleep(rng.uniform(0.0, 0.06))
-            writer.send_signal(signal.SIGKILL)
         reader = open_cache(tmp_path)
         assert list(tmp_path.glob("*.part")) == []
         for position, meta in enumerate(metas):

@@ -21,7 +21,7 @@ from tests.joints.truth import WrongAnswer
 from tests.joints.world import ANSWER, FLUSH_S_MAX, Seat, World
 
 # Far more than a child's work takes, and less than one load waits for threads that are not there.
-CHILD_S_MAX = 25.0
+CHILD_S_MAX = 60.0
 CHANGES_MAX = 2
 DAMAGES = ("flip", "cut", "remove", "forbid", "folder", "fifo", "all")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}

@@ -56,13 +56,15 @@ def test_every_turn_finds_the_turns_before_it(
 ) -> None:
     talk = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(3))
     with attached(tiny_model, tmp_path, codec=codec) as cached:
-        held_back(cached.cache)
+        gate = held_back(cached.cache)
         for turn in range(5):
             said = cached.generate(talk, **GREEDY)
             assert torch.equal(said, tiny_model.generate(talk, **GREEDY))
             # The last token of an answer has not been run.
             assert cached.last is not None and cached.last.hit_tokens == (blocks_of(talk.shape[1] - 11) if turn else 0)
             talk = torch.cat([said, talk[:, :10]], dim=1)
+        # Closing waits for what is queued.
+        gate.set()
 
 
 def test_a_queued_block_is_queued_once(

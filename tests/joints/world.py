@@ -82,7 +82,9 @@ class World:
         """Another cache of a seat, not open."""
         self.note(f"attach {seat}")
         url = str(self.store) if seat.is_on_disk else "memory://"
-        limits = Limits(memory_bytes_max=4 << 20, disk_bytes_max=64 << 20, store_queue_bytes_max=16 << 20)
+        bounds = {"memory_bytes_max": 4 << 20, "disk_bytes_max": 64 << 20, "store_queue_bytes_max": 16 << 20}
+        # A load that waits for a thread that is not there is seen as one that hangs.
+        limits = Limits(**bounds, load_s_max=300.0)
         profiles, model = self.profiles, self.models[seat.model]
         return attach(model, url, codec=seat.codec, profiles=profiles, block_tokens=BLOCK_TOKENS, limits=limits)
 

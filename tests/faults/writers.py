@@ -1,0 +1,89 @@
+"""Processes to be killed while they write: forks of one that has imported what they need, so that dozens start soon."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.servers import START_S_MAX
+from tests.store.test_cache import fill, metas_of
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.clock import SystemClock
+from kvtide.codec.base import RawCodec
+from kvtide.store import cache_for
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.http import http_tier
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["pytest", __name__])
+FILLED = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
+
+
+@contextmanager
+def writing(write: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Run a function of this module in a process, killed in the end; give it once it is ready, and what it says."""
+    hears, says = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=write, args=(*arguments, says))
+    process.start()
+    says.close()
+    with hears:
+        try:
+            assert hears.poll(START_S_MAX) and hears.recv() == "ready"
+            yield process, hears
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def heard(hears: Connection) -> Iterator[Any]:
+    """Give what a process that was killed had said; what the kill cut off it has told nobody."""
+    while True:
+        try:
+            yield hears.recv()
+        except (EOFError, OSError):
+            return
+
+
+def append_objects(store: Path, bytes_max: int, first: int, seed: int, says: Connection) -> None:
+    """Append objects to a disk tier, and say number and size of those that are committed."""
+    rng = random.Random(seed)
+    tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
+    tier.open()
+    says.send("ready")
+    for number in range(first, first + 10_000):
+        size = rng.randrange(1, 200_000)
+        if tier.put_from(object_id(number), object_bytes(number, size)):
+            says.send((number, size))
+
+
+def fill_and_remove(store: Path, says: Connection) -> None:
+    """Store blocks of a known content over and over, removing what was stored."""
+    metas = metas_of(FILLED, 4)
+    with cache_for(str(store), RawCodec()) as cache:
+        says.send("ready")
+        while True:
+            fill(cache, metas)
+            for meta in metas:
+                cache.tiers.delete(meta.id, "evicted")
+
+
+def use_server(url: str, says: Connection) -> None:
+    """Remove, store and read objects of a server over and over."""
+    tier = http_tier(url, SystemClock())
+    tier.open()
+    says.send("ready")
+    buffer = memoryview(bytearray(1 << 20))
+    while True:
+        for number in range(8):
+            tier.delete(object_id(number), "removed")
+            tier.put_from(object_id(number), object_bytes(number, 900_000))
+            tier.get_into(object_id(number), buffer)
