@@ -101,7 +101,7 @@ def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes |
             started_s = time.monotonic()
             answer, _ = ask(server, method, path, "", body, Kvtide_Deadline_Ms="200")
             assert answer.status == 504
-            assert time.monotonic() - started_s < 10
+            assert time.monotonic() - started_s < 15
         assert tier.waiting == 1
         tier.go_on.set()
         wait_until(lambda: not tier.waiting, "the call to come back")
@@ -111,12 +111,13 @@ def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes |
 
 def test_deadline_counts_from_the_first_byte_and_ends_an_upload() -> None:
     with running_server() as server, server.connect() as sock:
-        sock.sendall(head("PUT", OBJECT, Content_Length=1000, Kvtide_Deadline_Ms=1500)[:-2])
-        time.sleep(1.2)
         started_s = time.monotonic()
+        sock.sendall(head("PUT", OBJECT, Content_Length=1000, Kvtide_Deadline_Ms=5000)[:-2])
+        time.sleep(4.0)
         sock.sendall(b"\r\nx")
         assert sock.recv(1000).startswith(b"HTTP/1.1 504 ")
-        assert time.monotonic() - started_s < 1.4
+        # From the end of the head it would be nine seconds.
+        assert time.monotonic() - started_s < 8.5
 
 
 def test_look_ups_of_many_keys_cost_as_many_requests() -> None:
