@@ -21,6 +21,7 @@ STARTERS = {
 }
 
 
+@cache
 def _file(module: str) -> Path | None:
     for base in _PACKAGES:
         path = base.joinpath(*module.split("."))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.doors.page import summary
-from tests.doors.user import Regions, serving, status
 from tests.server.conftest import certificates
-from tests.server.worlds import put
 
-from kvtide_lab.bench.services import free_ports, wait_until
+if TYPE_CHECKING:
+    from tests.doors.user import Regions
 
 __all__ = ["certificates", "regions"]
 
 
 @pytest.fixture(scope="session")
 def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regions]:
+    # Here, as the lane without torch imports this file too.
+    from tests.doors.user import Regions, serving, status
+    from tests.server.worlds import put
+
+    from kvtide_lab.bench.services import free_ports, wait_until
+
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     folders = [tmp_path_factory.mktemp(name) for name in ("centre", "quick", "slow")]
