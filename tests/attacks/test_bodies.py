@@ -99,7 +99,7 @@ def test_readers_that_take_nothing_leave_buffers_where_the_tier_cannot_lend() ->
 
 
 def test_reader_that_stands_still_is_cut_off_however_much_it_took() -> None:
-    with running_server(grants=GRANTS, limits=ServerLimits(head_s_max=0.3)) as server:
+    with running_server(grants=GRANTS, limits=ServerLimits(head_s_max=3.0)) as server:
         data = object_bytes(1, 48 * MIB)
         assert ask(server, "PUT", OBJECT, body=data)[0].status == 201
         with server.connect() as sock:

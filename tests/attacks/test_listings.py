@@ -33,7 +33,7 @@ def test_listing_goes_in_slices_and_no_further_than_somebody_waits_for_it(path: 
     with running_server(grants=GRANTS) as server:
         ask(server, "PUT", OBJECT, body=object_bytes(1))
         server.store.objects = endless  # type: ignore[method-assign]
-        assert ask(server, "GET", path, "attacker", Kvtide_Deadline_Ms="200")[0].status == 504
+        assert ask(server, "GET", path, "attacker", Kvtide_Deadline_Ms="2000")[0].status == 504
         ask(server, "GET", OBJECT)
         before = yielded
         time.sleep(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +46,8 @@ def path_of(number: int) -> str:
 
 @pytest.mark.parametrize("policy", ["lottery", "vtc"])
 def test_small_object_passes_many_large_ones_of_another_address_on_an_open_server(policy: str) -> None:
-    # 20 MiB at 12 MB/s by one slot; drawn by addresses the small one waits for a few, with one queue for all 20.
-    sending = SchedulerSettings(policy=policy, slots=1, tenant_slots_max=1, link_bits_s=1e8)
+    # Drawn by addresses the small one waits for a few, with one queue for all 20.
+    sending, limits = SchedulerSettings(policy=policy, slots=1, tenant_slots_max=1), ServerLimits(stall_s_max=60)
     finished: list[str] = []
 
     def read(server: RunningServer, number: int, address: str) -> None:
@@ -56,21 +57,40 @@ def test_small_object_passes_many_large_ones_of_another_address_on_an_open_serve
         finished.append(address)
         connection.close()
 
-    with running_server(sending=sending) as server:
+    with running_server(sending=sending, limits=limits) as server:
         connection = connect(server)
-        for number, size in ((1, 1 << 20), (2, 50_000)):
+        for number, size in ((1, 1 << 20), (2, 50_000), (3, 16 << 20)):
             connection.request("PUT", path_of(number), object_bytes(number, size))
             assert connection.getresponse().read() == b""
         connection.close()
-        greedy = [threading.Thread(target=read, args=(server, 1, "127.0.0.2")) for _ in range(20)]
-        for thread in greedy:
-            thread.start()
-        wait_until(lambda: sum(each["waiting_sends"] for each in status_of(server)["tenants"]) >= 15, "bodies")
-        read(server, 2, "127.0.0.3")
-        for thread in greedy:
+        readers = [threading.Thread(target=read, args=(server, 1, "127.0.0.2")) for _ in range(20)]
+        readers.append(threading.Thread(target=read, args=(server, 2, "127.0.0.3")))
+        with stalled(server, 3):
+            for thread in readers:
+                thread.start()
+            wait_until(lambda: sum(each["waiting_sends"] for each in status_of(server)["tenants"]) == 21, "all to wait")
+        for thread in readers:
             thread.join(30)
     assert len(finished) == 21
     assert finished.index("127.0.0.3") < 18
+
+
+@contextmanager
+def stalled(server: RunningServer, number: int) -> Iterator[None]:
+    """Ask for a large body and take nothing of it: its slice holds the only slot."""
+    seen = [0, 0]
+
+    def stands_still() -> bool:
+        seen.append(sum(each.unsent_bytes for each in server.service.scheduler.loads()))
+        time.sleep(0.1)
+        return seen[-1] > 0 and seen[-1] == seen[-2]
+
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((server.address.host, server.address.port))
+        sock.sendall(head("GET", path_of(number)))
+        wait_until(stands_still, "the link to be full")
+        yield
 
 
 @contextmanager

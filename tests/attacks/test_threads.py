@@ -102,7 +102,8 @@ def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes |
             answer, _ = ask(server, method, path, "", body, Kvtide_Deadline_Ms="200")
             assert answer.status == 504
             assert time.monotonic() - started_s < 15
-        assert tier.waiting == 1
+        # A call whose time was over before its thread began has not begun at all.
+        assert tier.waiting <= 1
         tier.go_on.set()
         wait_until(lambda: not tier.waiting, "the call to come back")
         tier.verbs.clear()
