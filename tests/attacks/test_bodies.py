@@ -143,7 +143,8 @@ def test_readers_share_what_they_hold_of_the_memory_and_are_all_served() -> None
     assert found == [data] * 24
 
 
-def test_a_late_reader_is_not_cut_off_for_others_of_its_tenant() -> None:
+def test_a_late_reader_is_not_cut_off_for_others_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.http.sender._LATE_S_MAX", 20.0)
     limits = ServerLimits(memory_bytes_max=16 * MIB)
     with running_server(limits=limits) as server, ThreadPoolExecutor(1) as threads:
         data = object_bytes(1, 3 * MIB)

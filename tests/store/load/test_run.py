@@ -180,7 +180,9 @@ def test_damaged_refinement_costs_its_own_quality_only() -> None:
     damaged = dict(OBJECTS)
     object_id = next(iter(OBJECTS))
     damaged[object_id] = _flipped(OBJECTS[object_id], parsed(OBJECTS)[0].entries[2].offset)
-    report, _ = load(made_job(OBJECTS, deadline_s=2.0), Layered(), MadeSource(damaged))
+    # Met by all others being whole.
+    job = made_job(OBJECTS, deadline_s=20.0, goal=0.1)
+    report, _ = load(job, Layered(), MadeSource(damaged))
     assert report.progress.here == (1, 3, 3, 3, 3, 3)
 
 
