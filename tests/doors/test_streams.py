@@ -18,7 +18,7 @@ from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
-from kvtide.store.load.streamed import StreamReport
+from kvtide.store.load.streamed import StreamedReport
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.
@@ -79,7 +79,7 @@ def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamedPrefill, "compute", compute)
 
 
-def asked(cached: CachedModel, **options: Any) -> StreamReport:
+def asked(cached: CachedModel, **options: Any) -> StreamedReport:
     cached.generate(PROMPT, max_new_tokens=2, do_sample=False, **options)
     assert cached.last is not None and cached.last.streamed is not None
     return cached.last.streamed

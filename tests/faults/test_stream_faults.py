@@ -19,7 +19,7 @@ from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.plan import Link, PrefillSpeed, TwoEnded
+from kvtide.plan import LinkEstimate, PrefillSpeed, TwoEnded
 from kvtide.plan.layered import Layered
 from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.receiver import Receiver
@@ -109,7 +109,7 @@ def fail_later(servers: Servers, stack: ExitStack, cut_s: float, kill_at: int, c
 def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 3e5, stack)
-    job, link = made_job(objects, deadline_s=30.0), Link()
+    job, link = made_job(objects, deadline_s=30.0), LinkEstimate()
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0, kill_at=200_000, cut_at=400_000)
     run = FetchRun(job, receiver, Layered(), servers.tiers, link, CLOCK, FetchLimits())
@@ -130,7 +130,7 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
 def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 1e5, stack)
-    job, link = made_job(objects, deadline_s=3.5, tokens_per_s=12.0), Link()
+    job, link = made_job(objects, deadline_s=3.5, tokens_per_s=12.0), LinkEstimate()
     receiver = Receiver(job.objects)
     fail_later(servers, stack, cut_s=3.0, kill_at=100_000, cut_at=200_000)
     engine = MadeEngine(tokens_per_s=14.0)

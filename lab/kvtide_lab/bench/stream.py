@@ -20,8 +20,7 @@ from kvtide.codec import Profile
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import LEVEL_QUALITY
 from kvtide.codec.tide import TideCodec
-from kvtide.plan import PASS_TOKENS, StreamPolicy, TwoEnded, cut
-from kvtide.plan import Link as KnownLink
+from kvtide.plan import PASS_TOKENS, LinkEstimate, StreamPolicy, TwoEnded, cut
 from kvtide.plan.bandwidth import Estimator, HarmonicRate, LastRate
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule, FixedLevel
@@ -224,7 +223,7 @@ def _play(
     job = case.job.asked(speeds.prefill, max(0.0, slo_s - _TAIL_RESERVE * speeds.tail_s(rig.tokens)))
     sent = link.carried(at_s)
     played = rig.play(
-        job, case.policy, KnownLink(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
+        job, case.policy, LinkEstimate(case.estimator()), lambda seconds: link.carried(at_s + seconds) - sent
     )
     # The plan went by what was known before it, in the prediction too; what the machine then took is of both sides.
     after_s = rig.probe_s()

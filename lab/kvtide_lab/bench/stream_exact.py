@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.codec import LosslessCodec
-from kvtide.plan import Link as KnownLink
-from kvtide.plan import PrefillSpeed, StreamPolicy, TwoEnded, cut
+from kvtide.plan import LinkEstimate, PrefillSpeed, StreamPolicy, TwoEnded, cut
 from kvtide.plan.layered import Layered
 from kvtide.store.load.job import LoadRequest, layered_job
 from kvtide.store.load.streamed import Streamed
@@ -46,7 +45,7 @@ def exact_times(rig: Rig, link: Link, speed: PrefillSpeed, repeats: int) -> Exac
     job = layered_job(stored, cut(rig.tokens, rig.layout.tokens), (0.0,), LoadRequest(speed, 0.0))
 
     def played(policy: StreamPolicy) -> float:
-        return rig.play(job, policy, KnownLink(), link.carried).ttft_s
+        return rig.play(job, policy, LinkEstimate(), link.carried).ttft_s
 
     loads = [(played(TwoEnded()), played(Layered()), rig.plain_s()) for _ in range(repeats)]
     ratios = []
@@ -76,7 +75,7 @@ def _medians(ratios: Sequence[_Spent]) -> _Spent:
 def _slow_s(rig: Rig, stored: Sequence[StoredObject], speed: PrefillSpeed, is_known: bool) -> float:
     """Return TTFT by a loader over a link that is far too slow, and known to be so or not."""
     rig.restart(lambda seconds: SLOW_BYTES_PER_S * seconds)
-    link = KnownLink()
+    link = LinkEstimate()
     if is_known:
         link.estimator.add(int(SLOW_BYTES_PER_S), 0.0, 1.0)
     engine = rig.engine()

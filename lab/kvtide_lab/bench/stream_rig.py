@@ -21,7 +21,7 @@ from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.keys import block_keys
-from kvtide.plan import PASS_TOKENS, Judge, Link, PrefillSpeed, StreamPolicy, cut
+from kvtide.plan import PASS_TOKENS, Judge, LinkEstimate, PrefillSpeed, StreamPolicy, cut
 from kvtide.plan.bandwidth import HarmonicRate
 from kvtide.plan.levels import FixedLevel
 from kvtide.store import Cache
@@ -151,12 +151,14 @@ class Rig:
         engine = StreamedPrefill(self._model, self.ids, self.layout)
         return self._timed(lambda: engine.compute(0, len(self.ids), lambda: True))
 
-    def access(self, link: Link) -> LoadAccess:
+    def access(self, link: LinkEstimate) -> LoadAccess:
         """Return what loads work on, knowing so much of the link."""
         self._cache.access.judge = Judge(link=link)
         return self._cache.access
 
-    def play(self, job: FetchJob, policy: StreamPolicy, link: Link, carried: Callable[[float], float]) -> Played:
+    def play(
+        self, job: FetchJob, policy: StreamPolicy, link: LinkEstimate, carried: Callable[[float], float]
+    ) -> Played:
         """Load a context for real, up to the first token."""
         self.restart(carried)
         engine = self.engine()
@@ -173,7 +175,7 @@ class Rig:
 
     def link_bytes_per_s(self, job: FetchJob) -> float:
         """Return the bytes a second that come through when the link is no bound: proxy, reader and receiver."""
-        state = Link(HarmonicRate(1000))
+        state = LinkEstimate(HarmonicRate(1000))
         self.play(
             job.asked(job.request.prefill, 0.0),
             FixedLevel(job.request.steps - 1),

@@ -18,7 +18,7 @@ from kvtide.plan.base import (
     pass_reach,
 )
 from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
-from kvtide.plan.judge import Decision, Judge, JudgeRecord, Link, Speed, Way, decide
+from kvtide.plan.judge import Decision, Judge, JudgeRecord, LinkEstimate, Speed, Way, decide
 from kvtide.plan.layered import Layered, TwoEnded
 from kvtide.plan.policies import POLICIES, is_by_level, policy_named
 from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
@@ -35,7 +35,7 @@ __all__ = [
     "Judge",
     "JudgeRecord",
     "Layered",
-    "Link",
+    "LinkEstimate",
     "Plan",
     "PrefillMeter",
     "PrefillSpeed",

@@ -84,7 +84,7 @@ def decide(
     return Decision(way, load_s, recompute_s, both_s, meet)
 
 
-class Link:
+class LinkEstimate:
     """What is known of the way to the tiers: rate, and the shortest delay seen."""
 
     def __init__(self, estimator: Estimator | None = None) -> None:
@@ -141,9 +141,9 @@ CODECS_MAX = 32
 class Judge:
     """Knows link, decoding and prefill from one load to the next. Thread-safe."""
 
-    def __init__(self, load_s_max: float = math.inf, link: Link | None = None) -> None:
+    def __init__(self, load_s_max: float = math.inf, link: LinkEstimate | None = None) -> None:
         """load_s_max: no load may take longer."""
-        self.link = link or Link()
+        self.link = link or LinkEstimate()
         self._load_s_max = load_s_max
         self._lock = threading.Lock()
         self._meter = PrefillMeter()

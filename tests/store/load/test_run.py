@@ -20,7 +20,7 @@ from tests.store.load.sources import (
 )
 
 from kvtide.clock import SystemClock
-from kvtide.plan import Link, Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
+from kvtide.plan import LinkEstimate, Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule
 from kvtide.store.load.job import FetchJob, LoadRequest, level_job
@@ -40,7 +40,7 @@ def load(
     engine: Engine | None = None,
     limits: FetchLimits | None = None,
 ) -> tuple[FetchReport, Receiver]:
-    link = Link()
+    link = LinkEstimate()
     receiver = Receiver(job.objects)
     bounds = limits or FetchLimits(retry_s=0.01)
     run = FetchRun(job, receiver, policy, AnyOf(*sources), link, SystemClock(), bounds)

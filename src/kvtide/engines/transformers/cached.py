@@ -34,7 +34,7 @@ from kvtide.plan import PrefillSpeed, policy_named
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import Whole
 from kvtide.store.load.sparse import Sparse
-from kvtide.store.load.streamed import Streamed, StreamReport
+from kvtide.store.load.streamed import Streamed, StreamedReport
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class GenerateReport(NamedTuple):
     stored_bytes_read: int
     blocks_queued: int
     bypass: str | None
-    streamed: StreamReport | None = None
+    streamed: StreamedReport | None = None
     selected: SelectedLayers | None = None
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.plan import Fetch, Link, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.plan import Fetch, LinkEstimate, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.store.load.job import FetchJob, ObjectRange
 from kvtide.store.load.receiver import OfferOutcome, Receiver
 from kvtide.tier.breaker import until
@@ -101,7 +101,7 @@ class FetchRun:
         receiver: Receiver,
         policy: StreamPolicy,
         source: RangeSource,
-        link: Link,
+        link: LinkEstimate,
         clock: Clock,
         limits: FetchLimits,
         computed: Sequence[int] = (),

@@ -46,7 +46,7 @@ class StreamEngine(Engine, Protocol):
         """Put a loaded block behind what is there; the bits are valid during the call only."""
 
 
-class StreamReport(NamedTuple):
+class StreamedReport(NamedTuple):
     """What became of a run of blocks.
 
     tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. kl: what the loaded
@@ -97,7 +97,7 @@ class Streamed:
         self._computes = computes
         self._limits = limits or FetchLimits()
         self._chunk_tokens = chunk_tokens
-        self.report: StreamReport | None = None
+        self.report: StreamedReport | None = None
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         """Have the engine hold the leading blocks by its deadline, computed by itself or appended as they came.
@@ -127,11 +127,11 @@ class Streamed:
         for position in range(report.blocks):
             self._engine.append(position, found[position])
         tokens, now_s = report.blocks * metas[0].layout.tokens, access.clock.monotonic_s()
-        self.report = StreamReport(tokens, 0, 0.0, now_s - started_s, None, tokens, range(report.blocks))
+        self.report = StreamedReport(tokens, 0, 0.0, now_s - started_s, None, tokens, range(report.blocks))
         return report
 
 
-def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamReport) -> None:
+def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamedReport) -> None:
     """Count what became of the blocks' tokens: loaded, computed although stored, or stored nowhere."""
     namespace, full_tokens = metas[0].id.namespace, len(metas) * metas[0].layout.tokens
     if report.decision is not None:
@@ -156,7 +156,7 @@ class _Stream:
         self._is_by_level = is_by_level(self._policy)
         self._chunk_tokens = how._chunk_tokens
 
-    def run(self) -> StreamReport:
+    def run(self) -> StreamedReport:
         total, clock = len(self._metas) * self._tokens, self._access.clock
         lead = SpeculativePrefill(total, self._tokens, self._request, clock)
         if self._computes and not self._is_by_level:
@@ -171,9 +171,9 @@ class _Stream:
             self._open(lead)
         start, done = lead.start, lead.tokens
         if start is None or start.decision is None:
-            return StreamReport(done, done, 0.0, self._since(), None)
+            return StreamedReport(done, done, 0.0, self._since(), None)
         if start.load is None:
-            return StreamReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
+            return StreamedReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
         return self._finish(start.load, start, lead.is_begun_computed)
 
     def _since(self) -> float:
@@ -260,14 +260,14 @@ class _Stream:
             by_block = codec.losses_by_block(losses, len(stored), self._tokens)
         return layered_job(stored, spans, losses, request, by_block), computed, begun
 
-    def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamReport:
+    def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamedReport:
         fetch = load.finish(self._engine, is_begun_computed)
         request = load.job.request
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
         if load.appended and not self._is_by_level:
             self._access.backfill.offer(PartialLoad(load.job.objects, load.receiver, load.appended))
         computed, here = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed), fetch.progress.here
-        return StreamReport(
+        return StreamedReport(
             load.tokens,
             computed,
             fetch.kl,
