@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -62,7 +63,8 @@ class Engine:
         self.scheduler.allocated(request, list(range(1, PAGES)), hit)
         orders = self.scheduler.plan((), 0)
         self.worker.start(orders)
-        for _ in range(4000):
+        give_up_s = time.monotonic() + 60.0
+        while time.monotonic() < give_up_s:
             outcome = self.worker.ended([], is_idle=True)
             if outcome.requests:
                 self.scheduler.heard(self.worker.report(orders.step))
