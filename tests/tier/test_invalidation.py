@@ -31,7 +31,7 @@ CLOCK = SystemClock()
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a start waits for is the first answer, however busy the machine is."""
-    monkeypatch.setattr("kvtide.tier.stack.invalidation.FIRST_S_MAX", 30.0)
+    monkeypatch.setattr("kvtide.tier.stack.invalidation._FIRST_S_MAX", 30.0)
 
 
 @pytest.fixture

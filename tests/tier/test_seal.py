@@ -257,7 +257,8 @@ def test_faults_and_flips_below_are_misses_of_a_cache(tmp_path: Path, layout: Bl
         for _ in range(20):
             came = Collector()
             cache.load(metas, Whole(came))
-            assert all((bits == blocks[position]).all() for position, bits in came.blocks.items())
+            # Blocks behind one that is missing may still come.
+            assert all((bits == blocks[position]).all() for position, bits in list(came.blocks.items()))
         assert below.flips and below.faults
 
 
