@@ -14,6 +14,7 @@ from tests.store.load.sources import MadeSource, MadeTier, access_of
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec, LosslessCodec
+from kvtide.codec.published import CachegenCodec
 from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers import CachedModel, attach
@@ -162,6 +163,18 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
     assert report.tokens == 96
     assert report.fetch.faults <= 1
     assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, prompt: torch.Tensor) -> None:
+    stored = Stored(tiny_model, prompt, CachegenCodec(2))
+    object_id = stored.metas[4].id
+    # The last deltas: what came before them could be decoded, to something.
+    stored.objects[object_id] = stored.objects[object_id][:-1] + bytes([stored.objects[object_id][-1] ^ 1])
+    engine = StreamedPrefill(stored.model, stored.ids[:96], stored.layout)
+    streamed = Streamed(engine, LoadRequest(SPEED, 0.0), computes=False)
+    streamed.load(access_of(MadeSource(stored.objects)), stored.metas, 5.0)
+    assert streamed.report is not None
+    assert (streamed.report.tokens, engine.past.get_seq_length()) == (64, 64)
 
 
 def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.stores import stored_records
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import CodecRegistry
+from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import TierUnavailable
 from kvtide.index import RadixIndex
@@ -25,6 +26,7 @@ from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.storing import STORE_NICE
 from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -431,3 +433,19 @@ def test_restart_passes_over_blocks_whose_parent_is_gone(
 
 def ids_keys(metas: list[BlockMeta]) -> list[BlockKey]:
     return [meta.id.key for meta in metas]
+
+
+def test_judge_s_record_waits_for_no_silent_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def asked(*arguments: Any, **named: Any) -> None:
+        waits.append(caller_deadline_s())
+
+    cache = cache_for(str(tmp_path), LosslessCodec())
+    with cache:
+        for verb in ("get_into", "put_from", "delete"):
+            monkeypatch.setattr(cache.tiers, verb, asked)
+        cache.recall()
+        cache.judge.link.estimator.add(1000, 0.0, 1.0)
+    assert len(waits) == 3
+    assert max(waits) < math.inf

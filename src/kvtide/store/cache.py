@@ -26,6 +26,7 @@ from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, Mis
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import Ranking, TierStats, stack_of
+from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, wants_latest
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+# What a judge knows is worth no longer wait for a store that is silent.
+JUDGE_S_MAX = 2.0
 
 
 class CacheStats(NamedTuple):
@@ -144,14 +147,16 @@ class Cache:
             self._guard("read the judge's record", self._recall, None)
 
     def _recall(self) -> None:
-        record = read_judge(self.tiers)
+        with until(self._clock.monotonic_s() + JUDGE_S_MAX):
+            record = read_judge(self.tiers)
         if record is not None:
             self.judge.restore(record)
 
     def _store_judge(self) -> None:
         # Without a link there is nothing to keep.
         if self.judge.link.estimator.bytes_per_s() is not None:
-            write_judge(self.tiers, self.judge.record())
+            with until(self._clock.monotonic_s() + JUDGE_S_MAX):
+                write_judge(self.tiers, self.judge.record())
 
     def _restore(self) -> RestoreReport:
         reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
@@ -218,13 +223,16 @@ class Cache:
         if not self.is_open:
             return LoadReport(0, 0, MissReason.CLOSED)
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
-        with self.access.pinned(metas):
-            load = partial(strategy.load, self.access, metas, give_up_s)
-            report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
+        load = partial(self._load, metas, strategy, give_up_s)
+        report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
             self._coarse.note(metas[report.blocks].id)
         self.access.count(report)
         return report
+
+    def _load(self, metas: Sequence[BlockMeta], strategy: Strategy, give_up_s: float) -> LoadReport:
+        with self.access.pinned(metas):
+            return strategy.load(self.access, metas, give_up_s)
 
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many leading ones wait now.

@@ -120,6 +120,18 @@ def test_without_an_engine_a_dead_source_ends_the_load() -> None:
     assert receiver.usable() == []
 
 
+def test_load_that_nobody_computes_beside_is_given_up_once_and_not_for_each_chunk() -> None:
+    source, clock, job = MadeSource(OBJECTS), SystemClock(), made_job(OBJECTS, 0.1)
+    source.is_down = True
+    limits = FetchLimits(read_s_max=20.0, retry_s=0.01)
+    give_up_s = clock.monotonic_s() + 0.3
+    receiver = Receiver(job.objects)
+    run = FetchRun(job, receiver, Layered(), source, LinkEstimate(), clock, limits, give_up_s=give_up_s)
+    run.start()
+    # Six chunks, one after the other, would take two minutes.
+    assert run.until_ready(IdleEngine()).ready_s < 10.0
+
+
 def test_reads_that_break_off_go_on_where_they_stopped() -> None:
     sources = [MadeSource(OBJECTS, cut_bytes=700), MadeSource(OBJECTS, cut_bytes=1100)]
     report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), *sources)

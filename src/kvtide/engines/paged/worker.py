@@ -177,15 +177,16 @@ class WorkerHalf:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
         if report.blocks < wanted:
             self._failed.append(load.order.request)
-        if load.order.stream is not None and seconds <= load.order.stream.within_s:
-            # It took the time that it was given, and says nothing of a link.
-            return
+        # A streamed load takes the time that it was given, which says nothing of a link.
+        is_timed = load.order.stream is None or seconds > load.order.stream.within_s
         if report.reason is MissReason.DEADLINE:
-            self._timings.append(LoadTiming(wanted * tokens, seconds * wanted * tokens / (report.blocks * tokens or 1)))
-            return
-        self._timings.append(LoadTiming(report.blocks * tokens, seconds))
-        if report.blocks < wanted:
-            self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
+            seconds, loaded = seconds * wanted * tokens / (report.blocks * tokens or 1), wanted
+        else:
+            loaded = report.blocks
+            if report.blocks < wanted:
+                self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
+        if is_timed:
+            self._timings.append(LoadTiming(loaded * tokens, seconds))
 
     def _meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
         object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)

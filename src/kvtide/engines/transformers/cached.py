@@ -310,7 +310,7 @@ class CachedModel:
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
         request, policy = streaming.request(speed, self.cache.quality), policy_named(streaming.policy)
         streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens)
-        self.cache.load(metas, streamed)
+        self.cache.load(metas, streamed, self.cache.judge.deadline_s(len(metas) * self.layout.tokens))
         if (found := streamed.report) is None:
             return None
         report = GenerateReport(len(prompt), found.tokens, found.ready_s, found.received_bytes, 0, None, found)

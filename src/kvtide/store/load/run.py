@@ -106,8 +106,13 @@ class FetchRun:
         limits: FetchLimits,
         computed: Sequence[int] = (),
         begun: Sequence[int] = (),
+        give_up_s: float = math.inf,
     ) -> None:
-        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it computes (`add_computed`)."""
+        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it computes (`add_computed`).
+
+        give_up_s: when nothing more is fetched, by the clock; what is under way ends then too.
+        """
+        self._give_up_s = give_up_s
         self._job = job
         self._receiver = receiver
         self._policy = policy
@@ -168,19 +173,21 @@ class FetchRun:
         """Plan anew; tell whether that gave the engine or the link anything to do."""
         plan = self._policy.plan(self._job.request, self._progress)
         self._queue, self._reason = deque(plan.fetches), plan.reason
+        if self._clock.monotonic_s() >= self._give_up_s:
+            self._queue.clear()
         self._is_left = plan.reason is Reason.LEFT
         if plan.computes:
             self._progress = self._progress.assigning(plan.computes)
             self._reasons[plan.reason] += len(plan.computes)
         self._given.extend(plan.computes)
-        return bool(plan.fetches or plan.computes)
+        return bool(self._queue or plan.computes)
 
     # The fetching threads.
 
     def _fetch_until_over(self) -> None:
         """Fetch what the plan says until the load is over."""
         while (flight := self._next_flight()) is not None:
-            deadline_s = self._clock.monotonic_s() + self._limits.read_s_max
+            deadline_s = min(self._give_up_s, self._clock.monotonic_s() + self._limits.read_s_max)
             pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
             is_whole = all(self._bring(piece, flight, deadline_s) for piece in pieces)
             with self._changed:

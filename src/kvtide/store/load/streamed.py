@@ -109,7 +109,7 @@ class Streamed:
             # What waits to be stored lies in memory whole.
             return self._load_whole(access, metas, deadline_s)
         with access.backfill.paused():
-            self.report = report = _Stream(access, self, metas, min(deadline_s, self._limits.read_s_max)).run()
+            self.report = report = _Stream(access, self, metas, deadline_s).run()
         _count(access, metas, report)
         if self._computes or len(report.loaded) == len(metas):
             return LoadReport(len(report.loaded), report.received_bytes, None)
@@ -145,13 +145,16 @@ def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamedRepor
 class _Stream:
     """One load: its heads are read in a thread while the engine begins to compute."""
 
-    def __init__(self, access: LoadAccess, how: Streamed, metas: Sequence[BlockMeta], heads_s_max: float) -> None:
+    def __init__(self, access: LoadAccess, how: Streamed, metas: Sequence[BlockMeta], deadline_s: float) -> None:
         self._access = access
         self._engine, self._policy, self._limits = how._engine, how._policy, how._limits
         self._computes, self._request = how._computes, how._request
+        # Who waits longer for refinements waits as long for bases.
+        asked_s = 0.0 if math.isinf(how._request.deadline_s) else how._request.deadline_s
+        self._give_up_s = access.clock.monotonic_s() + max(deadline_s, asked_s)
+        self._heads_s_max = min(deadline_s, how._limits.read_s_max)
         self._metas = metas
         self._tokens = metas[0].layout.tokens
-        self._heads_s_max = heads_s_max
         self._started_s = access.clock.monotonic_s()
         self._is_by_level = is_by_level(self._policy)
         self._chunk_tokens = how._chunk_tokens
@@ -198,7 +201,7 @@ class _Stream:
             # The rule for levels says itself when computing fits.
             if decision.way is Way.RECOMPUTE and self._computes and not self._is_by_level:
                 return StreamStart(decision, job.request.tokens, None)
-            load = StreamedLoad(access, job, self._policy, self._limits, computed, begun)
+            load = StreamedLoad(access, job, self._policy, self._limits, computed, begun, self._give_up_s)
             return StreamStart(decision, job.request.tokens, load)
 
         lead.open(found)
@@ -210,10 +213,18 @@ class _Stream:
             metas = [level_meta(meta, number) for meta in self._metas[:blocks]]
             ids = [meta.id for meta in metas]
             heads = read_heads(self._access.tiers, ids, deadline_s, self._limits.requests_max)
-            is_same = [head.meta.parent == meta.parent for head, meta in zip(heads, metas, strict=False)]
-            if sum(is_same) == blocks:
+            if sum(self._is_here(head, meta) for head, meta in zip(heads, metas, strict=False)) == blocks:
                 found.append(heads)
         return found
+
+    def _is_here(self, head: StoredObject, meta: BlockMeta) -> bool:
+        """Tell whether an object is the coarser level of a block; one that is at another place is removed."""
+        try:
+            head.check_place(meta)
+        except CorruptPayload as error:
+            self._access.corrupt(meta.id, error)
+            return False
+        return self._access.registry.get(head.codec_id, head.profile) is not None
 
     def _usable(self, heads: Sequence[StoredObject]) -> tuple[list[StoredObject], Codec | None]:
         """Return the leading objects that are the blocks asked for, of one codec that is here and good enough."""
@@ -294,8 +305,12 @@ class StreamedLoad:
         limits: FetchLimits,
         computed: Sequence[int] = (),
         begun: Sequence[int] = (),
+        give_up_s: float = math.inf,
     ) -> None:
-        """computed, begun: chunks that the engine has, and those behind them that it is computing."""
+        """computed, begun: chunks that the engine has, and those behind them that it is computing.
+
+        give_up_s: when nothing more is fetched, by the clock.
+        """
         self.job = job
         self.receiver = Receiver(job.objects)
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
@@ -305,7 +320,7 @@ class StreamedLoad:
         self._access = access
         self._begun = begun
         link, clock = access.judge.link, access.clock
-        self._run = FetchRun(job, self.receiver, policy, access.tiers, link, clock, limits, computed, begun)
+        self._run = FetchRun(job, self.receiver, policy, access.tiers, link, clock, limits, computed, begun, give_up_s)
         self._run.start()
 
     def is_ready(self) -> bool:
@@ -348,7 +363,9 @@ class StreamedLoad:
         for number in range(block, len(self.job.objects), blocks):
             stored, sections = self.job.objects[number], self.receiver.sections(number)
             codec = self._access.registry.get(stored.codec_id, stored.profile)
-            if not sections or codec is None:
+            # Other codecs may decode a part too, at a quality that nobody knows.
+            is_enough = bool(sections) if isinstance(codec, EmbeddedCodec) else len(sections) == len(stored.entries)
+            if codec is None or not is_enough:
                 continue
             try:
                 codec.decode(stored.meta, sections, bits)
