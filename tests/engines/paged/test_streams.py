@@ -127,7 +127,6 @@ def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Ca
 
 def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Callable[[float], Engine]) -> None:
     engine = engine_at(1e8)
-    engine.scheduler.cache.judge.note_prefill(0, 100, 1000.0)
     engine.cache.tiers.read_range = lambda *arguments: False  # type: ignore[method-assign]
     assert len(engine.load("a", StreamOrder(20.0))) == BLOCKS * BLOCK // PAGE_TOKENS
     assert engine.scheduler.match("a", b"", LINE, 0) == 0
