@@ -28,6 +28,9 @@ READERS = 8
 StoreOption = Annotated[
     str, typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with its options.")
 ]
+HeadsOption = Annotated[
+    int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
+]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Leading hex digits: of these namespaces alone.")]
 
 

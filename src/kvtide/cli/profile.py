@@ -9,7 +9,16 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from kvtide.cli.looking import DEFAULT_STORE, NamespaceOption, ObjectRow, StoreOption, listed, looking_at, rows_of
+from kvtide.cli.looking import (
+    DEFAULT_STORE,
+    HeadsOption,
+    NamespaceOption,
+    ObjectRow,
+    StoreOption,
+    listed,
+    looking_at,
+    rows_of,
+)
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
 from kvtide.cli.store import STATS_LIMIT
 from kvtide.engines import installed_profiles, read_profile
@@ -30,9 +39,7 @@ def profile(
     files: Annotated[list[Path] | None, typer.Argument(help="Profiles beside those that are installed.")] = None,
     url: StoreOption = DEFAULT_STORE,
     namespace: NamespaceOption = "",
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
-    ] = STATS_LIMIT,
+    limit: HeadsOption = STATS_LIMIT,
     as_json: JsonOption = False,
 ) -> None:
     """Show which profiles a store's blocks need, and whether they are here: without it a block is a miss."""

@@ -12,6 +12,7 @@ from rich.markup import escape
 from kvtide.cli.looking import (
     DEFAULT_STORE,
     RECORD,
+    HeadsOption,
     NamespaceOption,
     ObjectRow,
     StoreOption,
@@ -43,9 +44,7 @@ class NamespaceRow(msgspec.Struct, frozen=True):
 def stats(
     url: StoreOption = DEFAULT_STORE,
     namespace: NamespaceOption = "",
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
-    ] = STATS_LIMIT,
+    limit: HeadsOption = STATS_LIMIT,
     as_json: JsonOption = False,
 ) -> None:
     """Show how much a store holds, by namespace and codec."""
