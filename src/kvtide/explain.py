@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
-from kvtide.importance import RECORD_BYTES_MAX, UseRecord, record_id
 from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.plan import Chunk, Decision, PrefillSpeed, Request, decide
 from kvtide.store.load import QUALITY_SLACK
@@ -16,7 +15,7 @@ from kvtide.tier.seal import SEALED_CODEC
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
 
-__all__ = ["Explanation", "MatchVerdict", "explain", "read_header", "read_object", "read_record", "weigh"]
+__all__ = ["Explanation", "MatchVerdict", "explain", "read_header", "read_object", "weigh"]
 
 
 # Most objects have header and table in so many bytes: one read.
@@ -155,17 +154,6 @@ def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     if stored.meta.id.key != object_id.key:
         raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
     return stored
-
-
-def read_record(tier: Tier, object_id: ObjectId, stored_bytes: int) -> UseRecord | None:
-    """Read what past uses say of a block, where that is stored under this id; None if something else is."""
-    buffer = bytearray(min(RECORD_BYTES_MAX, stored_bytes))
-    size = tier.get_into(object_id, memoryview(buffer))
-    try:
-        record = UseRecord.parse_any(memoryview(buffer)[: size or 0])
-    except CorruptPayload:
-        return None
-    return record if record_id(ObjectId(object_id.namespace, record.block)) == object_id else None
 
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:

@@ -19,6 +19,7 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import JudgeRecord
 from kvtide.store.cache import Cache
 from kvtide.store.judging import write_judge
+from kvtide.store.notes import USES_CODEC, write_note
 from kvtide.tier.disk import DiskTier
 
 
@@ -75,13 +76,13 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
     record = UseRecord(block.key, layout.layers, layout.tokens).noted(b"writer-1", importance, 1e9)
     tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
     tier.open()
-    assert tier.put_from(record_id(block), record.to_bytes())
+    assert write_note(tier, record_id(block), USES_CODEC, record.to_bytes())
     tier.close()
     for verify in ([], ["--verify"]):
         rows = kvtide_json("ls", *verify, "--store", store)["rows"]
         assert [row["problem"] for row in rows] == [""] * 4
-        found = next(row for row in rows if row["codec"] == "use record")
-        assert found["model"] == f"uses of {block.key.hex()[:16]}" and found["tokens"] == 0
+        found = next(row for row in rows if row["codec"] == USES_CODEC)
+        assert (found["model"], found["tokens"]) == ("uses of a block", 0)
     assert kvtide_json("stats", "--store", store)["problems"] == 0
 
 

@@ -14,14 +14,12 @@ import typer
 from kvtide.clock import SystemClock
 from kvtide.config import Limits, cache_home
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.explain import read_header, read_object, read_record
-from kvtide.store import JUDGE_CODEC
+from kvtide.explain import read_header, read_object
+from kvtide.store import NOTES
 from kvtide.tier import ObjectInfo, Tier, disk_path, open_tier
 from kvtide.tier.disk import DiskTier
 
 DEFAULT_STORE = str(cache_home() / "demo-store")
-# What listings call a record of past uses, which lies beside its block and is none.
-RECORD = "use record"
 # Objects that are read at the same time: what is far away takes its time for each.
 READERS = 8
 
@@ -116,17 +114,14 @@ def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> Objec
     try:
         stored = (read_object if is_verified else read_header)(tier, info.id)
     except CorruptPayload as error:
-        record = read_record(tier, info.id, info.size)
-        if record is None:
-            return plain("", "", 0, 0, 0, info.size, age_s, str(error))
-        # It holds no tokens of its own.
-        return plain(f"uses of {record.block.hex()[:16]}", RECORD, 0, 0, 0, info.size, age_s, "")
+        return plain("", "", 0, 0, 0, info.size, age_s, str(error))
     if stored is None:
         is_here = below_seal(tier) is not tier and below_seal(tier).contains(info.id)
         why = "sealed by a key that is not here: kvtide doctor"
         return plain("", "", 0, 0, 0, info.size, age_s, why) if is_here else None
-    if stored.codec_id == JUDGE_CODEC:
-        return plain("what a machine's judge knows", JUDGE_CODEC, 0, 0, 0, info.size, age_s, "")
+    if stored.codec_id in NOTES:
+        # It holds no tokens of its own.
+        return plain(NOTES[stored.codec_id], stored.codec_id, 0, 0, 0, info.size, age_s, "")
     meta, profile = stored.meta, stored.profile.hex() if stored.profile else ""
     layout = meta.layout
     sizes = (layout.tokens, layout.raw_bytes, info.size)

@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from kvtide.cli.looking import (
     DEFAULT_STORE,
-    RECORD,
     HeadsOption,
     NamespaceOption,
     ObjectRow,
@@ -54,8 +53,7 @@ def stats(
     groups: dict[tuple[str, str, str], list[ObjectRow]] = {}
     for row in rows:
         if not row.problem:
-            model = "" if row.codec == RECORD else row.model
-            groups.setdefault((row.namespace, model, row.codec), []).append(row)
+            groups.setdefault((row.namespace, row.model, row.codec), []).append(row)
     summary = [_namespace_row(name, members) for name, members in sorted(groups.items())]
     problems = sum(1 for row in rows if row.problem)
     total = sum(info.size for info in infos)

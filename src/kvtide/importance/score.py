@@ -131,14 +131,6 @@ class UseRecord:
         return body + xxhash.xxh3_128_digest(body)
 
     @classmethod
-    def parse_any(cls, data: bytes | bytearray | memoryview) -> UseRecord:
-        """Return a stored record of whatever block it names. CorruptPayload if it is none."""
-        if len(data) < _HEAD.size:
-            raise CorruptPayload(f"a use record can't have {len(data)} bytes")
-        block, layers, tokens = _HEAD.unpack_from(data)[3:6]
-        return cls.parse(data, BlockKey(block), layers, tokens)
-
-    @classmethod
     def parse(cls, data: bytes | bytearray | memoryview, block: BlockKey, layers: int, tokens: int) -> UseRecord:
         """Return a stored record of this block. CorruptPayload if it is none."""
         view = memoryview(data)

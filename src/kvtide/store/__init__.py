@@ -1,7 +1,7 @@
 """The cache that engines use: match, load, store."""
 
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.judging import CODEC_ID as JUDGE_CODEC
+from kvtide.store.notes import NOTES
 from kvtide.store.storing import BlockSource, PendingBlock
 
-__all__ = ["JUDGE_CODEC", "BlockSource", "Cache", "PendingBlock", "cache_for"]
+__all__ = ["NOTES", "BlockSource", "Cache", "PendingBlock", "cache_for"]

@@ -1,4 +1,4 @@
-"""What the judge of this machine knows, kept beside the objects as one of them."""
+"""What the judge of this machine knows, kept as a note."""
 
 from __future__ import annotations
 
@@ -7,35 +7,26 @@ import platform
 
 import msgspec
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.plan import JudgeRecord
+from kvtide.store.notes import JUDGE_CODEC, read_note, write_note
 from kvtide.tier import Tier
-from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import object_bytes_max, pack_object, parse_object
+from kvtide.types import BlockKey, Namespace, ObjectId
 
-CODEC_ID = "judge-1"
 # Room for every codec that is remembered.
-_LAYOUT = BlockLayout(1, 1, 1, 1024, KVDtype.FLOAT32)
+RECORD_BYTES_MAX = 8192
 
 
-def _meta() -> BlockMeta:
+def _judge_id() -> ObjectId:
     namespace = Namespace(hashlib.sha256(b"kvtide judge").digest())
-    key = BlockKey(hashlib.sha256(namespace + platform.node().encode()).digest())
-    return BlockMeta(ObjectId(namespace, key), BlockKey(namespace), 0, _LAYOUT)
+    return ObjectId(namespace, BlockKey(hashlib.sha256(namespace + platform.node().encode()).digest()))
 
 
 def read_judge(tier: Tier) -> JudgeRecord | None:
     """Return what this machine wrote last, None if there is nothing. CorruptPayload or ValueError for what is none."""
-    meta, buffer = _meta(), bytearray(object_bytes_max(_LAYOUT))
-    size = tier.get_into(meta.id, memoryview(buffer))
-    if not size:
-        return None
-    stored = parse_object(bytes(buffer[:size]), meta.id)
-    return msgspec.json.decode(stored.sections()[0].data, type=JudgeRecord) if stored.codec_id == CODEC_ID else None
+    data = read_note(tier, _judge_id(), JUDGE_CODEC, RECORD_BYTES_MAX)
+    return msgspec.json.decode(data, type=JudgeRecord) if data is not None else None
 
 
 def write_judge(tier: Tier, record: JudgeRecord) -> bool:
     """Put a record in the place of the last one. False if the tier did not take it."""
-    meta, data = _meta(), msgspec.json.encode(record)
-    tier.delete(meta.id, "renewed")
-    return tier.put_from(meta.id, pack_object(meta, CODEC_ID, [Section(SectionId(SectionKind.DATA, 0, 0, 1), data)]))
+    return write_note(tier, _judge_id(), JUDGE_CODEC, msgspec.json.encode(record))

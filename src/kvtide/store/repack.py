@@ -18,6 +18,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, WriterId, expected_gain, packing_orders, record_id
+from kvtide.store.notes import USES_CODEC, read_note, write_note
 from kvtide.tier.base import Replacing, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
@@ -74,19 +75,15 @@ class UseStore:
     def save(self, meta: BlockMeta) -> bool:
         """Merge what is known into the stored record. False if the tier did not take it; it is then tried next time."""
         record = self._records[meta.id] = self.known(meta)
-        data, name = record.to_bytes(), record_id(meta.id)
-        if self._tier.contains(name):
-            return isinstance(self._tier, Replacing) and self._tier.replace(name, data)
-        return self._tier.put_from(name, data)
+        return write_note(self._tier, record_id(meta.id), USES_CODEC, record.to_bytes())
 
     def _stored(self, meta: BlockMeta) -> UseRecord:
         layers, tokens = meta.layout.layers, meta.layout.tokens
         empty = UseRecord(meta.id.key, layers, tokens)
         name = record_id(meta.id)
         try:
-            buffer = aligned_buffer(min(RECORD_BYTES_MAX, empty.bytes_max))
-            size = self._tier.get_into(name, buffer)
-            return UseRecord.parse(buffer[:size], meta.id.key, layers, tokens) if size else empty
+            data = read_note(self._tier, name, USES_CODEC, min(RECORD_BYTES_MAX, empty.bytes_max))
+            return UseRecord.parse(data, meta.id.key, layers, tokens) if data is not None else empty
         except CorruptPayload as error:
             _log.debug("the uses of %s are forgotten: %s", meta.id, error)
             self._tier.delete(name, "corrupt")
