@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from tests.doors.capability import Left, Source
 
-_STREAMED = "streamed loads through attach and the connectors"
-
 LEFT = (
     Left(
         "amount and number of what is sent at a time",
         "slots slice_bytes tenant_slots_max",
         "a test on a server process",
         Source.CACHEGEN,
-    ),
-    Left("anchors first, then deltas", 'policy="anchor-first"', _STREAMED, Source.CACHEGEN),
-    Left(
-        "deltas one by one on a slow link", 'policy="deltas"', f"a plan that sends so, and {_STREAMED}", Source.CACHEGEN
     ),
     Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
     Left(

@@ -76,6 +76,13 @@ ATTACH = (
         _LINK,
         Source.CACHEGEN,
     ),
+    Capability(
+        "anchors first, then deltas", 'codec="cachegen", policy="anchor-first"', _STREAM, _LINK, Source.CACHEGEN
+    ),
+    Capability("deltas one by one on a slow link", 'policy="deltas-first-when-slow"', _STREAM, _LINK, Source.CACHEGEN),
+    Capability(
+        "refine first what mattered to past prompts", 'policy="importance-first"', _STREAM, _LINK, Source.IMPRESS
+    ),
     Capability("text where computing fits", 'policy="cachegen"', _STREAM, _LINK, Source.CACHEGEN),
     Capability("never rougher in the store than it says", "start_within_s=0.5", _STREAM, _LINK, Source.OURS),
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
@@ -14,11 +15,14 @@ from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
 from tests.servers import RunningServer, running_server
 
+from kvtide.clock import SystemClock
 from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
+from kvtide.plan.base import Reason
 from kvtide.store.load.streamed import StreamedReport
+from kvtide.store.repack import UseStore
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.
@@ -176,6 +180,88 @@ def test_cachegen_sends_text_where_computing_fits(levels: World) -> None:
         report = asked(cached)
     assert report.received_bytes == 0
     assert report.kl == 0.0
+
+
+@pytest.fixture
+def anchors(tiny_model: Any) -> Iterator[World]:
+    """A server that has the prompt's blocks as CacheGen's: anchors, and nine positions of deltas."""
+    with running_server(tiers=("memory://",)) as server:
+        found = World(tiny_model, server, None)
+        found.options = {"codec": "cachegen:2"}
+        found.store()
+        yield found
+
+
+@door("anchors first, then deltas")
+def test_anchors_of_all_come_before_deltas_of_any(anchors: World, slow_engine: None) -> None:
+    with anchors.attached(SLOW_BYTES_PER_S, policy="anchor-first", start_within_s=SOON_S) as cached:
+        report = asked(cached)
+    assert (report.tokens, report.computed_tokens) == (RESTORED, 0)
+    assert report.fetch is not None
+    here = report.fetch.progress.here
+    assert min(here) >= 1
+    assert min(here) < 10, "the link was not slow"
+    assert list(here) == sorted(here, reverse=True), "chunk after chunk"
+    assert report.kl > 0.03
+
+
+@door("deltas one by one on a slow link")
+def test_slow_links_bring_deltas_before_anchors(anchors: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = StreamedPrefill.compute
+
+    def late(self: StreamedPrefill, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        give_up_s = time.monotonic() + 5.0
+        while is_wanted() and time.monotonic() < give_up_s:
+            time.sleep(0.002)
+        return is_wanted() and compute(self, start, stop, is_wanted)
+
+    monkeypatch.setattr(StreamedPrefill, "compute", late)
+    reasons = {}
+    # Anchors that were asked for last come too late: the model has to compute their tokens.
+    for rate, within_s in ((PLENTY_BYTES_PER_S, 60.0), (SLOW_BYTES_PER_S, 2 * SOON_S)):
+        with anchors.attached(rate, policy="deltas-first-when-slow", start_within_s=within_s) as cached:
+            # Slower than any link.
+            cached.cache.judge.note_prefill(0, 100, 1000.0)
+            report = asked(cached)
+        assert report.fetch is not None
+        reasons[rate] = report.fetch.reasons
+    assert reasons[SLOW_BYTES_PER_S][Reason.DELTAS] > 0
+    assert Reason.DELTAS not in reasons[PLENTY_BYTES_PER_S]
+
+
+def uses(cached: CachedModel, writer: int = 0) -> UseStore:
+    return UseStore(cached.cache.tiers, writer.to_bytes(8), SystemClock())
+
+
+@door("refine first what mattered to past prompts")
+def test_what_past_prompts_attended_to_is_refined_first(world: World, slow_engine: None) -> None:
+    with world.attached(PLENTY_BYTES_PER_S) as cached:
+        # Several engines': the record of a tiny model's block alone is shorter than any object.
+        for writer in range(3):
+            found = uses(cached, writer)
+            for number, meta in enumerate(cached._metas(PROMPT[0, :RESTORED].numpy())):
+                mattered = np.full((meta.layout.layers, BLOCK), 100.0 if number == 2 else 0.01, np.float32)
+                found.note(meta, mattered)
+                assert found.save(meta)
+    with world.attached(SLOW_BYTES_PER_S, policy="importance-first", start_within_s=1.5 * SOON_S) as cached:
+        report = asked(cached)
+    assert report.fetch is not None
+    here = report.fetch.progress.here
+    assert min(here) >= 1
+    assert here[2] > min(here) and here[2] == max(here)
+
+
+def test_streams_by_importance_learn_from_what_prompts_attend_to(world: World) -> None:
+    with world.attached(PLENTY_BYTES_PER_S, policy="importance-first", quality=1.0) as cached:
+        asked(cached)
+        assert cached._learner is not None
+        cached._learner.flush(20)
+        metas = cached._metas(PROMPT[0, :RESTORED].numpy())
+        scores = [uses(cached).scores(meta) for meta in metas]
+    assert all(
+        each is not None and each.shape == (meta.layout.layers, BLOCK) for each, meta in zip(scores, metas, strict=True)
+    )
+    assert np.mean([each for each in scores if each is not None]) == pytest.approx(1.0, abs=0.5)
 
 
 def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> None:

@@ -14,20 +14,16 @@ from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
-from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.engines.transformers.selective import (
+from kvtide.engines.transformers.attention import (
     PROBE_TOKENS,
-    WEIGHED_TOKENS,
-    Rest,
-    SparsePrefix,
-    SparseSettings,
     WeightRoom,
     attention_mass,
     grouped_attention,
-    kept_tokens,
     weighed_attention,
 )
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import RestoredRoom
+from kvtide.engines.transformers.selective import WEIGHED_TOKENS, Rest, SparsePrefix, SparseSettings, kept_tokens
 from kvtide.importance import AllHeads, ProbeQuestion
 from kvtide.importance.probe import FirstHeads
 from kvtide.store.load.sparse import SparseLoad

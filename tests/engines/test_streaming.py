@@ -14,7 +14,7 @@ from tests.store.load.sources import MadeSource, MadeTier, access_of
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec, LosslessCodec
-from kvtide.codec.published import CachegenCodec
+from kvtide.codec.published import ChunkwiseCodec
 from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers import CachedModel, attach
@@ -166,7 +166,7 @@ def test_damaged_block_is_computed(stored: Stored) -> None:
 
 
 def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, prompt: torch.Tensor) -> None:
-    stored = Stored(tiny_model, prompt, CachegenCodec(2))
+    stored = Stored(tiny_model, prompt, ChunkwiseCodec(2))
     object_id = stored.metas[4].id
     # The last deltas: what came before them could be decoded, to something.
     stored.objects[object_id] = stored.objects[object_id][:-1] + bytes([stored.objects[object_id][-1] ^ 1])

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtide.plan import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, PrefillSpeed, Progress, Request, StreamPolicy, is_ready
+from kvtide.plan.base import following
 
 # One test inherited by many classes, none of which keeps anything: examples of one are good for all.
 _inherited = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
@@ -39,6 +40,8 @@ class PlanSuite:
     """Conformance of a policy, driven through any order of events."""
 
     is_layered = True
+    # Whether refinements may be asked for before those that come before them.
+    is_early = False
 
     def policy_for(self, request: Request) -> StreamPolicy:
         """Return the policy under test."""
@@ -68,17 +71,20 @@ class PlanSuite:
         assert all(progress.is_usable(chunk) for chunk in range(len(request.chunks)))
         assert is_ready(request, progress.at(1e9, None))
 
-    @staticmethod
-    def _check(request: Request, progress: Progress, plan: Plan) -> None:
-        asked = list(progress.asked)
+    def _check(self, request: Request, progress: Progress, plan: Plan) -> None:
+        asked, early = list(progress.asked), set(progress.early)
         assert len(plan.fetches) <= PLAN_FETCHES_MAX
         for fetch in plan.fetches:
             assert 0 <= fetch.step < request.steps
-            # Refinements in order, from what is asked for; of levels only one.
+            # Refinements in order, from what is asked for, or each once; of levels only one.
+            assert fetch not in early
+            if self.is_early and fetch.step > asked[fetch.chunk]:
+                early.add(fetch)
+                continue
             assert asked[fetch.chunk] == (fetch.step if request.is_layered else 0)
             assert fetch.chunk not in progress.computed
             assert progress.now_s < request.deadline_s or not progress.is_usable(fetch.chunk)
-            asked[fetch.chunk] = fetch.step + 1
+            asked[fetch.chunk] = following(fetch, frozenset(early)).step
         assert len(set(plan.computes)) == len(plan.computes)
         assert not progress.assigned.intersection(plan.computes)
         assert all(0 <= chunk < len(request.chunks) for chunk in plan.computes)
@@ -96,7 +102,7 @@ class PlanSuite:
     def test_asks_for_nothing_that_is_here_already(self, data: st.DataObject) -> None:
         request = data.draw(requests(self.is_layered))
         here = tuple(data.draw(st.integers(0, request.steps)) for _ in request.chunks)
-        progress = Progress(data.draw(st.floats(0, 6)), here, here)
+        progress = Progress(data.draw(st.floats(0, 6)), here, here, is_layered=self.is_layered)
         self._check(request, progress, self.policy_for(request).plan(request, progress))
 
     @_inherited

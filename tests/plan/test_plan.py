@@ -54,8 +54,8 @@ def test_engine_starts_early_when_the_goal_is_reached() -> None:
 def test_progress_keeps_what_it_was_made_from() -> None:
     start = Progress.start(REQUEST)
     later = start.asking(Fetch(1, 0)).arrived(Fetch(1, 0)).assigning([0]).computing_done(0).at(1.0, 5.0)
-    assert later == Progress(1.0, (0, 1), (0, 1), frozenset({0}), frozenset({0}), 5.0)
-    assert start == Progress(0.0, (0, 0), (0, 0))
+    assert later == Progress(1.0, (0, 1), (0, 1), frozenset({0}), frozenset({0}), 5.0, is_layered=True)
+    assert start == Progress(0.0, (0, 0), (0, 0), is_layered=True)
 
 
 @pytest.mark.parametrize(

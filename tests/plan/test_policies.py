@@ -19,7 +19,7 @@ from kvtide.plan import (
     expected_s,
     leading_pass,
 )
-from kvtide.plan.layered import AnchorFirst, ImportanceFirst, ImportanceWeighted, Layered, NewestFiner
+from kvtide.plan.layered import AnchorFirst, DeltasFirstWhenSlow, ImportanceFirst, Layered
 from kvtide.plan.levels import CachegenRule, FixedLevel
 
 SPEED = PrefillSpeed(1000)
@@ -73,17 +73,14 @@ class TestAnchorFirst(PlanSuite):
 
 class TestImportanceFirst(PlanSuite):
     def policy_for(self, request: Request) -> StreamPolicy:
-        return ImportanceFirst(range(len(request.chunks)))
+        return ImportanceFirst()
 
 
-class TestImportanceWeighted(PlanSuite):
+class TestDeltasFirstWhenSlow(PlanSuite):
+    is_early = True
+
     def policy_for(self, request: Request) -> StreamPolicy:
-        return ImportanceWeighted([[1.0] * request.steps] * len(request.chunks))
-
-
-class TestNewestFiner(PlanSuite):
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return NewestFiner(1500)
+        return DeltasFirstWhenSlow()
 
 
 class TestTwoEnded(PlanSuite):
@@ -142,33 +139,42 @@ def test_anchors_of_all_come_before_single_deltas_of_each() -> None:
     assert asked(request, AnchorFirst(), 3) == steps
 
 
-def test_importance_goes_by_the_order_given() -> None:
-    request = context(3, (9, 3), (0.9, 0.1), 1.0)
-    assert asked(request, ImportanceFirst([2, 0, 1]), 2)[3:] == [(2, 1), (0, 1), (1, 1)]
+def test_slow_links_bring_single_deltas_and_then_anchors() -> None:
+    request = context(2, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
+    deltas, anchors = [(0, 1), (0, 2), (1, 1), (1, 2)], [(0, 0), (1, 0)]
+    slow = Progress.start(request).at(0.5, 59.0)
+    planned = []
+    for _ in range(3):
+        for fetch in DeltasFirstWhenSlow().plan(request, slow).fetches:
+            slow = slow.asking(fetch)
+            planned.append(fetch)
+    assert planned == deltas + anchors
+    assert slow.asked == (3, 3)
+    fast = Progress.start(request).at(0.5, 60.0)
+    assert DeltasFirstWhenSlow().plan(request, fast) == AnchorFirst().plan(request, fast)
+
+
+def test_what_was_asked_for_early_is_not_asked_for_again() -> None:
+    request = context(1, (9, 3, 3, 3), (0.9, 0.5, 0.2, 0.1), 1.0)
+    progress = Progress.start(request).asking(Fetch(0, 2)).asking(Fetch(0, 0))
+    assert progress.asked == (1,)
+    assert AnchorFirst().plan(request, progress).fetches == ((0, 1), (0, 3))
+    assert progress.asking(Fetch(0, 1)).asked == (3,)
 
 
 def test_weights_decide_between_refinements_of_equal_gain() -> None:
     request = context(3, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
-    weights = [[0, 1, 5], [0, 2, 1], [0, 4, 1]]
-    assert asked(request, ImportanceWeighted(weights), 3)[3:] == [(2, 1), (1, 1), (0, 1), (0, 2), (2, 2), (1, 2)]
-    alike = ImportanceWeighted([[1, 1, 1]] * 3)
-    assert asked(request, alike, 3) == asked(request, Layered(), 3)
+    weighted = replace(
+        request, chunks=tuple(replace(c, weight=w) for c, w in zip(request.chunks, (1, 9, 2), strict=True))
+    )
+    assert asked(weighted, ImportanceFirst(), 3)[3:] == [(1, 1), (1, 2), (2, 1), (2, 2), (0, 1), (0, 2)]
+    assert asked(request, ImportanceFirst(), 3) == asked(request, Layered(), 3)
 
 
-@pytest.mark.parametrize("weights", [[[1, -1]], [[1, float("nan")]], [[1, float("inf")]]])
-def test_weights_that_can_not_be_are_refused(weights: list[list[float]]) -> None:
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_weights_that_can_not_be_are_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="finite and not negative"):
-        ImportanceWeighted(weights)
-    request = context(2, (1, 1), (0.1, 0.0), 1.0)
-    with pytest.raises(ValueError, match="expected weights of 2 chunks and 2 steps"):
-        ImportanceWeighted([[1, 1]]).plan(request, Progress.start(request))
-
-
-def test_newest_tokens_are_one_refinement_ahead() -> None:
-    request = context(3, (9, 3, 3), (0.9, 0.2, 0.1), 1.0)
-    expected = [(2, 1), (2, 2), (1, 1), (0, 1), (1, 2), (0, 2)]
-    assert asked(request, NewestFiner(1000), 3)[3:] == expected
-    assert asked(request, NewestFiner(1001), 3)[3:] == [(2, 1), (1, 1), (2, 2), (1, 2), (0, 1), (0, 2)]
+        Request((Chunk(0, 10, (1,), (0.1,), weight),), True, SPEED, 1.0)
 
 
 def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
@@ -264,7 +270,7 @@ def test_level_policies_refuse_layered_contexts(policy: StreamPolicy) -> None:
         policy.plan(request, Progress.start(request))
 
 
-@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst([0]), NewestFiner(1), TwoEnded()])
+@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst(), DeltasFirstWhenSlow(), TwoEnded()])
 def test_layered_policies_refuse_levels(policy: StreamPolicy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):
@@ -277,9 +283,3 @@ def test_parameters_that_can_not_be_are_refused() -> None:
         FixedLevel(-1)
     with pytest.raises(ValueError, match="level 3 of a context that has 1"):
         FixedLevel(3).plan(context(2, (1,), (0.0,), 1.0, is_layered=False), Progress.start(request))
-    with pytest.raises(ValueError, match="names each of 2 chunks once"):
-        ImportanceFirst([1, 1])
-    with pytest.raises(ValueError, match="newest"):
-        NewestFiner(0)
-    with pytest.raises(ValueError, match="order of 3 chunks for a context of 2"):
-        ImportanceFirst([0, 1, 2]).plan(request, Progress.start(request))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtide.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded, cut, cut_for_meeting
 from kvtide.plan.bandwidth import estimator_named
-from kvtide.plan.layered import AnchorFirst, ImportanceFirst, Layered
+from kvtide.plan.layered import AnchorFirst, Layered
 from kvtide.plan.levels import CachegenRule, FixedLevel
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
@@ -72,18 +72,12 @@ class StreamCase(NamedTuple):
     meets_engine: bool = False
 
 
-def _newest_first(request: Request) -> StreamPolicy:
-    # A stand-in for measured importance. Quality here is the same for all tokens, so that only order is shown.
-    return ImportanceFirst(range(len(request.chunks) - 1, -1, -1))
-
-
 STREAM_POLICIES: Mapping[str, StreamCase] = MappingProxyType(
     {
         "fixed": StreamCase(CURVES["cachegen"], lambda request: FixedLevel(1)),
         "cachegen": StreamCase(CURVES["cachegen"], lambda request: CachegenRule()),
         "cachegen-tide": StreamCase(CURVES["tide-levels"], lambda request: CachegenRule()),
         "anchor-first": StreamCase(CURVES["cachegen-apart"], lambda request: AnchorFirst()),
-        "importance-first": StreamCase(CURVES["tide"], _newest_first),
         "layered": StreamCase(CURVES["tide"], lambda request: Layered()),
         "two-ended": StreamCase(CURVES["tide"], lambda request: TwoEnded(), meets_engine=True),
     }

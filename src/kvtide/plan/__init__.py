@@ -19,7 +19,7 @@ from kvtide.plan.base import (
 )
 from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
 from kvtide.plan.judge import Decision, Judge, JudgeRecord, LinkEstimate, Speed, Way, decide
-from kvtide.plan.layered import Layered, TwoEnded
+from kvtide.plan.layered import ImportanceFirst, Layered, TwoEnded
 from kvtide.plan.policies import POLICIES, is_by_level, policy_named
 from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
 
@@ -32,6 +32,7 @@ __all__ = [
     "Decision",
     "Estimator",
     "Fetch",
+    "ImportanceFirst",
     "Judge",
     "JudgeRecord",
     "Layered",

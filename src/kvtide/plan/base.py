@@ -33,13 +33,15 @@ class Chunk:
     """Tokens [start, stop) and what they can be had for.
 
     sizes: bytes of each step. kl: quality loss with the steps up to this one here. Steps of a layered context are base
-    and refinements, which add up; otherwise they are levels, smallest first, any one of which will do.
+    and refinements, which add up; otherwise they are levels, smallest first, any one of which will do. weight: how much
+    its tokens mattered to past prompts, 1 for an even share.
     """
 
     start: int
     stop: int
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
+    weight: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -79,6 +81,8 @@ class Request:
                 raise ValueError(f"every step has bytes, got {chunk.sizes}")
             if not (chunk.kl[-1] >= 0 and all(a >= b for a, b in pairwise(chunk.kl))):
                 raise ValueError(f"each step must lose no more than the one before it, got KL {chunk.kl}")
+            if not 0 <= chunk.weight < math.inf:
+                raise ValueError(f"a weight is finite and not negative, got {chunk.weight}")
             position = chunk.stop
 
     @property
@@ -103,10 +107,11 @@ class Fetch(NamedTuple):
 class Progress:
     """How far a request is.
 
-    here, asked: for each chunk the steps that are here, and those that are here or asked for; with levels level + 1, or
-    0 for none. computed, assigned: the chunks that the engine has computed, and those given to it. bytes_per_s: the
-    link's rate as estimated, None before the first transfer. coming_s: when something that is asked for will be here at
-    the pace at which it comes, infinite if nothing does; None if nothing is asked for or there is no telling yet.
+    here, asked: for each chunk the leading steps that are here, and those that are here or asked for; with levels
+    level + 1, or 0 for none. computed, assigned: the chunks that the engine has computed, and those given to it.
+    bytes_per_s: the link's rate as estimated, None before the first transfer. coming_s: when something that is asked
+    for will be here at the pace at which it comes, infinite if nothing does; None if nothing is asked for or there is
+    no telling yet. early, early_here: refinements that were asked for, or came, before one that comes before them.
     """
 
     now_s: float
@@ -116,12 +121,15 @@ class Progress:
     assigned: frozenset[int] = frozenset()
     bytes_per_s: float | None = None
     coming_s: float | None = None
+    early: frozenset[Fetch] = frozenset()
+    early_here: frozenset[Fetch] = frozenset()
+    is_layered: bool = False
 
     @classmethod
     def start(cls, request: Request) -> Progress:
         """Return the state in which nothing is here."""
         nothing = (0,) * len(request.chunks)
-        return cls(0.0, nothing, nothing)
+        return cls(0.0, nothing, nothing, is_layered=request.is_layered)
 
     def at(self, now_s: float, bytes_per_s: float | None, coming_s: float | None = None) -> Progress:
         """Return the same at a later time."""
@@ -130,14 +138,16 @@ class Progress:
 
     def asking(self, fetch: Fetch) -> Progress:
         """Return what is so once `fetch` has been asked for."""
-        asked = _with(self.asked, fetch)
-        return replace(self, asked=asked)
+        if self.is_layered and fetch.step > self.asked[fetch.chunk]:
+            return replace(self, early=self.early | {fetch})
+        return replace(self, asked=_with(self.asked, fetch, self.early))
 
     def arrived(self, fetch: Fetch) -> Progress:
         """Return what is so once `fetch`, asked for before, is here."""
-        assert self.asked[fetch.chunk] > fetch.step
-        here = _with(self.here, fetch)
-        return replace(self, here=here)
+        assert self.asked[fetch.chunk] > fetch.step or fetch in self.early
+        if self.is_layered and fetch.step > self.here[fetch.chunk]:
+            return replace(self, early_here=self.early_here | {fetch})
+        return replace(self, here=_with(self.here, fetch, self.early_here))
 
     def assigning(self, chunks: Sequence[int]) -> Progress:
         """Return what is so once the engine has been given `chunks`."""
@@ -159,8 +169,16 @@ class Progress:
         return self.here[chunk] > 0 or chunk in self.computed
 
 
-def _with(counts: tuple[int, ...], fetch: Fetch) -> tuple[int, ...]:
-    return (*counts[: fetch.chunk], fetch.step + 1, *counts[fetch.chunk + 1 :])
+def following(fetch: Fetch, early: frozenset[Fetch]) -> Fetch:
+    """Return the next step of the chunk that is not among the early ones."""
+    step = fetch.step + 1
+    while early and Fetch(fetch.chunk, step) in early:
+        step += 1
+    return Fetch(fetch.chunk, step)
+
+
+def _with(counts: tuple[int, ...], fetch: Fetch, early: frozenset[Fetch]) -> tuple[int, ...]:
+    return (*counts[: fetch.chunk], following(fetch, early).step, *counts[fetch.chunk + 1 :])
 
 
 class Reason(Enum):
@@ -173,6 +191,7 @@ class Reason(Enum):
     LEVEL = "the best level with which the rest fits the deadline"
     SMALLEST = "nothing fits the deadline: the smallest level"
     BASE = "the base of every chunk comes first"
+    DELTAS = "all would come too late: single deltas before the anchors"
     REFINE = "every base is here or asked for: the refinement with the most quality per byte"
     LATE = "the deadline has passed: only what the engine can't start without"
     COMPLETE = "nothing is left to ask for"

@@ -7,9 +7,8 @@ these needs a bandwidth estimate, and a wrong one costs nothing.
 from __future__ import annotations
 
 import heapq
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import takewhile
 
@@ -21,6 +20,7 @@ from kvtide.plan.base import (
     Progress,
     Reason,
     Request,
+    following,
     leading_pass,
     pass_reach,
 )
@@ -56,9 +56,9 @@ class _BaseFirst(ABC):
         while waiting and len(fetches) < PLAN_FETCHES_MAX:
             fetch = waiting[0][1]
             fetches.append(fetch)
-            following = Fetch(fetch.chunk, fetch.step + 1)
-            if following.step < steps:
-                heapq.heapreplace(waiting, (self._rank(request, following), following))
+            after = following(fetch, progress.early)
+            if after.step < steps:
+                heapq.heapreplace(waiting, (self._rank(request, after), after))
             else:
                 heapq.heappop(waiting)
         return Plan(tuple(fetches), (), Reason.REFINE if fetches else Reason.COMPLETE)
@@ -73,29 +73,12 @@ class Layered(_BaseFirst):
         return (-gain, fetch.step, -fetch.chunk)
 
 
-class ImportanceWeighted(Layered):
-    """Refinements by quality gained for a byte, each gain multiplied by how much its tokens matter.
-
-    weights: for each chunk and each of its steps (that of the base is not used) a factor, all alike as good as Layered.
-    ValueError for one that is negative or not finite, or if they are not of a request's chunks and steps.
-    """
-
-    def __init__(self, weights: Sequence[Sequence[float]]) -> None:
-        if not all(0 <= weight < math.inf for of_chunk in weights for weight in of_chunk):
-            raise ValueError("weights are finite and not negative")
-        self._weights = [tuple(of_chunk) for of_chunk in weights]
-
-    def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next. ValueError for a context stored in levels, or one that the weights are not of."""
-        shape = {len(of_chunk) for of_chunk in self._weights}
-        if len(self._weights) != len(request.chunks) or shape != {request.steps}:
-            wanted = f"{len(request.chunks)} chunks and {request.steps} steps"
-            raise ValueError(f"expected weights of {wanted}, got {len(self._weights)} and {sorted(shape)}")
-        return super().plan(request, progress)
+class ImportanceFirst(Layered):
+    """Refinements by quality gained for a byte times what its tokens mattered to past prompts: `Chunk.weight`."""
 
     def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
         gain, step, position = super()._rank(request, fetch)
-        return (self._weights[fetch.chunk][fetch.step] * gain, step, position)
+        return (request.chunks[fetch.chunk].weight * gain, step, position)
 
 
 class AnchorFirst(_BaseFirst):
@@ -105,41 +88,23 @@ class AnchorFirst(_BaseFirst):
         return (fetch.chunk, fetch.step)
 
 
-class ImportanceFirst(_BaseFirst):
-    """Each refinement for all chunks before the next one, the chunk that matters most first.
-
-    order: every chunk once, the most important first. ValueError if it is no permutation, or not of a request's chunks.
-    """
-
-    def __init__(self, order: Sequence[int]) -> None:
-        if sorted(order) != list(range(len(order))):
-            raise ValueError(f"an order names each of {len(order)} chunks once")
-        self._rank_of = {chunk: rank for rank, chunk in enumerate(order)}
+class DeltasFirstWhenSlow(AnchorFirst):
+    """The second order of that log: while what is missing would come too late, single deltas, and then the anchors."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next. ValueError for a context stored in levels, or of another number of chunks."""
-        if len(self._rank_of) != len(request.chunks):
-            raise ValueError(f"an order of {len(self._rank_of)} chunks for a context of {len(request.chunks)}")
+        """Ask for what comes next. ValueError for a context stored in levels."""
+        _check(request)
+        left_s, missing = request.deadline_s - progress.now_s, []
+        for index, chunk in enumerate(request.chunks):
+            steps = range(progress.asked[index], request.steps)
+            missing += [(Fetch(index, step), chunk.sizes[step]) for step in steps if index not in progress.computed]
+        missing = [(fetch, size) for fetch, size in missing if fetch not in progress.early]
+        rate = progress.bytes_per_s
+        if left_s > 0 and rate is not None and sum(size for _, size in missing) > left_s * rate:
+            deltas = [fetch for fetch, _ in missing if fetch.step > 0]
+            if deltas:
+                return Plan(tuple(deltas[:PLAN_FETCHES_MAX]), (), Reason.DELTAS)
         return super().plan(request, progress)
-
-    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
-        return (fetch.step, self._rank_of[fetch.chunk])
-
-
-class NewestFiner(_BaseFirst):
-    """Each refinement for all chunks before the next one, but chunks of the newest tokens are one ahead.
-
-    newest_tokens: so many at the context's end are to be finer; a chunk counts that has any. ValueError below 1.
-    """
-
-    def __init__(self, newest_tokens: int) -> None:
-        if newest_tokens < 1:
-            raise ValueError(f"expected a number of newest tokens from 1 on, got {newest_tokens}")
-        self._newest_tokens = newest_tokens
-
-    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
-        is_newest = request.chunks[fetch.chunk].stop > request.tokens - self._newest_tokens
-        return (fetch.step - is_newest, not is_newest, -fetch.chunk)
 
 
 class TwoEnded(Layered):

@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvtide.plan.base import StreamPolicy
-from kvtide.plan.layered import Layered, TwoEnded
+from kvtide.plan.layered import AnchorFirst, DeltasFirstWhenSlow, ImportanceFirst, Layered, TwoEnded
 from kvtide.plan.levels import CachegenRule, FixedLevel
 
 POLICIES: Mapping[str, Callable[[], StreamPolicy]] = MappingProxyType(
-    {"two-ended": TwoEnded, "layered": Layered, "cachegen": CachegenRule}
+    {
+        "two-ended": TwoEnded,
+        "layered": Layered,
+        "importance-first": ImportanceFirst,
+        "cachegen": CachegenRule,
+        "anchor-first": AnchorFirst,
+        "deltas-first-when-slow": DeltasFirstWhenSlow,
+    }
 )
 
 

@@ -73,5 +73,6 @@ def attach(
     if (start_within_s, quality, policy) != (None, None, None):
         if settings is not None:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
-        cached.stream(StreamSettings(start_within_s, None if quality is None else float(quality), policy, chunk_tokens))
+        wanted = None if quality is None else float(quality)
+        cached.stream(StreamSettings(start_within_s, wanted, policy, chunk_tokens), learner)
     return cached

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
-from contextlib import closing
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,15 +19,12 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import Clock
+from kvtide.engines.transformers.attention import ObservedPrefix, attending
 from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings
 from kvtide.engines.transformers.generation import FirstToken, RestoreWay, Ways, bypass_reason
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
-from kvtide.engines.transformers.selective import (
-    SelectedLayers,
-    SparsePrefix,
-    SparseSettings,
-)
+from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.keys import LatestKeys
 from kvtide.plan import PrefillSpeed, policy_named
@@ -77,13 +74,16 @@ class CachedModel:
         self._identity = ModelIdentity(model, settings)
         self._keys = LatestKeys(settings.block_tokens)
         self._streaming: StreamSettings | None = None
+        # Learns from streamed prefixes what `importance-first` goes by.
+        self._learner: Learner | None = None
         self._importance: tuple[SparseSettings, Learner] | None = None
         self._ways = Ways()
         self._bypass_logged: set[str] = set()
 
-    def stream(self, streaming: StreamSettings) -> None:
+    def stream(self, streaming: StreamSettings, learner: Learner) -> None:
         """From now on stream what is not in the fastest tier, computing meanwhile. ValueError for a bad setting."""
         self._streaming = streaming.checked()
+        self._learner = learner if streaming.is_by_importance else None
 
     def select(self, importance: SparseSettings, learner: Learner) -> None:
         """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
@@ -108,8 +108,9 @@ class CachedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._importance is not None:
-            self._importance[1].close()
+        for learner in (self._learner, self._importance and self._importance[1]):
+            if learner is not None:
+                learner.close()
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:
@@ -173,7 +174,8 @@ class CachedModel:
             arguments["attention_mask"] = torch.ones_like(input_ids)
         started_s = self._clock.monotonic_s()
         if selected is None:
-            output = self.model.generate(input_ids, **arguments)
+            with self._observed(prompt, report):
+                output = self.model.generate(input_ids, **arguments)
             self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
         else:
             output, report = self._generate_selected(input_ids, prompt, selected[0], report, arguments)
@@ -184,6 +186,18 @@ class CachedModel:
         queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
         self.last = report._replace(blocks_queued=queued)
         return output
+
+    @contextmanager
+    def _observed(self, prompt: _Tokens, report: GenerateReport) -> Iterator[None]:
+        """Learn what a prompt attends to in its restored prefix, where loads go by that."""
+        if self._learner is None or not report.hit_tokens or self.model.config._attn_implementation != "sdpa":
+            yield
+            return
+        observed = ObservedPrefix(report.hit_tokens)
+        with attending(self.model, observed.attend):
+            yield
+        metas = self._metas(prompt[: report.hit_tokens])
+        self.cache.guarded("learn", partial(self._learner.note, self.cache, metas, observed.importance, ()), False)
 
     def _is_near(self, prompt: _Tokens) -> bool:
         """Tell whether the prompt begins in the fastest tier."""
@@ -230,7 +244,9 @@ class CachedModel:
             self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
             with selection.active(self.model):
                 output = self.model.generate(input_ids, **arguments)
-        self.cache.guarded("learn", partial(learner.note, self.cache, load, selection.importance), False)
+        self.cache.guarded(
+            "learn", partial(learner.note, self.cache, load.metas, selection.importance, load.bases), False
+        )
         self.cache.decisions.add_absent(self._full_tokens(prompt) - report.hit_tokens, self.namespace)
         return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
 
@@ -309,7 +325,8 @@ class CachedModel:
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
         request, policy = streaming.request(speed, self.cache.quality), policy_named(streaming.policy)
-        streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens)
+        weights = None if self._learner is None else partial(self._learner.weights, self.cache)
+        streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens, weights=weights)
         self.cache.load(metas, streamed, self.cache.judge.deadline_s(len(metas) * self.layout.tokens))
         if (found := streamed.report) is None:
             return None

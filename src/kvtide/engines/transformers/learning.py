@@ -1,4 +1,4 @@
-"""What an engine learns from its own selections: uses saved and blocks packed anew, in the background.
+"""What an engine learns from what its prompts attend to: uses saved and blocks packed anew, in the background.
 
 Invariant: at most one task waits or runs; what comes meanwhile is counted in memory or not at all.
 """
@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
@@ -18,9 +19,12 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase
 from kvtide.importance import WRITER_BYTES, Floats
 from kvtide.store import Cache
-from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.repack import Repacker, UseStore
+from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.types import ObjectId
+
+# Records of uses are small and read side by side.
+WEIGHT_THREADS = 4
 
 
 class Learner:
@@ -38,16 +42,33 @@ class Learner:
         """Return what `ScoreRanking` wants to know of a block."""
         return self._uses.important_tokens(object_id) if self._uses else 1.0
 
-    def note(self, cache: Cache, load: SparseLoad, importance: Mapping[int, Floats]) -> bool:
-        """Learn from one selection over the blocks of a load. False if left out: the last one is being worked on.
+    def weights(self, cache: Cache, metas: Sequence[BlockMeta]) -> NDArray[np.float64]:
+        """Return how much each block mattered to past prompts of all engines, 1 for an even share or no use.
 
-        importance: (tokens of all blocks) of each layer.
+        Waits no longer than the caller (`tier.breaker.until`).
+        """
+        deadline_s = caller_deadline_s()
+
+        def weight(meta: BlockMeta) -> float:
+            with until(deadline_s):
+                scores = UseStore(cache.tiers, bytes(WRITER_BYTES), self._clock).scores(meta)
+            return 1.0 if scores is None else float(scores.mean())
+
+        with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="kvtide-weigh") as pool:
+            return np.array(list(pool.map(weight, metas)))
+
+    def note(
+        self, cache: Cache, metas: Sequence[BlockMeta], importance: Mapping[int, Floats], bases: Sequence[PackedBase]
+    ) -> bool:
+        """Learn from one prompt over some blocks. False if left out: the last one is being worked on.
+
+        importance: (tokens of all blocks) of each layer. bases: how they are packed, none for those of other codecs.
         """
         if self._task is not None and not self._task.done():
             return False
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="kvtide-learn")
         by_layer = np.stack([importance[layer] for layer in sorted(importance)])
-        learn = partial(self._learn, cache, load.metas, load.bases, by_layer)
+        learn = partial(self._learn, cache, metas, bases, by_layer)
         self._task = self._pool.submit(cache.guarded, "learn", learn, None)
         return True
 
@@ -56,7 +77,8 @@ class Learner:
         for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
             uses.note(meta, part)
             uses.save(meta)
-        self.replaced += Repacker(cache.tiers, self._registry, uses).run(metas, bases).replaced
+        if bases:
+            self.replaced += Repacker(cache.tiers, self._registry, uses).run(metas, bases).replaced
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what was noted is done, at most so long. TimeoutError."""

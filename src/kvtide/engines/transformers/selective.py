@@ -6,10 +6,9 @@ rest stays rough or is left out. Keys carry their rotation, so that positions ar
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -18,10 +17,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtide.block import KVDtype
+from kvtide.engines.transformers.attention import (
+    PROBE_TOKENS,
+    WeightRoom,
+    attending,
+    attention_mass,
+    grouped_attention,
+    weighed_attention,
+)
 from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
 from kvtide.importance import (
     AllHeads,
@@ -42,8 +47,6 @@ SELECTED_QUALITY = 1e-2
 # Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
 FIRST_TOKENS = 4
 LAST_TOKENS = 32
-# Of a long suffix the last tokens are asked: the answer goes on from them, and all would cost as much as attending.
-PROBE_TOKENS = 32
 # Up to so many tokens of a suffix attention's own weights are looked at; those of more would not stay in caches.
 WEIGHED_TOKENS = 64
 
@@ -137,22 +140,9 @@ class SparsePrefix:
         self._ahead_tokens = sum(len(part) for part in _places(load, 0, self._ahead))
         self._weights = WeightRoom()
 
-    @contextmanager
-    def active(self, model: Any) -> Iterator[None]:
+    def active(self, model: Any) -> AbstractContextManager[None]:
         """Have the model attend through this selection."""
-        usual = model.config._attn_implementation
-        # Functions are looked up by name in the whole process: each selection has a name of its own.
-        name = f"kvtide-selective-{id(self):x}"
-        AttentionMaskInterface.register(name, sdpa_mask)
-        ALL_ATTENTION_FUNCTIONS[name] = self._attend
-        model.config._attn_implementation = name
-        try:
-            yield
-        finally:
-            model.config._attn_implementation = usual
-            del ALL_ATTENTION_FUNCTIONS[name]
-            # There is no public way back, and names must not add up.
-            AttentionMaskInterface._global_mapping.pop(name)
+        return attending(model, self._attend)
 
     def report(self) -> SelectedLayers:
         """Return what has been done so far."""
@@ -296,86 +286,6 @@ def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDA
         block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
         for block, number in zip(blocks.tolist(), numbers.tolist(), strict=True)
     ]
-
-
-def grouped_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **arguments: Any,
-) -> Any:
-    """Do what the usual function does without a copy of keys and values for each head of a group.
-
-    The heads of a group become more queries of one head: copies of 4,096 tokens take longer than a short suffix's sums.
-    """
-    _, heads, suffix, head_dim = query.shape
-    group = heads // key.shape[1]
-    is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[0] == 1
-    if group == 1 or not is_plain or any(arguments.get(name) is not None for name in ("softcap", "position_bias")):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    assert attention_mask is not None
-    packed = query.reshape(1, heads // group, group * suffix, head_dim)
-    mask = attention_mask.repeat(1, 1, group, 1)
-    scaling = arguments["scaling"]
-    found = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
-
-
-class WeightRoom:
-    """Memory for the weights of one layer after the other: taking 3 MiB anew takes as long as filling them."""
-
-    def __init__(self) -> None:
-        self._room: torch.Tensor | None = None
-
-    def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return room for a tensor, with anything in it; what was returned before is no longer valid."""
-        size = math.prod(shape)
-        if self._room is None or self._room.numel() < size:
-            self._room = like.new_empty(size)
-        return self._room[:size].view(shape)
-
-
-def weighed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
-) -> tuple[torch.Tensor, Floats]:
-    """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
-
-    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it.
-    """
-    _, heads, suffix, head_dim = query.shape
-    kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
-    packed = query.reshape(kv_heads, rows, head_dim) * scaling
-    weights = room.of(query, (kv_heads, rows, key.shape[2]))
-    torch.bmm(packed, key[0].transpose(1, 2), out=weights)
-    by_head = weights.view(heads, suffix, -1)
-    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
-    by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
-    torch.softmax(weights, -1, out=weights)
-    output = torch.bmm(weights, value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
-    mass: Floats = (by_head[:, -PROBE_TOKENS:, :tokens].mean(dim=1) * tokens).cpu().numpy()
-    return output, mass
-
-
-def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
-    """Return what `importance.probe.attention_mass` does, by the engine's own threads.
-
-    numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
-    query: (heads, asked, head_dim), the last ones of the suffix; key: (kv_heads, tokens and suffix, head_dim).
-    """
-    asked, group = query.shape[1], len(query) // len(key)
-    suffix = key.shape[1] - tokens
-    if heads == list(range(len(query))):
-        # The heads of a group are more queries of one: keys are not copied for each.
-        chosen = query.reshape(len(key), group * asked, -1) * scaling
-        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), asked, -1)
-    else:
-        logits = torch.bmm(query[heads] * scaling, key[[head // group for head in heads]].transpose(1, 2))
-    hidden = torch.ones(asked, suffix, dtype=torch.bool, device=key.device).triu(1 + suffix - asked)
-    logits[:, :, tokens:].masked_fill_(hidden, -torch.inf)
-    mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
-    return mass
 
 
 def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tensor) -> None:

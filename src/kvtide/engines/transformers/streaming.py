@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.plan import CHUNK_TOKENS, PrefillSpeed, policy_named
+from kvtide.plan import CHUNK_TOKENS, ImportanceFirst, PrefillSpeed, policy_named
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.load.job import LoadRequest
 
@@ -39,6 +39,11 @@ class StreamSettings(NamedTuple):
             raise ValueError(f"chunk_tokens is a number from 1 on, got {self.chunk_tokens!r}")
         policy_named(self.policy)
         return self
+
+    @property
+    def is_by_importance(self) -> bool:
+        """Tell whether loads go by what past prompts attended to."""
+        return isinstance(policy_named(self.policy), ImportanceFirst)
 
     def request(self, prefill: PrefillSpeed, codec_quality: float) -> LoadRequest:
         """Return when a load should end. Exact blocks, which have no rougher form, are wanted as soon as can be."""

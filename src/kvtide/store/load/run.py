@@ -124,7 +124,6 @@ class FetchRun:
         self._changed = threading.Condition()
         self._progress = Progress.start(job.request).assigning([*computed, *begun])
         self.add_computed(computed)
-        self._arrived: dict[int, set[int]] = {}
         self._queue: deque[Fetch] = deque()
         self._reason = Reason.COMPLETE
         self._given: deque[int] = deque()
@@ -271,18 +270,12 @@ class FetchRun:
             return flight.is_wanted and not self._is_over and self._clock.monotonic_s() < deadline_s
 
     def _arrive(self, fetch: Fetch) -> None:
-        """Count a fetch whose bytes are all here, if their checksums hold; refinements count in unbroken runs."""
+        """Count a fetch whose bytes are all here, if their checksums hold."""
         for piece in self._job.pieces[fetch.chunk][fetch.step]:
             if not self._receiver.has_range(piece.block, piece.start, piece.stop):
                 self._faults += 1
                 return
-        if not self._job.request.is_layered:
-            self._progress = self._progress.arrived(fetch)
-            return
-        early = self._arrived.setdefault(fetch.chunk, set())
-        early.add(fetch.step)
-        while (following := Fetch(fetch.chunk, self._progress.here[fetch.chunk])).step in early:
-            self._progress = self._progress.arrived(following)
+        self._progress = self._progress.arrived(fetch)
 
     # The caller's thread.
 
