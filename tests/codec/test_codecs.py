@@ -8,7 +8,7 @@ import pytest
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec
 from kvtide.codec.base import RawCodec
-from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.testing.codec_suite import CodecSuite
 from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.wire import pack_object, parse_object
@@ -31,6 +31,39 @@ class TestCachegen(CodecSuite):
 
 class TestCachegenPrefix(CodecSuite):
     codec = CachegenCodec(level=1, coder=1)
+
+
+class TestSnippet(CodecSuite):
+    codec = SnippetCodec()
+
+
+def test_the_snippet_keeps_anchors_finer_than_differences_of_later_layers() -> None:
+    layout = BlockLayout(layers=25, tokens=20, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+    meta, bits = block_meta(layout), smooth_bits(layout, 5)
+    out = np.empty_like(bits)
+    SnippetCodec().decode(meta, SnippetCodec().encode(meta, bits), out)
+    values, found = bits.view(np.float32), out.view(np.float32)
+    anchors = values[:, :, ::5]
+    assert np.abs(found[:, :, ::5] - anchors).max() <= np.abs(anchors).max() / 63
+    differences = values.reshape(25, 2, 4, 5, -1) - anchors.reshape(25, 2, 4, 1, -1)
+    error = np.abs(found - values).reshape(25, 2, 4, 5, -1)[:, :, :, 1:]
+    largest = np.abs(differences).max(axis=-1)[:, :, :, 1:, None]
+    # Half a step of the differences, and of the anchor.
+    for layer, half in ((0, 63), (3, 63), (4, 7), (23, 7), (24, 5)):
+        anchor_step = np.abs(anchors[layer]).max(axis=(-2, -1)).reshape(2, 4, 1, 1) / 63
+        assert (error[layer] <= 0.51 * (largest[layer] / half + anchor_step) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", list(KVDtype))
+def test_the_snippet_makes_no_infinity_of_the_largest_values(dtype: KVDtype) -> None:
+    largest = {KVDtype.FLOAT32: 0x7F7FFFFF, KVDtype.FLOAT16: 0x7BFF, KVDtype.BFLOAT16: 0x7F7F}[dtype]
+    infinity = {KVDtype.FLOAT32: 0x7F800000, KVDtype.FLOAT16: 0x7C00, KVDtype.BFLOAT16: 0x7F80}[dtype]
+    layout = BlockLayout(layers=5, tokens=10, kv_heads=1, head_dim=8, dtype=dtype)
+    bits = np.full(layout.shape, largest // 2, dtype=layout.bits_dtype)
+    bits[:, :, 1::5] = largest
+    meta, out = block_meta(layout), np.empty_like(bits)
+    SnippetCodec().decode(meta, SnippetCodec().encode(meta, bits), out)
+    assert (out < infinity).all()
 
 
 class TestChunkwise(CodecSuite):

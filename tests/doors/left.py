@@ -24,12 +24,6 @@ LEFT = (
         "a bench of variance by distance, loss by layers, entropy by grouping",
         Source.CACHEGEN,
     ),
-    Left(
-        "groups of five tokens, bins by layer number",
-        'codec="cachegen-…"',
-        "a variant of the codec with that grouping",
-        Source.CACHEGEN,
-    ),
     Left("quotas in an engine's memory and disk", "limits by tenant salt", "quotas that local tiers ask", Source.OURS),
     Left("blocks that stay longer", "priority of a namespace", "hints that rankings ask", Source.OURS),
     Left(

@@ -29,6 +29,7 @@ ATTACH = (
         Source.OURS,
     ),
     Capability("CacheGen's codec and its levels", 'codec="cachegen:2"', _HF, _TINY, Source.CACHEGEN),
+    Capability("groups of five tokens, bins by layer number", 'codec="cachegen-snippet"', _HF, _TINY, Source.CACHEGEN),
     Capability("prefix coder", 'codec="cachegen:2:prefix"', _HF, _TINY, Source.ASCEND),
     Capability("chunkwise codec", 'codec="chunkwise:1"', _HF, _TINY, Source.ASCEND),
     Capability("never coarser than asked", 'codec="cachegen:2"', _HF, _TINY, Source.OURS),

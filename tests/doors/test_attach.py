@@ -130,6 +130,11 @@ def test_cachegen_has_levels(tiny_model: Any, tmp_path: Path) -> None:
     assert rough < fine < RAW_BYTES_MIN
 
 
+@door("groups of five tokens, bins by layer number")
+def test_the_authors_snippet_is_a_codec(tiny_model: Any, tmp_path: Path) -> None:
+    assert 0 < read_bytes(tiny_model, tmp_path / "snippet", "cachegen-snippet") < RAW_BYTES_MIN
+
+
 @door("prefix coder")
 def test_coder_of_the_published_codecs_is_chosen(tiny_model: Any, tmp_path: Path) -> None:
     rans, prefix = (read_bytes(tiny_model, tmp_path / coder, f"cachegen:2:{coder}") for coder in ("rans", "prefix"))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvtide.block import BlockLayout
 from kvtide.codec import Codec, LosslessCodec, Profile
 from kvtide.codec.base import RawCodec
-from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.codec.published.cachegen import LEVELS
 from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
 from kvtide.codec.published.integers import CODERS
@@ -57,6 +57,7 @@ def cases(profiles: Sequence[Profile], layout: BlockLayout, qualities: Qualities
                 for number, coder in enumerate(CODERS):
                     where = "shared" if profile else "payload"
                     found.append(Case(name, level, coder.name, where, maker(level, number, profile)))
+    found.append(Case("cachegen-snippet", 0, CODERS[0].name, "payload", SnippetCodec()))
     return found + _anchor_cases(found) + _tide_cases(profiles, layout, qualities)
 
 

@@ -50,6 +50,12 @@ def _cachegen(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     return CachegenCodec(first, coder, profile, coarser)
 
 
+def _snippet(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
+    from kvtide.codec.published import SnippetCodec
+
+    return _plain(SnippetCodec(), arguments)
+
+
 def _chunkwise(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     from kvtide.codec.published import ChunkwiseCodec
 
@@ -83,6 +89,7 @@ _KINDS = {
     "raw": _Kind(RawCodec.codec_id, None, lambda arguments, profile: _plain(RawCodec(), arguments)),
     "lossless": _Kind(LosslessCodec.codec_id, None, lambda arguments, profile: _plain(LosslessCodec(), arguments)),
     "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
+    "cachegen-snippet": _Kind("snippet-1", None, _snippet),
     "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
     "packed": _Kind("packed-1", "tide-layer", _packed),
     "tide": _Kind("tide-1", "tide-layer", _tide),

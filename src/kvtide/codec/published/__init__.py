@@ -4,5 +4,6 @@ from kvtide.codec.published.cachegen import CachegenCodec
 from kvtide.codec.published.chunkwise import ChunkwiseCodec
 from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.published.integers import CODERS
+from kvtide.codec.published.snippet import SnippetCodec
 
-__all__ = ["CODERS", "PROFILE_KINDS", "CachegenCodec", "ChunkwiseCodec", "ProfileFitter"]
+__all__ = ["CODERS", "PROFILE_KINDS", "CachegenCodec", "ChunkwiseCodec", "ProfileFitter", "SnippetCodec"]
