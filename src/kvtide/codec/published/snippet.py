@@ -101,10 +101,10 @@ def _is_delta(layout: BlockLayout) -> NDArray[np.bool_]:
 def _halves(meta: BlockMeta) -> tuple[BlockMeta, BlockMeta | None]:
     """Return the block of the anchors, and that of the differences if there are any."""
     layout, groups = meta.layout, -(-meta.layout.tokens // STRIDE)
-    anchors = replace(meta, layout=replace(layout, tokens=groups))
+    anchors = replace(meta, start=0, layout=replace(layout, tokens=groups))
     if groups == layout.tokens:
         return anchors, None
-    return anchors, replace(meta, layout=replace(layout, tokens=layout.tokens - groups, dtype=KVDtype.FLOAT32))
+    return anchors, replace(anchors, layout=replace(layout, tokens=layout.tokens - groups, dtype=KVDtype.FLOAT32))
 
 
 def _of_group(firsts: NDArray[np.float32], layout: BlockLayout) -> NDArray[np.float32]:
