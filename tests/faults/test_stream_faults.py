@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from tests.engines.test_streaming import SlowPrefill, Stored
-from tests.servers import ServerProcess, disk_arguments
+from tests.servers import ServerProcess, disk_arguments, running_server
 from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
 
 from kvtide.clock import SystemClock
@@ -125,6 +128,110 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
     twice = (servers.passed_bytes - unique) / unique
     print(json.dumps({"bytes_twice_share": twice, "faults": report.faults, "ready_s": report.ready_s}))
     assert twice <= 0.01
+
+
+SCHEDULES = 200
+SCHEDULE_SIZES = (60_000, 40_000, 100_000)
+
+
+class Rig:
+    """Two links to two of three servers in this process; what a client loads through them, event by event."""
+
+    def __init__(self, objects: dict[ObjectId, bytes], stack: ExitStack) -> None:
+        servers = [stack.enter_context(running_server(tiers=("memory://",))) for _ in range(3)]
+        self._addresses = [(server.address.host, server.address.port) for server in servers]
+        for server in servers:
+            with closing(http_tier(server.url, CLOCK)) as tier:
+                tier.open()
+                assert all(tier.put_from(object_id, data) for object_id, data in objects.items())
+        self.links = [
+            stack.enter_context(ShapedProxy(address, lambda seconds: 2e7 * seconds)) for address in self._addresses[:2]
+        ]
+        url = ",".join(f"127.0.0.1:{link.port}" for link in self.links)
+        self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, PeerSettings(open_s=0.02, trial_s=0.05))])
+        self.tiers.open()
+        stack.callback(self.tiers.close)
+
+    @property
+    def passed_bytes(self) -> int:
+        return sum(link.passed_bytes for link in self.links)
+
+    def happen(self, random: Random) -> None:
+        """Cut a link for a moment, damage what passes it, or have it lead to another server."""
+        link, event = random.choice(self.links), random.choice(("cut", "damage", "move"))
+        if event == "damage":
+            link.to_damage += 1
+            return
+        if event == "move":
+            link.target = random.choice(self._addresses)
+        link.cut()
+        time.sleep(random.uniform(0, 0.05))
+        link.mend()
+
+
+def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
+    objects = made_objects(6, SCHEDULE_SIZES)
+    whole = {stored.meta.id: {s.id: bytes(s.data) for s in stored.sections()} for stored in parsed(objects)}
+    unique, random, rig = 6 * sum(SCHEDULE_SIZES), Random(5), Rig(objects, stack)
+    events = stack.enter_context(ThreadPoolExecutor(1))
+    passed = faults = damaged = 0
+    for _ in range(SCHEDULES):
+        job, before = made_job(objects, deadline_s=30.0), rig.passed_bytes
+        receiver = Receiver(job.objects)
+        places = sorted(random.randrange(unique) for _ in range(random.randint(1, 4)))
+        run = FetchRun(job, receiver, Layered(), rig.tiers, LinkEstimate(), CLOCK, FetchLimits(retry_s=0.01))
+        ended = threading.Event()
+
+        def happen(places: list[int] = places, before: int = before, ended: threading.Event = ended) -> None:
+            for place in places:
+                while rig.passed_bytes < before + place and not ended.wait(0.001):
+                    pass
+                rig.happen(random)
+
+        happening = events.submit(happen)
+        run.start()
+        report = run.until_ready(IdleEngine())
+        ended.set()
+        happening.result()
+        for block, stored in enumerate(job.objects):
+            here = {section.id: bytes(section.data) for section in receiver.sections(block)}
+            assert here.items() <= whole[stored.meta.id].items(), "wrong bytes"
+            assert len(here) == 6 or block in report.damaged
+        passed += rig.passed_bytes - before
+        faults, damaged = faults + report.faults, damaged + len(report.damaged)
+    twice = passed / (SCHEDULES * unique) - 1
+    print(json.dumps({"schedules": SCHEDULES, "faults": faults, "damaged": damaged, "bytes_twice_share": twice}))
+    assert faults > SCHEDULES // 2
+    assert damaged > SCHEDULES // 10
+    assert twice <= 0.01
+
+
+def test_a_name_that_leads_elsewhere_in_mid_load_is_followed(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = made_objects(6, SIZES)
+    rig, looked_up = Rig(objects, stack), socket.getaddrinfo
+    ports = [rig.links[0].port]
+    rig.links[0].restart(lambda seconds: 2e6 * seconds)
+
+    def look_up(host: str, port: Any, *rest: Any, **more: Any) -> Any:
+        found = looked_up("127.0.0.1", ports[-1] if host == "localhost" else port, *rest, **more)
+        return found if host == "localhost" else looked_up(host, port, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    tiers = TierStack([http_tier("http://localhost:8321", CLOCK, PeerSettings(open_s=0.02, trial_s=0.05))])
+    tiers.open()
+    stack.callback(tiers.close)
+    job, before = made_job(objects, deadline_s=30.0), rig.links[0].passed_bytes
+    receiver = Receiver(job.objects)
+    limits = FetchLimits(retry_s=0.01)
+    run = FetchRun(job, receiver, Layered(), tiers, LinkEstimate(), CLOCK, limits, give_up_s=CLOCK.monotonic_s() + 30)
+    run.start()
+    wait_until(lambda: rig.links[0].passed_bytes - before > 300_000, "bytes to pass")
+    ports.append(rig.links[1].port)
+    rig.links[0].cut()
+    report = run.until_ready(IdleEngine())
+    assert report.progress.here == (3,) * 6
+    assert report.received_bytes == 6 * sum(SIZES)
+    assert rig.links[1].passed_bytes > 300_000
 
 
 def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, stack: ExitStack) -> None:

@@ -16,6 +16,8 @@ from typing import Self
 
 # Small, so that little is on its way: what the kernel holds is not yet through the link.
 PIECE_BYTES = 16 << 10
+# Heads of answers are shorter.
+HEAD_BYTES = 2048
 _POLL_S = 0.05
 # What the link could have passed so recently is not lost: the proxy's threads wake up late on a busy machine, and what
 # waited for them would have waited in front of the link.
@@ -38,6 +40,8 @@ class ShapedProxy:
         self._is_closed = False
         self._open: set[socket.socket] = set()
         self.passed_bytes = 0
+        # So many of the next large pieces of answers are damaged on their way.
+        self.to_damage = 0
         self._listener = socket.socket()
         self._acceptor = threading.Thread(target=self._accept, name="kvtide-shaped", daemon=True)
 
@@ -108,7 +112,7 @@ class ShapedProxy:
             while data := source.recv(PIECE_BYTES):
                 if is_answer and not self._has_passed(len(data)):
                     break
-                sink.sendall(data)
+                sink.sendall(self._damaged(data) if is_answer and self.to_damage else data)
                 with self._lock:
                     # Only now: a cut may have come while it waited.
                     self.passed_bytes += len(data) if is_answer else 0
@@ -121,6 +125,13 @@ class ShapedProxy:
             # The other direction ends by the shutdown and closes nothing.
             source.close()
             sink.close()
+
+    def _damaged(self, data: bytes) -> bytes:
+        """Flip a bit behind what may be a head."""
+        if len(data) < 2 * HEAD_BYTES:
+            return data
+        self.to_damage -= 1
+        return data[:HEAD_BYTES] + bytes([data[HEAD_BYTES] ^ 1]) + data[HEAD_BYTES + 1 :]
 
     def _has_passed(self, size: int) -> bool:
         """Wait until the link has passed so many more bytes; False if it is cut meanwhile."""
