@@ -98,6 +98,14 @@ VLLM = (
         "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
     ),
     Capability(
+        "what loads brought, in vLLM's log and metrics",
+        "GET /metrics",
+        "docs/vllm.md: What came",
+        _REAL_VLLM,
+        Source.OURS,
+        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
+    ),
+    Capability(
         "lossy codecs in vLLM",
         '"codec": "tide:5e-3"',
         _VLLM,

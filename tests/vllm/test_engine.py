@@ -186,7 +186,7 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
         json.dumps({"requests": requests, "failed": failed, "wrong": wrong, "aborted": aborted, "rss": sizes, **stats})
     )
     assert (failed, wrong) == (0, 0)
-    assert stats["preemptions"] > 0
+    assert stats["metrics"]["vllm:num_preemptions"] > 0
     assert stats["pinned_blocks"] == 0
     assert stats["free_pages"] == stats["pages"]
     middle = len(sizes) // 2

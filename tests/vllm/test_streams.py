@@ -21,7 +21,7 @@ TIDE = {"codec": "tide:1e-3:3"}
 
 
 def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list[int]) -> None:
-    read_bytes = {}
+    read_bytes, counted = {}, {}
     with server_process() as server:
         with engine(kvtide_transfer(server.url, **TIDE)) as process:
             process.ask(tokens[:PROMPT], 2)
@@ -29,11 +29,21 @@ def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list
         with ShapedProxy(("127.0.0.1", server.port), lambda seconds: 1e9 * seconds) as proxy:
             url = f"http://127.0.0.1:{proxy.port}"
             for name, options, rate in (("whole", {}, 1e9), ("soon", {"start_within_s": SOON_S}, SLOW_BYTES_PER_S)):
-                with engine(kvtide_transfer(url, **options, **TIDE)) as process:
+                with engine(kvtide_transfer(url, **options, **TIDE), disable_log_stats=False) as process:
                     process.ask(tokens[-300:], 2)
                     proxy.restart(rate.__mul__)
                     before = proxy.passed_bytes
                     answer = process.ask(tokens[:PROMPT], 2)
                     read_bytes[name] = proxy.passed_bytes - before
                     assert answer["cached_tokens"] == FULL_PAGES * PAGE_TOKENS, name
+                    assert process.do("settle")["is_done"]
+                    counted[name] = process.do("check")["stats"]["metrics"]
     assert 0 < read_bytes["soon"] < 0.8 * read_bytes["whole"], read_bytes
+    for name, metrics in counted.items():
+        # The prompt before may have been stored by the engine before.
+        assert 1 <= metrics["vllm:kvtide_loads"] <= 2
+        assert metrics["vllm:kvtide_loaded_tokens"] >= FULL_PAGES * PAGE_TOKENS
+        assert metrics["vllm:kvtide_loaded_bytes"] > 0.9 * read_bytes[name]
+        assert metrics["vllm:kvtide_rough_loads"] >= (name == "soon")
+    assert counted["soon"]["vllm:kvtide_streamed_kl"] > 1e-3
+    assert counted["whole"]["vllm:kvtide_rough_loads"] == 0

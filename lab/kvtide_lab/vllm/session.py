@@ -150,13 +150,14 @@ class _Session:
         stats: dict[str, Any] = msgspec.to_builtins(cache.stats()._asdict())
         # One page is vLLM's own placeholder.
         pages = {"pages": pool.num_gpu_blocks - 1, "free_pages": pool.get_num_free_blocks()}
-        pinned = {"pinned_blocks": cache.index.stats().pinned_blocks, "preemptions": self._preemptions()}
+        pinned = {"pinned_blocks": cache.index.stats().pinned_blocks, "metrics": self._metrics()}
         return {**stats, **pinned, **pages}
 
-    def _preemptions(self) -> int:
-        if not self._engine.log_stats:
-            return 0
-        return sum(metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    def _metrics(self) -> dict[str, float]:
+        """Return vLLM's own counts of preemptions, and those of the connector."""
+        metrics = self._llm.get_metrics() if self._engine.log_stats else []
+        wanted = ("vllm:num_preemptions", "vllm:kvtide_")
+        return {metric.name: metric.value for metric in metrics if metric.name.startswith(wanted)}
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -75,6 +75,7 @@ class WorkerHalf:
         self._lost: list[BlockKey] = []
         self._failed: list[str] = []
         self._rough: list[str] = []
+        self._counts: dict[str, float] = {}
 
     def close(self) -> None:
         """End all loads and store what is queued, as long as the cache may. Idempotent."""
@@ -163,6 +164,7 @@ class WorkerHalf:
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
                 self._rough.append(load.order.request)
+                self._count(rough_loads=1, streamed_kl=streamed.report.kl)
         return report._replace(blocks=kept + report.blocks)
 
     def _end(self, load: PageLoad, report: LoadReport) -> None:
@@ -175,6 +177,8 @@ class WorkerHalf:
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
+        self._count(loads=1, loaded_tokens=report.blocks * tokens, loaded_bytes=report.stored_bytes)
+        self._count(load_seconds=seconds, failed_loads=report.blocks < wanted)
         if report.blocks < wanted:
             self._failed.append(load.order.request)
         # A streamed load takes the time that it was given, which says nothing of a link.
@@ -253,6 +257,16 @@ class WorkerHalf:
             found = WorkerReport(step, timings, lost, failed, tuple(self._rough))
             self._timings, self._lost, self._failed, self._rough = [], [], [], []
         return found
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what ended loads brought since the last call: loads, tokens, bytes, seconds, those that were rough."""
+        with self._changed:
+            found, self._counts = self._counts, {}
+        return found
+
+    def _count(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + count
 
     def check(self) -> None:
         """AssertionError if a load is left over. Call it while no request runs."""

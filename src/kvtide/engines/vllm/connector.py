@@ -36,6 +36,7 @@ from kvtide.engines.paged import (
 )
 from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.vllm.model import page_pool, served_model
+from kvtide.engines.vllm.stats import LoadMetrics, LoadStats
 from kvtide.store import Cache, cache_for
 from kvtide.tier.ram.device import DeviceMemory
 
@@ -234,6 +235,22 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler half should know."""
         return StepReport(self.worker.report(self._orders.step))
+
+    def get_kv_connector_stats(self) -> LoadStats | None:
+        """Return what ended loads brought since the last step; None of the scheduler's half."""
+        return LoadStats(self._worker.take_counts()) if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats:
+        """Return stats as they came from a worker."""
+        return LoadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> LoadMetrics:
+        """Return the counters of vLLM's `/metrics`."""
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Store what is queued and give everything back. Idempotent."""
