@@ -99,7 +99,7 @@ VLLM = (
     ),
     Capability(
         "what loads brought, in vLLM's log and metrics",
-        "GET /metrics",
+        "vllm:kvtide_loads_total",
         "docs/vllm.md: What came",
         _REAL_VLLM,
         Source.OURS,
