@@ -13,12 +13,6 @@ LEFT = (
     ),
     Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
     Left(
-        "quality of what was streamed",
-        "kvtide-lab bench stream",
-        "the model's judgement in place of a table of losses",
-        Source.CACHEGEN,
-    ),
-    Left(
         "the three insights on a model",
         "kvtide-lab bench insights",
         "a bench of variance by distance, loss by layers, entropy by grouping",

@@ -143,7 +143,7 @@ LAB = (
         _MEASURE,
         _TINY,
         Source.CACHEGEN,
-        "tests/lab/bench/test_stream_bench.py::test_every_policy_stands_beside_its_prediction",
+        "tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came",
     ),
     Capability(
         "who gets how much of a link",

@@ -1,61 +1,80 @@
-"""`kvtide-lab bench stream`: streaming policies over shaped links, with the real server, model and decoders."""
+"""`kvtide-lab bench stream`: every policy of `attach` over shaped links, judged by the model itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit, progress_bars
 from kvtide.config import leave_a_core
-from kvtide_lab.sim.links import Link, link_named, read_link
+from kvtide_lab.sim.links import LINK_MODELS, Link, link_named, read_link
+
+if TYPE_CHECKING:
+    from kvtide_lab.bench.stream import Route
 
 MBIT = 1e6 / 8
-# The mean of mahimahi's T-Mobile trace.
-LTE_MBIT = 17.0
+# The mean of a model of a link.
+MODEL_MBIT = 17.0
+# From 200 to 5 Mbit/s when some of a context has come.
+STEP_S = 0.05
+LINKS, LINKS_QUICK = ("200", "20", "5", "step", "lte"), ("20",)
+LINK_HELP = (
+    f"Mbit/s, `step` (200 to 5 Mbit/s), a model ({', '.join(LINK_MODELS)}) or the file of a trace; repeats. "
+    f"Default: {', '.join(LINKS)}."
+)
 
 
 def bench_stream(
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="A trace of a cellular link; default: a model of one.")
-    ] = None,
-    mean_mbit: Annotated[float, typer.Option("--mean-mbit", help="Mean of it; 0: a trace as it is.")] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="One short context, once.")] = False,
+    link: Annotated[list[str] | None, typer.Option("--link", help=LINK_HELP)] = None,
+    codec: Annotated[str | None, typer.Option("--codec", help="A codec of tide with refinements.")] = None,
+    text: Annotated[list[Path] | None, typer.Option("--text", help="A text of your own; repeats.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=512, help="Of a context, a multiple of 512.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this PNG file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One short text, one link; under 60 s.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Misses, quality and TTFT of every policy for real, beside what the simulator says."""
+    """Time to the first token, bytes and the model's own KL, for every policy over every link."""
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
     from kvtide.engines import profiles
     from kvtide.engines.calibrate import texts
-    from kvtide.engines.transformers import fingerprint, smollm2
-    from kvtide_lab.bench import stream
+    from kvtide.engines.transformers import converted_folder, load_model, load_tokenizer
+    from kvtide_lab.bench import position, stream
 
-    if trace is not None and not trace.is_file():
-        raise ValueError(f"no trace at {trace}")
-    if not mean_mbit >= 0:
-        raise ValueError(f"--mean-mbit must not be negative, got {mean_mbit}")
-    # When about half of a full context's bytes have come.
-    step_s = 0.005 if quick else 0.02
-    carried = 1000 * step_s
-    step = Link("step 1000 to 50 Mbit/s", [0, step_s, 600], [0, carried * MBIT, (carried + 50 * (600 - step_s)) * MBIT])
-    constant = Link("constant 200 Mbit/s", [0, 600], [0, 200 * 600 * MBIT])
-    links = [step, _cellular(trace, mean_mbit * MBIT), constant]
-    folder = str(smollm2.converted_folder())
-    tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    layout = fingerprint.model_layout(model, stream.BLOCK_TOKENS)
-    fitting = [profile for profile in profiles.installed_profiles() if profile.fits(layout)]
     size = stream.QUICK if quick else stream.FULL
-    ids = tokenizer(texts.evaluation_texts()[2].content[:40_000]).input_ids
+    if tokens is not None and tokens % 512:
+        raise ValueError(f"--tokens must be a multiple of 512, got {tokens}")
+    size = size._replace(context_tokens=tokens or size.context_tokens)
+    routes = [_route(name) for name in link or (LINKS_QUICK if quick else LINKS)]
+    tokenizer, model = load_tokenizer(converted_folder()), load_model(converted_folder())
+    # The loss law was fitted on the others.
+    chosen = texts.read_texts(text) if text else position.one_of_each_kind_first(texts.evaluation_texts())[1::2]
+    ids = [tokenizer(each.content[: 8 * size.tokens]).input_ids for each in chosen]
+    doors = stream.doors(codec or stream.TIDE)
     with progress_bars() as show:
-        result = stream.run(model, ids, layout, fitting, links, size, show)
+        result = stream.run(model, ids, profiles.installed_profiles(), routes, doors, size, show)
+    if plot is not None:
+        stream.plot(result, plot)
     emit(result, stream.render, as_json)
 
 
-def _cellular(trace: Path | None, bytes_per_s: float) -> Link:
-    if trace is None:
-        return link_named("ar1", np.random.default_rng(0), bytes_per_s or LTE_MBIT * MBIT)
-    link = read_link(trace)
-    return link.scaled(bytes_per_s) if bytes_per_s else link
+def _route(name: str) -> Route:
+    from kvtide_lab.bench.stream import Route
+
+    if name == "step":
+        times = [0.0, STEP_S, 600.0]
+        return Route(Link("step 200 to 5 Mbit/s", times, [0.0, 200 * STEP_S * MBIT, (200 * STEP_S + 5 * 600) * MBIT]))
+    if Path(name).is_file():
+        return Route(read_link(Path(name)), is_trace=True)
+    if name in LINK_MODELS:
+        return Route(link_named(name, np.random.default_rng(0), MODEL_MBIT * MBIT), is_trace=True)
+    try:
+        rate = float(name)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1e6:
+        raise ValueError(f"a link is Mbit/s, step, a file or one of {', '.join(LINK_MODELS)}, got {name!r}")
+    return Route(Link(f"{rate:g} Mbit/s", [0.0, 600.0], [0.0, 600 * rate * MBIT]))

@@ -96,6 +96,14 @@ class PositionJudge:
         for start, stop, kept, layers in mixture.patches:
             here = slice(*layers) if layers else slice(None)
             built[here, :, :, start:stop] = self._levels[kept][here, :, :, start:stop]
+        yield from self._kls(built, passages)
+
+    def kls_of(self, past: DynamicCache, passages: Sequence[int]) -> Iterator[float]:
+        """Yield the same for a cache that an engine built: of the context, and of whatever follows it."""
+        layers = [torch.cat([layer.keys, layer.values])[:, :, : self._tokens] for layer in past.layers]
+        yield from self._kls(torch.stack(layers), passages)
+
+    def _kls(self, built: torch.Tensor, passages: Sequence[int]) -> Iterator[float]:
         for passage in (None, *passages):
             if passage not in self._exact:
                 self._exact[passage] = self._say(self._levels[-1], passage)

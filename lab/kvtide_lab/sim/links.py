@@ -7,7 +7,6 @@ import gzip
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,30 +52,6 @@ class Link:
         factor = bytes_per_s / self.mean_bytes_per_s
         return Link(self.name, self._times, [factor * each for each in self._sent])
 
-    def behind(self, bytes_per_s: float, late_s: float) -> Link:
-        """Return what comes through if a machine behind the link takes no more than this, and is always busy.
-
-        late_s: what the link could have passed so recently waits in front of it and follows as fast as the machine
-        takes it; what is older is lost.
-        """
-        times, sent, waiting = [0.0], [0.0], 0.0
-        for (early_s, before), (late_end_s, after) in pairwise(zip(self._times, self._sent, strict=True)):
-            seconds = late_end_s - early_s
-            passable, taken = waiting + after - before, bytes_per_s * seconds
-            spare_s = waiting / (bytes_per_s - (after - before) / seconds) if after - before < taken else seconds
-            if 0 < spare_s < seconds:
-                times.append(early_s + spare_s)
-                sent.append(sent[-1] + bytes_per_s * spare_s)
-                passable -= bytes_per_s * spare_s
-                sent.append(sent[-1] + passable)
-                waiting = 0.0
-            else:
-                sent.append(sent[-1] + min(passable, taken))
-                waiting = max(0.0, passable - taken)
-            times.append(late_end_s)
-            waiting = min(waiting, after - (self.carried(late_end_s - late_s) if late_end_s > late_s else 0.0))
-        return Link(self.name, times, sent)
-
     def carried(self, at_s: float) -> float:
         """Return the bytes that pass until `at_s`."""
         cycles, rest = divmod(at_s, self._times[-1])
@@ -116,11 +91,17 @@ def _log_uniform(rng: np.random.Generator, mean: float) -> Link:
     return _from_rates("log-uniform", intervals, 10 ** rng.uniform(-1, 1, len(intervals)) * GBIT)
 
 
+def _ar(rng: np.random.Generator, count: int, kept: float, spread: float) -> NDArray[np.float64]:
+    """Return an AR(1) series around 0: each value keeps a share of the last, all spread alike."""
+    values = rng.normal(0, spread, count)
+    for i in range(1, count):
+        values[i] = kept * values[i - 1] + math.sqrt(1 - kept * kept) * values[i]
+    return values
+
+
 def _ar1(rng: np.random.Generator, mean: float) -> Link:
     intervals = np.full(round(_MODEL_S / 0.1), 0.1)
-    logs = np.zeros(len(intervals))
-    for i in range(1, len(logs)):
-        logs[i] = 0.95 * logs[i - 1] + rng.normal(0, 0.2)
+    logs = _ar(rng, len(intervals), 0.95, 0.64)
     # From a sixtieth of the median to four times as much.
     return _from_rates("ar1", intervals, np.clip(np.exp(logs), 1 / 60, 4)).scaled(mean)
 
@@ -132,9 +113,47 @@ def _on_off(rng: np.random.Generator, mean: float) -> Link:
     return _from_rates("on-off", intervals, np.tile([1.0, 0.0], pairs)).scaled(mean)
 
 
+def _lte(rng: np.random.Generator, mean: float) -> Link:
+    # Shadowing over seconds, fading within them, and gaps of a third of a second: as three public traces of drives
+    # (docs/benchmarks/streaming.md has their figures and these).
+    count = round(_MODEL_S / 0.1)
+    logs = _ar(rng, count, 0.97, 0.5) + _ar(rng, count, 0.6, 0.5)
+    rates = np.minimum(np.exp(logs), 3.5)
+    for start in np.flatnonzero(rng.random(count) < 0.015).tolist():
+        rates[start : start + 1 + round(rng.exponential(2.0))] = 0.0
+    return _from_rates("lte", np.full(count, 0.1), rates).scaled(mean)
+
+
+# Of 802.11n's eight rates of one stream, in the lowest one's.
+_WIFI_RATES = np.array([1, 2, 3, 4, 6, 8, 9, 10], dtype=np.float64)
+_WIFI_NEIGHBOURS = 3
+
+
+def _wifi(rng: np.random.Generator, mean: float) -> Link:
+    # The sender's rate goes up and down a ladder, and others that send for two seconds in six share the air alike.
+    count = round(_MODEL_S / 0.1)
+    steps, places = rng.choice([-1, 0, 0, 0, 1], count), np.zeros(count, dtype=np.int64)
+    place = len(_WIFI_RATES) - 2
+    for i, step in enumerate(steps.tolist()):
+        place = places[i] = min(len(_WIFI_RATES) - 1, max(0, place + step))
+    sharing = np.ones(count)
+    for _ in range(_WIFI_NEIGHBOURS):
+        lengths = rng.exponential(np.tile([40.0, 20.0], count)).astype(int) + 1
+        sharing += np.repeat(np.tile([0, 1], count), lengths)[:count]
+    return _from_rates("wifi", np.full(count, 0.1), _WIFI_RATES[places] / sharing).scaled(mean)
+
+
 # The two that the literature states as a range, 0.1 to 10 Gbit/s, keep it whatever the mean asked for.
 LINK_MODELS: Mapping[str, Callable[[np.random.Generator, float], Link]] = MappingProxyType(
-    {"constant": _constant, "uniform": _uniform, "log-uniform": _log_uniform, "ar1": _ar1, "on-off": _on_off}
+    {
+        "constant": _constant,
+        "uniform": _uniform,
+        "log-uniform": _log_uniform,
+        "ar1": _ar1,
+        "on-off": _on_off,
+        "lte": _lte,
+        "wifi": _wifi,
+    }
 )
 
 

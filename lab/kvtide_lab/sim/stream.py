@@ -12,7 +12,6 @@ from collections import deque
 from typing import NamedTuple
 
 from kvtide.plan import (
-    PASS_TOKENS,
     Fetch,
     Plan,
     Progress,
@@ -32,15 +31,11 @@ class Costs(NamedTuple):
     """What takes time besides the link's bytes and the engine's tokens; nothing unless it was measured.
 
     latency_s: until the first byte. decode_token_s: decoding a token of which one step is here, two, and so on: by the
-    thread that computes, before it computes what is behind, and at the end. short_pass_s: by how much a pass of one
-    token takes longer than its share of a pass of `PASS_TOKENS`, by which the engine's speed is measured.
-    engine_factor: the engine takes so many times as long as the plan was told.
+    thread that computes, before it computes what is behind, and at the end.
     """
 
     latency_s: float = 0.0
     decode_token_s: tuple[float, ...] = ()
-    short_pass_s: float = 0.0
-    engine_factor: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -134,7 +129,8 @@ class _Player:
         """Have the engine compute all that is not usable, in one pass."""
         rest = [chunk for chunk in range(len(self._request.chunks)) if not self.progress.is_usable(chunk)]
         seconds = self.decode_s(rest[0]) + sum(
-            self._prefill_s(self._request.chunks[chunk].start, self._request.chunks[chunk].stop) for chunk in rest
+            self._request.prefill.seconds(self._request.chunks[chunk].start, self._request.chunks[chunk].stop)
+            for chunk in rest
         )
         self._cancel(self.progress.now_s)
         self._front = len(self._request.chunks)
@@ -169,13 +165,9 @@ class _Player:
             for _ in self._pass:
                 self._given.popleft()
             start, stop = self._request.chunks[self._pass[0]].start, self._request.chunks[self._pass[-1]].stop
-            short_s = self._costs.short_pass_s * max(0.0, 1 - (stop - start) / PASS_TOKENS)
-            seconds = self.decode_s(self._pass[0]) + self._prefill_s(start, stop) + short_s
+            seconds = self.decode_s(self._pass[0]) + self._request.prefill.seconds(start, stop)
             self._front = max(self._front, self._pass[0])
             self._engine_stop_s = self.progress.now_s + seconds
-
-    def _prefill_s(self, start: int, stop: int) -> float:
-        return self._costs.engine_factor * self._request.prefill.seconds(start, stop)
 
     def decode_s(self, stop: int) -> float:
         """Return what it takes to decode the loaded chunks before `stop` that the engine does not have."""

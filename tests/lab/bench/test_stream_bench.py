@@ -1,78 +1,107 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.codec.tide_profiles import fitted
 
-from kvtide.block import BlockLayout
-from kvtide.codec import Profile
-from kvtide.codec.published.fit import ProfileFitter
-from kvtide.engines.calibrate.judge import capture_blocks
-from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.plan import PrefillSpeed
+from kvtide.engines.transformers import model_layout
+from kvtide.engines.transformers.streaming import StreamedPrefill
+from kvtide.plan import POLICIES
 from kvtide_lab.bench import stream
-from kvtide_lab.bench.stream import StreamSize
-from kvtide_lab.bench.stream_rig import Speeds
+from kvtide_lab.bench.stream import Route, StreamBenchRow, verdict_of
+from kvtide_lab.bench.stream_world import StreamSize, StreamWorld, kept_blocks
 from kvtide_lab.sim.links import Link
-from kvtide_lab.sim.stream import Costs
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
 
-STEADY = Link("steady", [0, 100], [0, 100e6])
+SIZE = StreamSize(context_tokens=256, block_tokens=32, answer_tokens=32, texts=1)
+FAST = Route(Link("fast", [0, 100], [0, 100e9]))
+COMPUTE = StreamedPrefill.compute
+# 0 is padding.
+TEXTS = [[1 + (number * i * i + 3 * i) % 255 for i in range(400)] for number in (7, 11)]
 
 
-@pytest.fixture(scope="module")
-def ids() -> list[int]:
-    return [(7 * i * i + 3 * i) % 256 for i in range(400)]
+def quiet(step: str, done: int, total: int) -> None:
+    pass
 
 
-def profiles_of(model: Any, ids: list[int], layout: BlockLayout) -> Sequence[Profile]:
-    fitter = ProfileFitter("cachegen", "tiny", layout)
-    blocks = capture_blocks(model, ids[:320], layout)
-    fitter.scale(blocks)
-    for bits in blocks:
-        fitter.add(bits)
-    return [fitter.profile(1), fitted(layout)]
+def slowly(engine: StreamedPrefill, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+    for _ in range(50):
+        time.sleep(0.01)
+        if not is_wanted():
+            return False
+    return COMPUTE(engine, start, stop, is_wanted)
 
 
-def test_every_policy_stands_beside_its_prediction(tiny_model: Any, ids: list[int]) -> None:
-    layout = model_layout(tiny_model, stream.BLOCK_TOKENS)
-    profiles = profiles_of(tiny_model, ids, layout)
-    size = StreamSize(context_tokens=256, repeats=1, slo_share=20.0)
-    result = stream.run(tiny_model, ids, layout, profiles, [STEADY], size, lambda step, done, total: None)
-    assert [row.policy for row in result.rows] == ["fixed", "cachegen", "layered", "two-ended"]
-    assert all(0 <= row.kl_mean < 1 and row.ttft_p50_s > 0 for row in result.rows)
-    assert result.rows[0].kl_mean == result.rows[0].predicted_kl_mean == stream.LEVEL_KL[1]
-    assert result.rows_predicted == sum(row.is_predicted for row in result.rows) >= 1
-    assert min(result.ttft_two_ended_s, result.ttft_load_s, result.ttft_recompute_s) > 0
-    assert min(result.break_even_ratio, result.break_even_ratio_unknown) > 0
-    assert stream.render(result).row_count == 4
+def test_every_policy_is_judged_by_the_model_on_what_came(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tiny model is faster than any link.
+    monkeypatch.setattr(StreamedPrefill, "compute", slowly)
+    monkeypatch.setattr(StreamWorld, "recompute_s", lambda world, text: 60.0)
+    profile = fitted(model_layout(tiny_model, SIZE.block_tokens))
+    result = stream.run(tiny_model, TEXTS, [profile], [FAST], stream.doors("tide:1e-3:3"), SIZE, quiet)
+    rows = {row.policy: row for row in result.rows}
+    assert list(rows) == ["recompute", "whole", "to 5e-3", *POLICIES]
+    assert (rows["recompute"].kl_model, rows["recompute"].bytes, rows["recompute"].share_computed) == (0.0, 0, 1.0)
+    whole = rows["whole"]
+    assert whole.share_computed == 0.0 and whole.bytes > 10_000 and whole.kl_law is not None
+    # Its cache is the codec's, and not the exact one.
+    assert 0 < whole.kl_model < 1 and 0 < whole.kl_copy < 1
+    streamed = [rows[name] for name in ("to 5e-3", "layered")]
+    assert all(row.share_computed < 1 and row.bytes > 10_000 and row.kl_model > 0 for row in streamed)
+    assert rows["cachegen"].kl_law is None
+    assert result.verdict.ttft_within == 1.0
+    assert stream.render(result).row_count == len(rows)
+    stream.plot(result, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_row_says_how_far_the_prediction_was_off() -> None:
-    def pair(ttft_s: float, kl: float, predicted_kl: float) -> stream.Pair:
-        return stream.Pair(1.0, ttft_s, kl, 0.5, 1.05, predicted_kl, 0.4)
-
-    row = stream.row_of("link", "policy", [pair(1.0, 0.01, 0.02), pair(1.09, 0.02, 0.01)])
-    assert (row.miss_rate, row.predicted_miss_rate, row.kl_difference, row.is_predicted) == (0.0, 0.0, 0.0, True)
-    late = stream.row_of("link", "policy", [pair(1.0, 0.01, 0.01), pair(1.2, 0.01, 0.01)])
-    assert (late.miss_rate, late.miss_difference, late.is_predicted) == (0.5, 0.5, False)
-    assert not stream.row_of("link", "policy", [pair(1.0, 0.012, 0.01)]).is_predicted
-    assert stream.row_of("link", "policy", [pair(1.0, 0.01, 0.0)]).kl_difference == 1.0
+def row(policy: str, ttft_s: float, kl: float, law: float | None = None, link: str = "slow") -> StreamBenchRow:
+    return StreamBenchRow(policy, link, ttft_s, kl, 2 * kl, law, 1, 0.0)
 
 
-def test_slower_machine_takes_longer_for_all_but_the_link() -> None:
-    speeds = Speeds(PrefillSpeed(100.0, 50.0), Costs(0.1, (0.001, 0.002), 0.5), 0.3).slowed(2.0)
-    assert speeds == Speeds(PrefillSpeed(50.0, 50.0), Costs(0.1, (0.002, 0.004), 1.0), 0.6)
-    assert speeds.tail_s(100) == pytest.approx(0.4 + 0.6)
+PLAIN, RIVAL = row("recompute", 2.0, 0.0), row("cachegen", 1.0, 0.02)
 
 
-def test_text_that_is_too_short_is_refused(tiny_model: Any, ids: list[int]) -> None:
-    layout = model_layout(tiny_model, stream.BLOCK_TOKENS)
-    profiles = profiles_of(tiny_model, ids, layout)
-    with pytest.raises(ValueError, match="need 1040 tokens, got 400"):
-        stream.run(tiny_model, ids, layout, profiles, [], stream.FULL, lambda step, done, total: None)
-    with pytest.raises(ValueError, match="cachegen and tide-layer must fit"):
-        stream.run(tiny_model, ids, layout, profiles[:1], [], stream.FULL, lambda step, done, total: None)
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [
+        ([row("layered", 0.9, 0.01, 0.012)], (1.0, 1.0, 1.0)),
+        ([row("layered", 0.9, 0.011, 0.02)], (1.0, 0.0, 0.0)),
+        ([row("layered", 1.5, 0.001, 0.001), row("whole", 2.5, 0.001, 0.01)], (0.5, 0.0, 0.5)),
+        ([row("two-ended", 1.0, 0.0, 0.0)], (1.0, 1.0, None)),
+        ([], (None, 0.0, None)),
+    ],
+)
+def test_verdict_may_be_against_us(ours: list[StreamBenchRow], verdict: tuple[float | None, ...]) -> None:
+    found = verdict_of([PLAIN, RIVAL, *ours], deadline_s=1.0)
+    assert (found.ttft_within, found.kl_vs_cachegen, found.law_within_25) == verdict
+
+
+def test_late_is_late_by_the_later_of_deadline_and_recomputing() -> None:
+    rows = [PLAIN, row("whole", 2.05, 0.0), row("layered", 2.2, 0.0)]
+    assert verdict_of(rows, deadline_s=1.0).ttft_within == 0.5
+    assert verdict_of(rows, deadline_s=3.0).ttft_within == 1.0
+
+
+def report(here: tuple[int, ...]) -> Any:
+    return SimpleNamespace(fetch=SimpleNamespace(progress=SimpleNamespace(here=here)))
+
+
+def test_blocks_keep_what_came_of_their_chunks() -> None:
+    assert kept_blocks(None, [0, 1], 3, refinements=3) == [3, 3, 4]
+    assert kept_blocks(report((1, 2, 4, 1)), [0, 1, 2, 3], 4, refinements=3) == [0, 1, 3, 0]
+    # The first two blocks are one chunk that was computed.
+    assert kept_blocks(report((0, 2, 4)), [2, 3], 4, refinements=3) == [4, 4, 1, 3]
+    assert kept_blocks(report((2, 4)), [1, 2], 3, refinements=3) is None
+
+
+def test_texts_that_are_too_short_are_refused(tiny_model: Any) -> None:
+    with pytest.raises(ValueError, match="expected 2 texts of 289 tokens, got 1"):
+        stream.run(tiny_model, [TEXTS[0], TEXTS[1][:288]], [], [FAST], stream.doors(), SIZE, quiet)

@@ -45,18 +45,19 @@ def test_scaling_keeps_the_ups_and_downs() -> None:
     assert [twice.carried(at_s) for at_s in (0.5, 1.5, 3.0)] == pytest.approx([100, 200, 800])
 
 
-def test_machine_behind_a_link_keeps_slower_parts() -> None:
-    behind = STEPS.behind(150, 0.0)
-    assert [behind.carried(at_s) for at_s in (1, 2, 3)] == pytest.approx([100, 100, 250])
-
-
-def test_what_waited_in_front_of_a_machine_follows_if_it_is_recent() -> None:
-    step = Link("step", [0, 1, 3], [0, 100, 110])
-    recent = step.behind(50, 1.0)
-    assert [recent.carried(at_s) for at_s in (1, 2, 2.5)] == pytest.approx([50, 100, 107.5])
-    # Of 50 bytes that wait 20 are recent enough.
-    late = step.behind(50, 0.2)
-    assert [late.carried(at_s) for at_s in (1, 1.2, 2)] == pytest.approx([50, 60, 75])
+@pytest.mark.parametrize(
+    ("name", "spread", "gaps"), [("lte", (0.65, 1.05), (0.015, 0.075)), ("wifi", (0.6, 1.0), (0.0, 0.0))]
+)
+def test_models_of_radio_links_are_as_uneven_as_they_say(
+    name: str, spread: tuple[float, float], gaps: tuple[float, float]
+) -> None:
+    link = link_named(name, np.random.default_rng(5), 1e6)
+    rates = np.diff([link.carried(tenth / 10) for tenth in range(6000)]) / 0.1
+    assert spread[0] < rates.std() / rates.mean() < spread[1]
+    assert gaps[0] <= np.mean(rates < 1e3) <= gaps[1]
+    # The next tenth of a second is like this one, the next minute is not.
+    near, far = (np.corrcoef(rates[:-lag], rates[lag:])[0, 1] for lag in (1, 600))
+    assert near > 0.6 > 0.2 > far
 
 
 @pytest.mark.parametrize("name", LINK_MODELS)
@@ -131,5 +132,5 @@ def test_links_that_can_not_be_are_refused(times: list[float], sent: list[float]
 
 
 def test_unknown_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown link 'wifi', expected a file or one of constant"):
-        link_named("wifi", np.random.default_rng(0), GBIT)
+    with pytest.raises(ValueError, match="unknown link 'wimax', expected a file or one of constant"):
+        link_named("wimax", np.random.default_rng(0), GBIT)
