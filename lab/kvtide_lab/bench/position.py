@@ -60,6 +60,11 @@ FULL = PositionSize(128, {1024: 2}, {512: 5, 1024: 5, 2048: 4, 4096: 2}, {1024: 
 QUICK = PositionSize(64, {}, {512: 1}, {512: 1}, {512: 1})
 
 
+def spending_only(tokens: int, texts: int) -> PositionSize:
+    """Return a size that fits nothing: what is spent by the law that the profile has."""
+    return PositionSize(FULL.answer_tokens, {}, {}, {}, {tokens: texts})
+
+
 class PositionRow(msgspec.Struct, frozen=True):
     """One mixture behind one prefix length with one continuation; the mean of `texts` texts.
 
@@ -146,7 +151,7 @@ def subject_of(
     texts: tuple[Sequence[Text], Sequence[Text]],
 ) -> PositionSubject:
     """Take texts to fit on, and others that are held out."""
-    longest = max(*size.fit_texts, *size.held_texts) + size.answer_tokens + 1
+    longest = max([*size.fit_texts, *size.held_texts, *size.spend_texts]) + size.answer_tokens + 1
     fit, held = ([list(tokenize(text.content[: 8 * longest])[:longest]) for text in each] for each in texts)
     kinds = ([text.kind for text in texts[0]], [text.kind for text in texts[1]])
     return PositionSubject(model, name, layout, size, profile, fit, held, kinds)
@@ -185,10 +190,11 @@ def run(subject: PositionSubject, results: Results, progress: Progress) -> Posit
     ]
     jobs += _jobs(subject, "fit", subject.fit, size.fit_texts, fit_mixtures)
     jobs += _jobs(subject, "held", subject.held, size.held_texts, trial_mixtures)
-    if not {"fit", "held"} <= {job.stage for job in jobs}:
+    if size.fit_texts and not {"fit", "held"} <= {job.stage for job in jobs}:
         raise ValueError("no text to fit on, or none that is held out, is long enough")
     _measure(subject, jobs, results, progress)
-    law = fitted(law, [point for row, point in _points(subject, jobs, results) if row.stage != "held" and point])
+    if size.fit_texts:
+        law = fitted(law, [point for row, point in _points(subject, jobs, results) if row.stage != "held" and point])
     rows = [
         msgspec.structs.replace(row, law=point.predicted(law) if point else None)
         for row, point in _points(subject, jobs, results)
@@ -292,6 +298,8 @@ def _points(
             usual[job.case(REFERENCE)] = reference
         for mixture in job.mixtures:
             groups.setdefault((job.stage, job.tokens, mixture), []).append((_found(results, job, mixture), reference))
+    if not usual:
+        return
     level = [fmean(found[0] for found in usual.values()), fmean(kl for found in usual.values() for kl in found[1:])]
     answer = subject.size.answer_tokens
     for (stage, tokens, mixture), by_text in groups.items():

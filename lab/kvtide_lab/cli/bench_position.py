@@ -25,6 +25,11 @@ def bench_position(
     partial: Annotated[
         Path | None, typer.Option("--partial", help="Keep each result in this file, and go on from it.")
     ] = None,
+    spend: Annotated[
+        int | None,
+        typer.Option("--spend", min=512, help="Only spend bytes by the profile's law, after so many tokens."),
+    ] = None,
+    texts_max: Annotated[int, typer.Option("--texts", min=1, help="Texts of --spend.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One text each way, 512 tokens; under 50 s.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,6 +42,8 @@ def bench_position(
     model = load_model(converted_folder())
     tokenizer, layout = load_tokenizer(converted_folder()), model_layout(model, BLOCK_TOKENS)
     size = position.QUICK if quick else position.FULL
+    if spend is not None:
+        size = position.spending_only(spend, texts_max)
     fitting = [each for each in profiles.installed_profiles() if each.kind == codec and each.fits(layout)]
     if not fitting or not codec.startswith("tide"):
         raise ValueError(f"no profile of kind {codec!r} fits this model")

@@ -31,6 +31,9 @@ def stream(
     mean_gbit: Annotated[float, typer.Option("--mean-gbit", help="Mean of traces and models; 0: as traces are.")] = 3.0,
     prefill: Annotated[float, typer.Option("--prefill", help="Tokens/s at the start.")] = _DEFAULT.prefill_tokens_per_s,
     chunk: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.")] = _DEFAULT.chunk_tokens,
+    decode_cores: Annotated[
+        int, typer.Option("--decode-cores", help="Cores that decode; 0: decoding takes no time.")
+    ] = _DEFAULT.decode_cores,
     kl_goal: Annotated[float, typer.Option("--kl-goal", help="Loss at which nothing is waited for any more.")] = 0.0,
     estimator: Annotated[str, typer.Option("--estimator", help=f"One of {', '.join(ESTIMATORS)}.")] = "last",
     trials: Annotated[int | None, typer.Option("--trials", help="Requests for each row.")] = None,
@@ -49,6 +52,7 @@ def stream(
         trials=trials or (TRIALS_QUICK if quick else _DEFAULT.trials),
         prefill_tokens_per_s=prefill,
         chunk_tokens=chunk,
+        decode_cores=decode_cores,
         kl_goal=kl_goal,
         estimator=estimator,
         seed=seed,

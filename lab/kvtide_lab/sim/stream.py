@@ -39,12 +39,16 @@ class Costs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a request went: when the context was decoded, at which loss, how much was computed or sent in vain."""
+    """How a request went: when the context was decoded, at which loss, how much was computed or sent in vain.
+
+    kl: as the plan counts it. kept: by chunk, the last step that is there; the number of steps where it was computed.
+    """
 
     ready_s: float
     kl: float
     computed_tokens: int
     wasted_bytes: int
+    kept: tuple[int, ...] = ()
 
 
 class _Flight(NamedTuple):
@@ -214,4 +218,5 @@ def play(
     progress = player.run()
     computed = sum(request.chunks[chunk].tokens for chunk in progress.computed)
     ready_s = progress.now_s + player.decode_s(len(request.chunks))
-    return Outcome(ready_s, mean_kl(request, progress), computed, player.wasted_bytes)
+    kept = [request.steps if i in progress.computed else here - 1 for i, here in enumerate(progress.here)]
+    return Outcome(ready_s, mean_kl(request, progress), computed, player.wasted_bytes, tuple(kept))

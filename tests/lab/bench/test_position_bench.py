@@ -123,6 +123,14 @@ def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
     position_show.render(result)
 
 
+def test_only_spending_goes_by_the_law_that_the_profile_has(subject: PositionSubject) -> None:
+    size = position.spending_only(64, 1)._replace(answer_tokens=ANSWER)
+    result = position.run(subject._replace(size=size), position.partial_of(subject, None), lambda *_: None)
+    law = subject.codec.law
+    assert law is not None and result.law == law.positions
+    assert not result.rows and {row.texts for row in result.spending} == {1}
+
+
 def test_text_that_is_too_short_for_any_prefix_is_an_error(subject: PositionSubject) -> None:
     with pytest.raises(ValueError, match="long enough"):
         position.run(subject._replace(held=[[1, 2, 3]]), position.partial_of(subject, None), lambda *_: None)
