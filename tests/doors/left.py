@@ -12,12 +12,6 @@ LEFT = (
         Source.CACHEGEN,
     ),
     Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
-    Left(
-        "the three insights on a model",
-        "kvtide-lab bench insights",
-        "a bench of variance by distance, loss by layers, entropy by grouping",
-        Source.CACHEGEN,
-    ),
     Left("quotas in an engine's memory and disk", "limits by tenant salt", "quotas that local tiers ask", Source.OURS),
     Left("blocks that stay longer", "priority of a namespace", "hints that rankings ask", Source.OURS),
     Left(

@@ -146,6 +146,14 @@ LAB = (
         "tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came",
     ),
     Capability(
+        "the three insights on a model",
+        "kvtide-lab insights --plot",
+        _MEASURE,
+        _REAL,
+        Source.CACHEGEN,
+        "tests/lab/bench/test_insights.py::test_insights_of_the_demo_model_on_a_short_text",
+    ),
+    Capability(
         "who gets how much of a link",
         "kvtide-lab bench fairness",
         _MEASURE,

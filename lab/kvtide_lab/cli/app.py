@@ -6,6 +6,7 @@ import typer
 
 from kvtide.cli import run
 from kvtide_lab.cli import bench, sim
+from kvtide_lab.cli.insights import insights
 
 app = typer.Typer(
     name="kvtide-lab",
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
+app.command("insights")(insights)
 
 
 def main() -> None:
