@@ -32,6 +32,7 @@ def bench_stream(
     codec: Annotated[str | None, typer.Option("--codec", help="A codec of tide with refinements.")] = None,
     text: Annotated[list[Path] | None, typer.Option("--text", help="A text of your own; repeats.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=512, help="Of a context, a multiple of 512.")] = None,
+    count: Annotated[int | None, typer.Option("--texts", min=1, help="Texts that each row is the mean of.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this PNG file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short text, one link; under 60 s.")] = False,
     as_json: JsonOption = False,
@@ -47,7 +48,7 @@ def bench_stream(
     size = stream.QUICK if quick else stream.FULL
     if tokens is not None and tokens % 512:
         raise ValueError(f"--tokens must be a multiple of 512, got {tokens}")
-    size = size._replace(context_tokens=tokens or size.context_tokens)
+    size = size._replace(context_tokens=tokens or size.context_tokens, texts=count or size.texts)
     routes = [_route(name) for name in link or (LINKS_QUICK if quick else LINKS)]
     tokenizer, model = load_tokenizer(converted_folder()), load_model(converted_folder())
     # The loss law was fitted on the others.

@@ -63,7 +63,8 @@ def test_every_policy_is_judged_by_the_model_on_what_came(
 
 
 def row(policy: str, ttft_s: float, kl: float, law: float | None = None, link: str = "slow") -> StreamBenchRow:
-    return StreamBenchRow(policy, link, ttft_s, kl, 2 * kl, law, 1, 0.0)
+    codec = {"recompute": "", "cachegen": "cachegen:1-4"}.get(policy, "tide:9e-4:3")
+    return StreamBenchRow(policy, codec, link, ttft_s, kl, 2 * kl, law, 1, 0.0)
 
 
 PLAIN, RIVAL = row("recompute", 2.0, 0.0), row("cachegen", 1.0, 0.02)
