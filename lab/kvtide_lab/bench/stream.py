@@ -1,6 +1,6 @@
 """Streaming as a user has it: `attach` over shaped links, judged by what the model says on the cache that came of it.
 
-Every policy stands beside plain recomputing and beside the paper's system, on texts that nothing was fitted on.
+Every policy stands beside plain recomputing and beside the paper's system, on texts that no profile was calibrated on.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def bench_stream(
     size = size._replace(context_tokens=tokens or size.context_tokens, texts=count or size.texts)
     routes = [_route(name) for name in link or (LINKS_QUICK if quick else LINKS)]
     tokenizer, model = load_tokenizer(converted_folder()), load_model(converted_folder())
-    # The loss law was fitted on the others.
+    # Those that `bench position` holds out; no profile was calibrated on any.
     chosen = texts.read_texts(text) if text else position.one_of_each_kind_first(texts.evaluation_texts())[1::2]
     ids = [tokenizer(each.content[: 8 * size.tokens]).input_ids for each in chosen]
     doors = stream.doors(codec or stream.TIDE)
