@@ -62,7 +62,7 @@ class StreamBenchRow(msgspec.Struct, frozen=True):
     share_computed: float
 
 
-class StreamVerdict(msgspec.Struct, frozen=True):
+class StreamVerdict(NamedTuple):
     """What the rows say for kvtide or against it; None where there is nothing to compare.
 
     ttft_within: share of kvtide's rows whose first token came by the deadline, or as early as by recomputing.
@@ -76,7 +76,7 @@ class StreamVerdict(msgspec.Struct, frozen=True):
 
 
 class StreamBench(msgspec.Struct, frozen=True):
-    """All rows and what they say. load_before, load_after: processes that wanted to run, this one's among them."""
+    """All rows and what they say (StreamVerdict). load_before, load_after: processes that wanted to run, ours too."""
 
     context_tokens: int
     texts: int
@@ -85,11 +85,13 @@ class StreamBench(msgspec.Struct, frozen=True):
     deadline_s: float
     load_before: float
     load_after: float
-    verdict: StreamVerdict
+    ttft_within: float | None
+    kl_vs_cachegen: float | None
+    law_within_25: float | None
     rows: list[StreamBenchRow]
 
 
-def doors(tide: str = TIDE) -> list[StreamDoor]:
+def all_doors(tide: str = TIDE) -> list[StreamDoor]:
     """Return all ways to load: whole, to a quality, and by every policy that has a name."""
     codecs = {name: _codec_of(policy_named(name), tide) for name in POLICIES}
     named = [StreamDoor(name, codec, policy=name, is_timed=True) for name, codec in codecs.items()]
@@ -135,9 +137,9 @@ def run(
                 played = _plays(world, route, door, start_within_s, statistics.median(plain_s))
                 rows.append(row_of(door.name, door.codec, route.link.name, played))
         progress("rows", total, total)
-    loads = (load_before, os.getloadavg()[0])
+    loads, tide = (load_before, os.getloadavg()[0]), doors[0].codec
     verdict = verdict_of(rows, deadline_s)
-    return StreamBench(size.context_tokens, size.texts, doors[0].codec, recompute_s, deadline_s, *loads, verdict, rows)
+    return StreamBench(size.context_tokens, size.texts, tide, recompute_s, deadline_s, *loads, *verdict, rows)
 
 
 def _plays(
@@ -188,8 +190,7 @@ def verdict_of(rows: Sequence[StreamBenchRow], deadline_s: float) -> StreamVerdi
 
 def render(result: StreamBench) -> Table:
     """Return the rows as a table."""
-    verdict = result.verdict
-    shares = (verdict.ttft_within, verdict.kl_vs_cachegen, verdict.law_within_25)
+    shares = (result.ttft_within, result.kl_vs_cachegen, result.law_within_25)
     within, halved, near = ("none" if share is None else f"{share:.0%}" for share in shares)
     caption = (
         f"in time: {within} of kvtide's rows; half of CacheGen's KL, no later: {halved} of links; "

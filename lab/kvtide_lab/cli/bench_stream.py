@@ -54,7 +54,7 @@ def bench_stream(
     # Those that `bench position` holds out; no profile was calibrated on any.
     chosen = texts.read_texts(text) if text else position.one_of_each_kind_first(texts.evaluation_texts())[1::2]
     ids = [tokenizer(each.content[: 8 * size.tokens]).input_ids for each in chosen]
-    doors = stream.doors(codec or stream.TIDE)
+    doors = stream.all_doors(codec or stream.TIDE)
     with progress_bars() as show:
         result = stream.run(model, ids, profiles.installed_profiles(), routes, doors, size, show)
     if plot is not None:
