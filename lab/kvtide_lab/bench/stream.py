@@ -233,5 +233,5 @@ def plot(result: StreamBench, path: Path) -> None:
         axes.axvline(result.deadline_s, color="k", linestyle=":")
         axes.set(yscale="log", title=link, xlabel="first token, s")
     panels[0].set_ylabel("KL: goes on (o), copies (^)")
-    panels[-1].legend(fontsize="x-small")
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
     figure.savefig(path, dpi=150)
