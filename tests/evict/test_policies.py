@@ -146,3 +146,27 @@ def test_costs_of_a_run_that_grows_are_those_of_its_blocks() -> None:
     for key, parent, cost in zip(keys, parents, (1.0, 2.0, 3.0, 6.0), strict=False):
         index.insert(namespace(), [key], parent, cost=cost)
     assert index._tree.run_of(keys[-1]).given_cost == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_stored_one_by_one_share_a_run(policy: str) -> None:
+    index, keys = RadixIndex(ManualClock(), policy_named(policy), 1000), chain(*range(500))
+    for key, parent in zip(keys, [None, *keys], strict=False):
+        index.insert(namespace(), [key], parent)
+    # A run each would cost each block a walk over all of those before it.
+    assert len(list(index._tree.runs())) == 1
+    index.check()
+
+
+def test_reuse_goes_by_age_where_it_has_learned_nothing_yet() -> None:
+    # Four sessions at a time, each of another length: kinds of their own, none worth more for being new.
+    prompts = [
+        (n, *range(n % 7 + turn)) for first in range(0, 40, 4) for turn in range(3) for n in range(first, first + 4)
+    ]
+    hits = {}
+    for policy in ("lru", "reuse"):
+        index, hits[policy] = RadixIndex(ManualClock(), policy_named(policy), 40), 0
+        for prompt in prompts:
+            hits[policy] += len(index.match(chain(*prompt)).blocks)
+            index.insert(namespace(), chain(*prompt))
+    assert hits["reuse"] >= 0.95 * hits["lru"] > 0

@@ -57,6 +57,10 @@ class EvictionPolicy:
         """Return the candidate to shrink next; None if there is none. Changes nothing that a caller can see."""
         raise NotImplementedError
 
+    def spared(self, run: Run) -> int:
+        """Return how many leading blocks of the latest victim have to stay for now, less than it holds."""
+        return 0
+
     def forget(self, run: Run, count: int) -> None:
         """Note that `count` blocks of a run, none of them held, are unknown now; with no `keys` left, so is the run."""
 

@@ -153,7 +153,7 @@ class RadixIndex:
             known = self._tree.checked_known_count(anchor, keys)
             self._tree.keep_root(namespace, anchor.root)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
-            if last is not None and not self._policy.splits_tail and last.may_grow(anchor.depth):
+            if last is not None and last.may_grow(anchor.depth):
                 last.note_cost(cost, len(keys))
                 self._tree.extend(last, keys, tier_bit)
                 self._policy.adopt(last, len(keys))
@@ -250,7 +250,7 @@ class RadixIndex:
     def _shrink(self, run: Run, count: int) -> list[BlockKey]:
         """Evict up to `count` blocks from the end of a candidate, deepest first; none if the last one is pinned."""
         stop = run.held
-        start = max(0, stop - count)
+        start = max(self._policy.spared(run), stop - count)
         if self._pins:
             start = next((i + 1 for i in range(stop - 1, start - 1, -1) if run.keys[i] in self._pins), start)
         if start == stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvtide.evict.policies.mix import MixPolicy
 from kvtide.evict.policies.order import PolicyOf, PolicyOrder
 from kvtide.evict.policies.published import (
     ArcPolicy,
@@ -20,6 +21,9 @@ from kvtide.index import LruPolicy
 
 __all__ = ["PolicyOf", "PolicyOrder", "policy_named"]
 
+# What `mix` chooses from, beside `reuse`.
+MIXED = ("lru", "s3fifo", "arc", "score")
+
 POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
     {
         "lru": lambda blocks_max: LruPolicy(),
@@ -31,6 +35,7 @@ POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
         "gdsf": lambda blocks_max: GdsfPolicy(),
         "score": lambda blocks_max: ScorePolicy(),
         "reuse": ReusePolicy,
+        "mix": lambda blocks_max: MixPolicy({name: POLICIES[name] for name in MIXED}, blocks_max),
     }
 )
 

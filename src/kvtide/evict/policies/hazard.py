@@ -11,7 +11,6 @@ the expected time held until then (Gittins' index of a job with a known distribu
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -60,7 +59,7 @@ def size_bucket(blocks: int) -> int:
 class HazardModel:
     """Counts of all kinds, and the worth of each (row, age bin) as of the latest `learn`.
 
-    The policy counts into `reached` and `used`; a kind that has not been learned yet is worth holding.
+    The policy counts into `reached` and `used`; of a kind that has not been learned yet only the age counts.
     """
 
     def __init__(self, half_life_runs: float) -> None:
@@ -80,7 +79,7 @@ class HazardModel:
             row = self._rows[kind] = len(self._rows)
             self.reached.append([0.0] * AGE_BINS)
             self.used.append([0.0] * AGE_BINS)
-            self.worth.append([math.inf] * AGE_BINS)
+            self.worth.append(_PRIOR_WORTH)
         return row
 
     def learn(self) -> None:
@@ -162,3 +161,6 @@ def _worth(hazard: _Counts) -> _Counts:
         cost_s = held_s[:, start + 1 :] - held_s[:, start : start + 1] + _TINY_S
         worth[:, start] = (rise / cost_s).max(axis=1)
     return worth
+
+
+_PRIOR_WORTH: list[float] = _worth(np.full((1, AGE_BINS), _PRIOR_HAZARD))[0].tolist()

@@ -14,10 +14,9 @@ from kvtide.index import EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 
 _SMALL_SHARE = 0.1
 _FREQUENCY_MAX = 3
-# `tag` of a run: its queue.
-_SMALL, _MAIN = 1, 2
-# `tag` of a run: the list it is in, or was in when its blocks were evicted.
-_ONCE, _AGAIN = 1, 2
+# `tag` of a run: its uses since it was queued, and this if that was in the main queue.
+_MAIN = 4
+_SECOND_USE = 2
 # Uses count in whole steps, recency below them: more requests than this would round off.
 _USES_PER_STEP = float(1 << 40)
 _PROTECTED_SHARE = 0.8
@@ -111,18 +110,19 @@ class GdsfPolicy(HeapPolicy):
 
 
 class S3FifoPolicy(EvictionPolicy):
-    """Two queues of candidates in order of arrival; `state` counts a run's uses since it was queued, up to three."""
+    """Two queues of candidates in order of arrival; a run's uses since it was queued are counted, up to three."""
 
     def __init__(self, blocks_max: int) -> None:
         self.ghost_blocks_max = blocks_max
         self._small_max = max(1, int(_SMALL_SHARE * blocks_max))
-        self._queues: dict[int, OrderedDict[Run, None]] = {_SMALL: OrderedDict(), _MAIN: OrderedDict()}
+        self._small: OrderedDict[Run, None] = OrderedDict()
+        self._main: OrderedDict[Run, None] = OrderedDict()
         self._small_blocks = 0
 
     def adopt(self, run: Run, count: int) -> None:
-        """Put a new run into the small queue."""
+        """Put a new run into the small queue, one of another policy that was used again into the main one."""
         if len(run.keys) == count:
-            run.tag, run.state = _SMALL, 0
+            run.tag = _MAIN if run.uses > 1 else 0
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Count the uses; what is remembered only comes back into the main queue."""
@@ -131,48 +131,50 @@ class S3FifoPolicy(EvictionPolicy):
                 continue
             if run.held < len(run.keys):
                 self._to_main(run)
-                run.state = 0
-            else:
-                run.state = min(_FREQUENCY_MAX, run.state + 1)
+            elif run.tag & _FREQUENCY_MAX < _FREQUENCY_MAX:
+                run.tag += 1
 
     def _to_main(self, run: Run) -> None:
-        if run.tag == _SMALL:
+        """Count the run from now on as one of the main queue, unused."""
+        if not run.tag & _MAIN:
             self._small_blocks -= run.held
-            run.tag = _MAIN
+        run.tag = _MAIN
 
     def resize(self, run: Run, delta: int) -> None:
         """Keep the count of blocks in the small queue."""
-        if run.tag == _SMALL:
+        if not run.tag & _MAIN:
             self._small_blocks += delta
 
     def split(self, upper: Run, lower: Run) -> None:
         """Put the upper part where the lower one is."""
-        upper.tag, upper.state = lower.tag, lower.state
+        upper.tag = lower.tag
+
+    def _queue(self, run: Run) -> OrderedDict[Run, None]:
+        return self._main if run.tag & _MAIN else self._small
 
     def enter(self, run: Run) -> None:
         """Queue the run."""
-        self._queues[run.tag][run] = None
+        self._queue(run)[run] = None
 
     def leave(self, run: Run) -> None:
         """Take the run out of its queue."""
-        del self._queues[run.tag][run]
+        del self._queue(run)[run]
 
     def victim(self) -> Run | None:
         """Return the first unused run of the small queue if that is over its share, else of the main one."""
-        small, main = self._queues[_SMALL], self._queues[_MAIN]
+        small, main = self._small, self._main
         while small and (self._small_blocks >= self._small_max or not main):
             run = next(iter(small))
-            if not run.state:
+            if not run.tag:
                 return run
             del small[run]
             self._to_main(run)
-            run.state = 0
             main[run] = None
         while main:
             run = next(iter(main))
-            if not run.state:
+            if run.tag == _MAIN:
                 return run
-            run.state -= 1
+            run.tag -= 1
             main.move_to_end(run)
         return None
 
@@ -231,67 +233,59 @@ class SievePolicy(EvictionPolicy):
 
 
 class ArcPolicy(EvictionPolicy):
-    """Two LRU lists, runs used once and runs used again; a remembered run that comes back moves the target."""
+    """Two LRU lists, runs used once and runs used again; a remembered run that comes back moves the target.
+
+    What is counted by list stands at 0 for runs used once, at 1 for others.
+    """
 
     def __init__(self, blocks_max: int) -> None:
         self.ghost_blocks_max = blocks_max
         self._blocks_max = blocks_max
         self._once_target = 0.0
-        self._lists: dict[int, HeapPolicy] = {_ONCE: LruPolicy(), _AGAIN: LruPolicy()}
-        self._held = {_ONCE: 0, _AGAIN: 0}
-        self._ghosts = {_ONCE: 0, _AGAIN: 0}
+        self._lists = (LruPolicy(), LruPolicy())
+        self._held = [0, 0]
+        self._ghosts = [0, 0]
 
     def adopt(self, run: Run, count: int) -> None:
-        """Put the blocks on the list of their run."""
-        if len(run.keys) == count:
-            run.tag = _ONCE
-        self._ghosts[run.tag] += count
+        """Count the blocks with those of their run."""
+        self._ghosts[run.uses > 1] += count
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Move used runs to the list of those used again; adapt to those that were remembered only."""
         for run in path:
             if run.uses == 1:
                 continue
-            missing = len(run.keys) - run.held
+            missing, was_again = len(run.keys) - run.held, run.uses > _SECOND_USE
             if missing:
-                self._adapt(run.tag, missing)
-            if run.tag == _ONCE:
-                self._count(run, -1)
-                run.tag = _AGAIN
-                self._count(run, 1)
+                self._adapt(was_again, missing)
+            if not was_again:
+                for sign, again in ((-1, 0), (1, 1)):
+                    self._held[again] += sign * run.held
+                    self._ghosts[again] += sign * missing
 
-    def _count(self, run: Run, sign: int) -> None:
-        self._held[run.tag] += sign * run.held
-        self._ghosts[run.tag] += sign * (len(run.keys) - run.held)
-
-    def _adapt(self, tag: int, blocks: int) -> None:
-        other = _AGAIN if tag == _ONCE else _ONCE
-        step = blocks * max(1.0, self._ghosts[other] / max(1, self._ghosts[tag]))
-        target = self._once_target + (step if tag == _ONCE else -step)
+    def _adapt(self, again: bool, blocks: int) -> None:
+        step = blocks * max(1.0, self._ghosts[not again] / max(1, self._ghosts[again]))
+        target = self._once_target + (-step if again else step)
         self._once_target = min(max(target, 0.0), float(self._blocks_max))
 
     def resize(self, run: Run, delta: int) -> None:
         """Keep the counts: blocks move between held and remembered."""
-        self._held[run.tag] += delta
-        self._ghosts[run.tag] -= delta
-
-    def split(self, upper: Run, lower: Run) -> None:
-        """Put the upper part where the lower one is."""
-        upper.tag = lower.tag
+        self._held[run.uses > 1] += delta
+        self._ghosts[run.uses > 1] -= delta
 
     def enter(self, run: Run) -> None:
         """Rank the run in its list."""
-        self._lists[run.tag].enter(run)
+        self._lists[run.uses > 1].enter(run)
 
     def leave(self, run: Run) -> None:
         """Take the run out of its list."""
-        self._lists[run.tag].leave(run)
+        self._lists[run.uses > 1].leave(run)
 
     def victim(self) -> Run | None:
         """Return the oldest of the list that is over its target, or of the other one if that has none."""
-        first = _ONCE if self._held[_ONCE] > self._once_target else _AGAIN
-        return self._lists[first].victim() or self._lists[_ONCE + _AGAIN - first].victim()
+        first = self._held[0] <= self._once_target
+        return self._lists[first].victim() or self._lists[not first].victim()
 
     def forget(self, run: Run, count: int) -> None:
         """Drop the blocks from the counts."""
-        self._ghosts[run.tag] -= count
+        self._ghosts[run.uses > 1] -= count

@@ -28,7 +28,7 @@ _GHOSTS_PER_BLOCK = 16
 # Sessions change over hours: counts fade to a half over this many runs.
 _HALF_LIFE_RUNS = 100_000.0
 # Learn again after so many uses, and later when there are so many times more.
-_LEARN_USES_MIN = 128
+_LEARN_USES_MIN = 16
 _LEARN_SHARE = 100
 # An age is exact to one part in this many.
 _AGE_STEPS = 16
@@ -77,12 +77,15 @@ class ReusePolicy(EvictionPolicy):
 
     splits_tail = True
 
-    def __init__(self, blocks_max: int) -> None:
+    def __init__(self, blocks_max: int, model: HazardModel | None = None) -> None:
+        """model: somebody else's, who counts; what this policy sees is counted too while `counts`."""
         self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
-        self._model = HazardModel(_HALF_LIFE_RUNS)
+        self.model = model or HazardModel(_HALF_LIFE_RUNS)
+        self.counts = True
         self._queues: list[list[_Queue]] = []
-        # (worth, row, age bin, cost class) of every line of candidates; empty ones are passed over.
-        self._ranking: list[tuple[float, int, int, int]] = []
+        # (worth, first run's last use, row, age bin, cost class) of every line of candidates. A line's first run may
+        # have left since: its successor's use is later, so that looking again at the top is enough.
+        self._ranking: list[tuple[float, int, int, int, int]] = []
         self._uses = 0
         self._learn_next = 1
         self._still_uses = 0
@@ -97,7 +100,7 @@ class ReusePolicy(EvictionPolicy):
             trace.queue.runs[run] = None
 
     def _queue(self, kind: Kind) -> _Queue:
-        row = self._model.row(kind)
+        row = self.model.row(kind)
         while len(self._queues) <= row:
             self._queues.append([_Queue(len(self._queues), age_bin) for age_bin in range(AGE_BINS)])
         return self._queues[row][0]
@@ -116,8 +119,8 @@ class ReusePolicy(EvictionPolicy):
         body = path[-2] if has_tail else path[-1]
         for run in path:
             trace: _Trace = run.state
-            if trace.weight:
-                self._model.used[trace.queue.row][trace.queue.age_bin] += trace.weight
+            if trace.weight and self.counts:
+                self.model.used[trace.queue.row][trace.queue.age_bin] += trace.weight
             trace.queue.runs.pop(run, None)
             trace.turn, trace.reach, trace.at_s = turn, use.blocks, self._now_s
             if has_tail and run is path[-1]:
@@ -137,7 +140,7 @@ class ReusePolicy(EvictionPolicy):
         trace.queue, trace.weight = queue, weight
         if weight:
             queue.runs[run] = None
-            self._model.reached[queue.row][0] += weight
+            self.model.reached[queue.row][0] += weight * self.counts
 
     def _tick(self, clock_s: float) -> None:
         """Move the time by which ages are counted, and whoever grew older."""
@@ -178,7 +181,7 @@ class ReusePolicy(EvictionPolicy):
         for run in aged:
             del runs[run]
         old.runs.update(dict.fromkeys(aged))
-        self._model.reached[old.row][old.age_bin] += reached
+        self.model.reached[old.row][old.age_bin] += reached * self.counts
         for cost_class, line in lines.items():
             self._line_up(line, cost_class, old)
             for run in line:
@@ -186,19 +189,20 @@ class ReusePolicy(EvictionPolicy):
 
     def _line_up(self, runs: Sequence[Run], cost_class: int, queue: _Queue) -> None:
         line = queue.candidates[cost_class]
-        if not line:
-            heapq.heappush(self._ranking, self._rank(queue, cost_class))
+        is_new = not line
         line.update(dict.fromkeys(runs))
+        if is_new:
+            heapq.heappush(self._ranking, self._rank(queue, cost_class))
 
     def _learn(self) -> None:
-        self._model.learn()
+        self.model.learn()
         queues = [queue for row in self._queues for queue in row]
         self._ranking = [self._rank(queue, name) for queue in queues for name, line in queue.candidates.items() if line]
         heapq.heapify(self._ranking)
 
-    def _rank(self, queue: _Queue, cost_class: int) -> tuple[float, int, int, int]:
-        worth = self._model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
-        return worth, queue.row, queue.age_bin, cost_class
+    def _rank(self, queue: _Queue, cost_class: int) -> tuple[float, int, int, int, int]:
+        worth = self.model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
+        return worth, next(iter(queue.candidates[cost_class])).last_use, queue.row, queue.age_bin, cost_class
 
     def split(self, upper: Run, lower: Run) -> None:
         """Let the upper part stand for the request: what is used again is a prefix."""
@@ -228,11 +232,15 @@ class ReusePolicy(EvictionPolicy):
     def victim(self) -> Run | None:
         """Return the first candidate of the queue of least worth."""
         while self._ranking:
-            _, row, age_bin, cost_class = self._ranking[0]
-            line = self._queues[row][age_bin].candidates[cost_class]
-            if line:
-                return next(iter(line))
-            heapq.heappop(self._ranking)
+            _, last_use, row, age_bin, cost_class = self._ranking[0]
+            queue = self._queues[row][age_bin]
+            first = next(iter(queue.candidates[cost_class]), None)
+            if first is None:
+                heapq.heappop(self._ranking)
+            elif first.last_use == last_use:
+                return first
+            else:
+                heapq.heapreplace(self._ranking, self._rank(queue, cost_class))
         return None
 
     def forget(self, run: Run, count: int) -> None:
