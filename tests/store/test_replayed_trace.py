@@ -28,7 +28,7 @@ BLOCKS = 24
 
 
 def traced_cache(folder: Path, policy: str, layout: BlockLayout, clock: ManualClock) -> tuple[Cache, MemoryTier]:
-    """Return a cache, not yet opened, whose memory has room for BLOCKS objects and whose disk for all, and its memory."""
+    """Return a cache, not yet opened, with room for BLOCKS objects in memory and for all on disk; and its memory."""
     frame_bytes = -(-object_bytes_max(layout) // 4096) * 4096
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 10_000)
     order = PolicyOrder(policy_named(policy), clock, BLOCKS * frame_bytes, BLOCKS)
