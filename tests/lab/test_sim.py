@@ -80,3 +80,18 @@ def test_bad_arguments_are_refused(trace_file: Path, arguments: list[str], messa
     result = CliRunner().invoke(app, given)
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+def test_several_traces_give_a_line_each(trace_file: Path) -> None:
+    arguments = ["trace", str(trace_file), str(trace_file), "--compare", "--room", "--capacity", "3"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert len(report["rows"]) == 2
+    assert set(report["rows"][0]["hit_rates"]) >= {"lru", "s3fifo", "arc", "reuse", "mix", "belady"}
+    assert report["regret_max"] == max(row["regret"] for row in report["rows"])
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_shrink_prints_a_row_for_each_way_to_spend_the_bytes(trace_file: Path) -> None:
+    report = json.loads(CliRunner().invoke(app, ["shrink", str(trace_file), "--capacity", "4", "--json"]).stdout)
+    assert report["policy"] == "mix"
+    assert {row["kept"] for row in report["rows"]} >= {1, 2, 4}

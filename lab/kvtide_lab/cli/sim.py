@@ -12,7 +12,19 @@ import typer
 from kvtide.cli.report import JsonOption, emit
 from kvtide.evict.policies import POLICIES
 from kvtide_lab.cli.sim_stream import stream
-from kvtide_lab.sim import PROBABILITIES, PromptSetup, WekaReplay, compare, read_trace, run_prompts
+from kvtide_lab.sim import (
+    MADE,
+    MADE_PREFIX,
+    PROBABILITIES,
+    PromptSetup,
+    Trace,
+    WekaReplay,
+    compare,
+    made_trace,
+    read_trace,
+    run_prompts,
+    standing,
+)
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
@@ -23,9 +35,12 @@ from kvtide_lab.sim.report import (
     prompt_report,
     render_fairness,
     render_prompts,
+    render_standings,
     render_trace,
+    standing_report,
     trace_report,
 )
+from kvtide_lab.sim.shrink import render_shrink, run_shrink
 
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
 app.command("stream")(stream)
@@ -33,7 +48,8 @@ app.command("stream")(stream)
 SHARES = ["1%", "3%", "10%", "30%"]
 SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
-DEFAULT_POLICY = "reuse"
+STANDING = ["lru", "slru", "s3fifo", "arc", "score", "reuse"]
+DEFAULT_POLICY = "mix"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
 ClientOption = Annotated[
     list[str] | None,
@@ -44,30 +60,74 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figur
 
 @app.command("trace")
 def trace(
-    file: Annotated[Path, typer.Argument(help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not.")],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not; a folder of sessions' texts; "
+            f"made:NAME, one of {', '.join(MADE)}. Several give a line each; by default all made-up ones do."
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     capacity: Annotated[
         list[str] | None, typer.Option("--capacity", help="Blocks, or as in 3% a share of the unique ones; repeats.")
     ] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
+    room: Annotated[bool, typer.Option("--room", help="Several traces: what room LRU needs for as many hits.")] = False,
     weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a trace; show hit rates between those of LRU and of Belady's bound."""
-    if not file.is_file():
-        raise ValueError(f"no trace at {file}")
+    """Replay traces; show hit rates between those of LRU and of Belady's bound."""
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
-    loaded = read_trace(file, WekaReplay(sessions_max=sessions or None))
+    names = files or [MADE_PREFIX + name for name in MADE]
+    if len(names) > 1:
+        _stand(names, policy, capacity or (SHARES_QUICK if quick else SHARES), sessions, room, as_json)
+        return
+    loaded = _trace(names[0], sessions)
     shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
     report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost))
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
+
+
+def _trace(name: str, sessions: int) -> Trace:
+    if name.startswith(MADE_PREFIX):
+        return made_trace(name.removeprefix(MADE_PREFIX))
+    if not (path := Path(name)).exists():
+        raise ValueError(f"no trace at {name}")
+    return read_trace(path, WekaReplay(sessions_max=sessions or None))
+
+
+def _stand(
+    names: Sequence[str], policy: str, capacity: Sequence[str], sessions: int, room: bool, as_json: bool
+) -> None:
+    """Show a policy beside the fixed ones on several traces."""
+    fixed = [each for each in STANDING if each != policy]
+    standings = []
+    for name in names:
+        loaded = _trace(name, sessions)
+        shares = [_share(each, loaded.unique_blocks) for each in capacity]
+        standings += [standing(loaded, policy, fixed, share, room) for share in shares]
+    emit(standing_report(policy, standings), render_standings, as_json)
+
+
+@app.command("shrink")
+def shrink(
+    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
+    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    capacity: Annotated[list[str] | None, typer.Option("--capacity", help="As for `trace`, in whole blocks.")] = None,
+    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
+    loaded = _trace(file, sessions)
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK]
+    emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
 
 
 @app.command("regions")

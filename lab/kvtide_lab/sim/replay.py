@@ -66,6 +66,22 @@ class Comparison(NamedTuple):
         return (self.result.hit_rate - self.lru_hit_rate) / gap if gap > 0 else None
 
 
+class PolicyStanding(NamedTuple):
+    """One policy at one capacity of one trace, beside the best of the fixed ones.
+
+    `lru_room`: how many times as many blocks LRU needs for as many hits; None if it was not looked for, or has none.
+    """
+
+    trace: str
+    capacity_share: float
+    capacity_blocks: int
+    hit_rates: dict[str, float]
+    best: str
+    regret: float
+    gap_closed: float | None
+    lru_room: float | None
+
+
 def capacity_blocks(trace: Trace, share: float) -> int:
     """Return a share of the trace's unique blocks in blocks, at least one. ValueError unless 0 < share <= 1."""
     if not 0 < share <= 1:
@@ -123,3 +139,26 @@ def compare(
             result = known or replay(trace, policy, blocks_max, weighs_cost=weighs_cost)
             comparisons.append(Comparison(result, share, lru.hit_rate, bound.hit_rate))
     return comparisons
+
+
+def standing(trace: Trace, policy: str, fixed: Sequence[str], share: float, with_room: bool = False) -> PolicyStanding:
+    """Replay a policy and those that it is to be as good as; `lru` is to be one of them."""
+    rows = {row.result.policy: row for row in compare(trace, [*fixed, policy], [share])}
+    hit_rates = {name: row.result.hit_rate for name, row in rows.items()}
+    best = max(fixed, key=lambda name: hit_rates[name])
+    blocks_max = capacity_blocks(trace, share)
+    room = lru_room(trace, rows[policy].result.hit_blocks, blocks_max) if with_room else None
+    regret = hit_rates[best] - hit_rates[policy]
+    return PolicyStanding(trace.name, share, blocks_max, hit_rates, best, regret, rows[policy].gap_closed, room)
+
+
+def lru_room(trace: Trace, hit_blocks: int, blocks_max: int) -> float | None:
+    """Return how many times as many blocks as `blocks_max` LRU needs for so many hits, to one part in 50."""
+    low, high = 0.0, trace.unique_blocks / blocks_max
+    if replay(trace, "lru", trace.unique_blocks).hit_blocks < hit_blocks:
+        return None
+    while high - low > 0.02 * high:
+        middle = (low + high) / 2 if low else high / 2
+        is_enough = replay(trace, "lru", max(1, int(middle * blocks_max))).hit_blocks >= hit_blocks
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvtide_lab.sim.fairness import FairnessReport
 from kvtide_lab.sim.prompts import PromptPoint, PromptSetup
-from kvtide_lab.sim.replay import BELADY, Comparison
+from kvtide_lab.sim.replay import BELADY, Comparison, PolicyStanding
 from kvtide_lab.sim.workload import Trace
 
 if TYPE_CHECKING:
@@ -54,6 +54,27 @@ class TraceReport(msgspec.Struct, frozen=True):
     rows: list[TraceRow]
 
 
+class StandingRow(msgspec.Struct, frozen=True):
+    """A policy at one capacity of one trace: `regret` is what the best fixed policy hits more."""
+
+    trace: str
+    capacity_share: float
+    capacity_blocks: int
+    hit_rates: dict[str, float]
+    best: str
+    regret: float
+    gap_closed: float | None
+    lru_room: float | None
+
+
+class StandingReport(msgspec.Struct, frozen=True):
+    """A policy beside fixed ones on several traces."""
+
+    policy: str
+    regret_max: float
+    rows: list[StandingRow]
+
+
 class PromptReport(msgspec.Struct, frozen=True):
     """Both figures of the report's experiment; `identical` is its case of one single prompt."""
 
@@ -90,6 +111,29 @@ def render_trace(report: TraceReport) -> Table:
         saved = "" if row.saved_s_share is None else f"{row.saved_s_share:.4f}"
         capacity = f"{100 * row.capacity_share:g} % = {row.capacity_blocks:,}"
         table.add_row(capacity, row.policy, f"{row.hit_rate:.4f}", gap, saved, bar, end_section=row.policy == BELADY)
+    return table
+
+
+def standing_report(policy: str, standings: Sequence[PolicyStanding]) -> StandingReport:
+    """Return what `kvtide-lab sim trace --compare --json` prints of several traces."""
+    rows = [StandingRow(*each) for each in standings]
+    return StandingReport(policy, max((row.regret for row in rows), default=0.0), rows)
+
+
+def render_standings(report: StandingReport) -> Table:
+    """Return a line for each trace and capacity; `room` is how much more LRU needs for the same hits."""
+    title = f"{report.policy}: at most {report.regret_max:.4f} below the best fixed policy"
+    table = Table(title=title, padding=(0, 0))
+    for column in ("trace", "size", "lru", "best fixed", report.policy, "bound", "regret", "gap", "room"):
+        table.add_column(column, justify="left" if column == "trace" else "right", no_wrap=True)
+    for at, row in enumerate(report.rows, 1):
+        rates = {name: f"{rate:.4f}".lstrip("0") for name, rate in row.hit_rates.items()}
+        gap = "" if row.gap_closed is None else f"{max(-9.99, row.gap_closed):+.2f}"
+        room = "" if row.lru_room is None else f"{row.lru_room:.2f}"
+        is_last = at == len(report.rows) or report.rows[at].trace != row.trace
+        cells = (rates["lru"], f"{row.best} {rates[row.best]}", rates[report.policy], rates[BELADY])
+        place = (row.trace.removeprefix("mooncake_").split(".")[0], f"{100 * row.capacity_share:g}%")
+        table.add_row(*place, *cells, f"{row.regret:+.4f}".replace("0.", "."), gap, room, end_section=is_last)
     return table
 
 

@@ -61,6 +61,16 @@ class WekaReplay(NamedTuple):
     join: int = 8
 
 
+# Sessions of texts: a block is this much of one, as many tokens as English has in it.
+TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 256, 64
+_TEXT_GAP_S = 30.0
+
+
+class _Text(msgspec.Struct):
+    timestamp: int
+    input: str
+
+
 class _HashIds(msgspec.Struct):
     timestamp: float
     hash_ids: list[int]
@@ -81,12 +91,14 @@ def tenant_namespace(tenant: str) -> Namespace:
 
 
 def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
-    """Read a trace, gzipped or not, in the format that its first line shows.
+    """Read a trace, gzipped or not, in the format that its first line shows; of a folder the texts in it.
 
     Mooncake: `timestamp` (ms) and `hash_ids` of 512-token blocks. Qwen-Bailian: the same with `chat_id`, in seconds and
     blocks of 16 tokens, its `type` taken as the tenant. WEKA compact: `sid`, `t` (s), run-length blocks `h`, its
     `model` taken as the tenant. ValueError, with the line, for anything else.
     """
+    if path.is_dir():
+        return build_trace(path.name, TEXT_BLOCK_TOKENS, _text_sources(path))
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
@@ -104,6 +116,17 @@ def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
         sources = _weka_sources((_decode(line, _Weka, path) for line in everything), replay)
         return build_trace(path.name, 64 * replay.join, sources)
     raise ValueError(f"{path.name}: line 1 is of no known trace format; it has the fields {', '.join(sorted(head))}")
+
+
+def _text_sources(folder: Path) -> Iterator[TraceSource]:
+    """Yield the requests of sessions of texts (`timestamp` in microseconds, `input`), a file each, started in turn."""
+    for number, path in enumerate(sorted(folder.glob("*.jsonl*"))):
+        rows = sorted((_decode(line, _Text, path) for line in _lines(path)), key=lambda row: row.timestamp)
+        for row in rows:
+            text, at_s = row.input.encode(), number * _TEXT_GAP_S + (row.timestamp - rows[0].timestamp) / 1e6
+            stop = len(text) - len(text) % TEXT_BLOCK_BYTES
+            blocks = [text[i : i + TEXT_BLOCK_BYTES] for i in range(0, stop, TEXT_BLOCK_BYTES)]
+            yield TraceSource(at_s, _DEFAULT_TENANT, blocks)
 
 
 def _chained_lines(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
