@@ -10,6 +10,7 @@ from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide_lab.sim.belady import belady_hits
+from kvtide_lab.sim.learned import LEARNED
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
 BELADY = "belady"
@@ -103,7 +104,7 @@ def replay(trace: Trace, policy: str, blocks_max: int, weighs_cost: bool = False
     ValueError for an unknown policy.
     """
     clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
-    index = RadixIndex(clock, policy_named(policy), blocks_max)
+    index = RadixIndex(clock, LEARNED.get(policy) or policy_named(policy), blocks_max)
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
     requests: Counter[str] = Counter()
     blocks: Counter[str] = Counter()

@@ -7,7 +7,7 @@ A session is in the sample as a whole: a run that is hung below one of few uses 
 many share its own first key decides.
 
 Worst case: over any stretch the ruler's shadow hits at most SWITCH_GAIN of the blocks less than the best one, beside
-_GRANTED_REQUESTS and what fades; a switch costs a hit for each block at most that the new ruler's shadow held and the
+what is granted and what fades; a switch costs a hit for each block at most that the new ruler's shadow held and the
 cache did not.
 """
 
@@ -33,8 +33,10 @@ SWITCH_GAIN = 0.002
 # Hits fade to a half over requests of as many blocks as this many caches hold, and not before so many requests.
 _HALF_LIFE_CACHES = 8
 _HALF_LIFE_REQUESTS_MIN = 1024
-# Hits that the ruler is granted beyond what was seen, in mean requests: a few of them prove nothing.
+# Hits that the ruler is granted beyond that, in mean requests (a few of them prove nothing) and as a share of the
+# shadow's blocks (that many may be missing after a switch).
 _GRANTED_REQUESTS = 5.0
+_GRANTED_SHARE = 0.05
 # What hangs below a run of more uses than this is a prompt of its own.
 _SHARED_USES = 8
 _HASHES = 1 << 32
@@ -112,6 +114,7 @@ class MixPolicy(EvictionPolicy):
         self._shadows |= {name: RadixIndex(self._clock, of, shadow_blocks) for name, of in others_of.items()}
         self._hits = dict.fromkeys(self._shadows, 0.0)
         self._asked = self._requests = 0.0
+        self._granted_blocks = _GRANTED_SHARE * shadow_blocks
         self._half_life_blocks = max(1, _HALF_LIFE_CACHES * shadow_blocks)
         self._hashes_sampled = _HASHES * shadow_blocks // max(1, blocks_max)
         # Whether their prompts are in the sample.
@@ -159,7 +162,7 @@ class MixPolicy(EvictionPolicy):
             self._hits[name] = faded * self._hits[name] + len(shadow.match(keys).blocks)
         self._replay(_namespace(path[0]), keys, None)
         best = max(self._hits, key=self._hits.__getitem__)
-        granted = self._asked * (SWITCH_GAIN + _GRANTED_REQUESTS / self._requests)
+        granted = self._asked * (SWITCH_GAIN + _GRANTED_REQUESTS / self._requests) + self._granted_blocks
         if self._hits[best] > self._hits[self.ruler] + granted:
             self._crown(best)
 
