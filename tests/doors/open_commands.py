@@ -226,6 +226,22 @@ LAB = (
         "tests/lab/test_sim.py::test_trace_prints_hit_rates_between_lru_and_bound",
     ),
     Capability(
+        "policies on several traces",
+        "kvtide-lab sim trace FILE FILE made:loop --compare --room",
+        _MEASURE,
+        "made-up traces",
+        Source.OURS,
+        "tests/lab/test_sim.py::test_several_traces_give_a_line_each",
+    ),
+    Capability(
+        "refinements leave before blocks, simulated",
+        "kvtide-lab sim shrink FILE",
+        _MEASURE,
+        "a made-up trace",
+        Source.OURS,
+        "tests/lab/test_sim.py::test_shrink_prints_a_row_for_each_way_to_spend_the_bytes",
+    ),
+    Capability(
         "regions, simulated",
         "kvtide-lab sim regions",
         _MEASURE,

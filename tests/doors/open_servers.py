@@ -55,8 +55,17 @@ STORES = (
     Capability("what leaves the disk first", "disk:///var/cache/kvtide?policy=…", _LEAVES, _PROCESS, Source.OURS),
     Capability("the report's pool of freed blocks", "?policy=pool", _LEAVES, _PROCESS, Source.PREFIX),
     Capability(
+        "the best of several policies",
+        "?policy=mix",
+        _LEAVES,
+        "memory and disk beside the simulator",
+        Source.OURS,
+        "tests/store/test_replayed_trace.py"
+        "::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk",
+    ),
+    Capability(
         "policies as simulated",
-        "?policy= slru arc s3fifo sieve reuse gdsf",
+        "?policy= slru arc s3fifo sieve reuse gdsf mix",
         _LEAVES,
         "memory tier beside the simulator",
         Source.OURS,

@@ -26,7 +26,7 @@ from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 REQUEST_BLOCKS = 64
 TURN_BLOCKS = 16
 BLOCKS_SMALL, BLOCKS_LARGE = 10_000, 1_000_000
-POLICIES_FULL, POLICIES_QUICK = ("lru", "arc", "s3fifo", "reuse"), ("lru", "reuse")
+POLICIES_FULL, POLICIES_QUICK = ("lru", "arc", "s3fifo", "reuse", "mix"), ("lru", "mix")
 # The one that the cache's own index uses.
 DEFAULT_POLICY = "lru"
 MEASURED_BLOCKS_FULL, MEASURED_BLOCKS_QUICK = 400_000, 200_000

@@ -82,7 +82,7 @@ def trace(
     """Replay traces; show hit rates between those of LRU and of Belady's bound."""
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
-    names = files or [MADE_PREFIX + name for name in MADE]
+    names = files or [MADE_PREFIX + name for name in MADE][: 2 if quick else None]
     if len(names) > 1:
         _stand(names, policy, capacity or (SHARES_QUICK if quick else SHARES), sessions, room, as_json)
         return
@@ -122,11 +122,12 @@ def shrink(
     policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     capacity: Annotated[list[str] | None, typer.Option("--capacity", help="As for `trace`, in whole blocks.")] = None,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
     loaded = _trace(file, sessions)
-    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK]
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
     emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
 
 

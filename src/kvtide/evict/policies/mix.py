@@ -90,7 +90,9 @@ class _Follower(EvictionPolicy):
         """Return the first candidate that the shadow does not hold; if it holds all, all shadows give up as many."""
         while self._end_of and not self._doomed:
             given_up = [(shadow, shadow.victims(1)) for shadow in self._shadows]
-            self.give_up(next(keys for shadow, keys in given_up if shadow is self._shadow))
+            keys = next(keys for shadow, keys in given_up if shadow is self._shadow)
+            assert keys, "what an empty shadow does not hold is doomed"
+            self.give_up(keys)
         return next(iter(self._doomed), None)
 
     def spared(self, run: Run) -> int:
