@@ -13,7 +13,7 @@ def test_every_policy_is_measured_at_both_sizes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench, "KEY_TOKENS", 1600)
     result = bench.run(quick=True)
     assert [(row.policy, row.resident_blocks) for row in result.rows] == [
-        (policy, blocks) for policy in ("lru", "reuse") for blocks in (500, 2000)
+        (policy, blocks) for policy in ("lru", "mix") for blocks in (500, 2000)
     ]
     assert result.ns_per_block == result.rows[1].ns_per_block > 0
     assert result.growth == result.ns_per_block / result.rows[0].ns_per_block
