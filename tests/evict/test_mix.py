@@ -74,3 +74,12 @@ def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
     hits(index, clock, [(7,), (8,)])
     assert not index.match(strange).blocks
     index.check()
+
+
+def test_costs_and_values_reach_the_shadows() -> None:
+    policy = policy_named("mix")(8)
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(ManualClock(), lambda _: policy, 8)
+    index.insert(namespace(), chain(1, 2), value=3.0, cost=5.0)
+    for shadow in policy._shadows.values():
+        assert {(run.value, run.given_cost) for run in shadow._tree.runs()} == {(3.0, 5.0)}

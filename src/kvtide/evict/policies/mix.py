@@ -147,7 +147,7 @@ class MixPolicy(EvictionPolicy):
             is_sampled = zlib.crc32(run.keys[0]) < self._hashes_sampled
             self._runs[run] = self._runs[before] if before is not None and is_below else is_sampled
         elif self._runs[run]:
-            self._replay(_namespace(run), run.keys[-count:], run.keys[-count - 1])
+            self._replay(run, run.keys[-count:], run.keys[-count - 1])
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Replay a sampled request through the shadows; let the best one rule."""
@@ -162,16 +162,18 @@ class MixPolicy(EvictionPolicy):
         self._requests = faded * self._requests + 1
         for name, shadow in self._shadows.items():
             self._hits[name] = faded * self._hits[name] + len(shadow.match(keys).blocks)
-        self._replay(_namespace(path[0]), keys, None)
+        self._replay(path[-1], keys, None)
         best = max(self._hits, key=self._hits.__getitem__)
         granted = self._asked * (SWITCH_GAIN + _GRANTED_REQUESTS / self._requests) + self._granted_blocks
         if self._hits[best] > self._hits[self.ruler] + granted:
             self._crown(best)
 
-    def _replay(self, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+    def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        """Tell the shadows of keys that end with a run: what is new of them is like it."""
+        namespace = _namespace(end)
         for name, shadow in self._shadows.items():
             try:
-                given_up = shadow.insert(namespace, keys, parent)
+                given_up = shadow.insert(namespace, keys, parent, value=end.value, cost=end.given_cost)
             except ValueError as error:
                 # A shadow remembers other blocks than the cache: keys that are no chain can come to light here alone.
                 _log.debug("no prefix: %s", error)
