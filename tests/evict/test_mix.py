@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -83,3 +84,20 @@ def test_costs_and_values_reach_the_shadows() -> None:
     index.insert(namespace(), chain(1, 2), value=3.0, cost=5.0)
     for shadow in policy._shadows.values():
         assert {(run.value, run.given_cost) for run in shadow._tree.runs()} == {(3.0, 5.0)}
+
+
+def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SHADOW_BLOCKS_MAX", 8)
+    monkeypatch.setattr(mix, "FORGOTTEN_MAX", 4)
+    policy, clock = policy_named("mix")(40), ManualClock()
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 40)
+    hits(index, clock, [(number, 1, 2, 3) for number in range(300)])
+    policy._crown("lru")
+    known = [index.stats().known_blocks]
+    for number in range(300, 460):
+        hits(index, clock, [(number, 1, 2, 3)])
+        known.append(index.stats().known_blocks)
+    # What a request brings and what it forgets; runs of up to three blocks go as a whole.
+    assert max(before - after for before, after in itertools.pairwise(known)) <= 4 + 3
+    assert known[0] > 600 > known[-1] == 40

@@ -37,6 +37,8 @@ _HALF_LIFE_REQUESTS_MIN = 1024
 # shadow's blocks (that many may be missing after a switch).
 _GRANTED_REQUESTS = 5.0
 _GRANTED_SHARE = 0.05
+# Evicted blocks that are forgotten a request when a policy rules that remembers fewer: the lock is not held for long.
+FORGOTTEN_MAX = 1024
 # What hangs below a run of more uses than this is a prompt of its own.
 _SHARED_USES = 8
 _HASHES = 1 << 32
@@ -131,11 +133,7 @@ class MixPolicy(EvictionPolicy):
         else:
             self._reuse = ReusePolicy(blocks_max, shadowed.model)
             self._live = [self._reuse]
-
-    @property
-    def ghost_blocks_max(self) -> int:  # type: ignore[override]
-        """Remember what the ruler would."""
-        return self._live[-1].ghost_blocks_max
+        self.ghost_blocks_max = self._live[-1].ghost_blocks_max
 
     def adopt(self, run: Run, count: int) -> None:
         """Sample a new run or not; let the shadows grow one that grows."""
@@ -153,6 +151,7 @@ class MixPolicy(EvictionPolicy):
         """Replay a sampled request through the shadows; let the best one rule."""
         for policy in self._live:
             policy.touch(path, use)
+        self.ghost_blocks_max = max(self._live[-1].ghost_blocks_max, self.ghost_blocks_max - FORGOTTEN_MAX)
         if not self._runs[path[-1]]:
             return
         self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
