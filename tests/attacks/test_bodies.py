@@ -14,7 +14,7 @@ from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.errors import QueueFull
-from kvtide.server.http.bodies import BodyBuffers
+from kvtide.server.http.exchange import BodyBuffers
 from kvtide.server.settings import ProgressBudget, ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until

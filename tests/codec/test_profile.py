@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published.cachegen import PROFILE_KINDS, ProfileFitter
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import pack_object, parse_object
 

@@ -17,9 +17,9 @@ from kvtide.codec import Codec
 from kvtide.codec.packed import PackedCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.profiles import installed_profiles
+from kvtide.engines import installed_profiles
 from kvtide.errors import UnencodableBlock
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 
 FLOAT16, BFLOAT16, FLOAT32 = KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FLOAT32
 LARGEST = {FLOAT16: 0x7BFF, BFLOAT16: 0x7F7F, FLOAT32: 0x7F7FFFFF}

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 
-from kvtide.codec.entropy import EntropyTables, PrefixCoder, RansCoder, Runs, Streams
+from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams
 from kvtide.codec.entropy.rans import rans_paths
+from kvtide.codec.published.integers import PrefixCoder
 
 TABLES = 128
 RUN_SYMBOLS = 256

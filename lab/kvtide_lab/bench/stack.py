@@ -20,9 +20,9 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.evict.ranking import FrequencyRanking
 from kvtide.tier import Ranking, ScoreRanking
+from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
 from kvtide_lab.wrapped import Counting

@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.looking import DEFAULT_STORE, StoreOption, below_seal, looking_at
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
 from kvtide.explain import Explanation, MatchVerdict, weigh

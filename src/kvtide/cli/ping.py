@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.looking import listed, looking_at, rows_of
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
+from kvtide.cli.store import listed, looking_at, rows_of
 from kvtide.clock import Clock, SystemClock
 from kvtide.tier import ObjectInfo, Tier
 from kvtide.types import BlockKey, Namespace, ObjectId

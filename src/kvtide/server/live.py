@@ -13,8 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.server.auth import Gate
-from kvtide.server.proxies import Proxies
+from kvtide.server.auth import Gate, Proxies
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.server.auth import tenants_named
+from kvtide.server.auth import ProxyHeader, read_proxy_header, tenants_named
 from kvtide.server.gateway import Gateway
 from kvtide.server.http import (
     AllowedHosts,
@@ -42,7 +42,6 @@ from kvtide.server.member import Member
 from kvtide.server.names import Listing, Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.observe import AccessLog, Health, Observability, Observatory, Outlook
-from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.regions import RecordRequests, Records, Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler

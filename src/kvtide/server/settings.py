@@ -17,8 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.config import Limits
-from kvtide.server.auth import Grant
-from kvtide.server.proxies import Proxies, ProxyHeader
+from kvtide.server.auth import Grant, Proxies, ProxyHeader
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path

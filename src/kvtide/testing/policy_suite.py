@@ -16,7 +16,7 @@ from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOf
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.types import BlockKey
 
 __all__ = ["PolicySuite", "chain"]

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.tier import Tier
 from kvtide.tier.base import Batched
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind

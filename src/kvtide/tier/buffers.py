@@ -16,6 +16,8 @@ from kvtide.tier.base import Buffer
 
 __all__ = ["aligned_buffer", "copy_bytes"]
 
+# Buffers, records and direct reads are aligned to this; every disk that we know takes it.
+ALIGN_BYTES = 4096
 # Whoever holds a buffer does one transfer; one that takes longer than this hangs.
 LEASE_WAIT_S_MAX = 30.0
 _HUGE_PAGE_BYTES = 2 << 20

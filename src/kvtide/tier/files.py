@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.base import Buffer
-from kvtide.tier.record import PAGE_BYTES
+from kvtide.tier.buffers import ALIGN_BYTES
 
 _MODE = 0o644
 
@@ -219,7 +219,7 @@ class Files:
     def _rest(self, descriptor: int, parts: Sequence[Buffer], count: int) -> list[Buffer]:
         """Return what a transfer of `count` bytes left over."""
         rest: list[Buffer] = []
-        if count % PAGE_BYTES:
+        if count % ALIGN_BYTES:
             # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
             self.use_page_cache(descriptor)
         for part in parts:

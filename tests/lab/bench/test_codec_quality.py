@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate.judge import QualityJudge
-from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import codec_quality
 from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run

@@ -8,7 +8,7 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
-from kvtide.codec.published.fit import ProfileFitter
+from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.plan import PrefillSpeed

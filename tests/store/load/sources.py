@@ -19,7 +19,7 @@ from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job
 from kvtide.store.placing import FaultGuard
-from kvtide.testing.strategies import block_meta
+from kvtide.testing import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, TierStats
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.source import Take, read_range_of_any

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
-from kvtide.codec.published.chunkwise import ChunkwiseCodec
+from kvtide.codec.published.cachegen import ChunkwiseCodec
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 

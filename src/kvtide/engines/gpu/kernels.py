@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.config import cache_home
-from kvtide.engines.gpu.cubins import kept_kernels
+from kvtide.engines.gpu.program import kept_kernels
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 

@@ -26,8 +26,7 @@ from kvtide.engines.gpu.kernels import Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_jobs import PARTS, SECTION, extent_of
-from kvtide.engines.gpu.tide_model import TILE, DeviceModel
-from kvtide.engines.gpu.tide_sums import TOKEN_BYTES, loud_columns, per_token, seen_of
+from kvtide.engines.gpu.tide_model import TILE, TOKEN_BYTES, DeviceModel, loud_columns, per_token, seen_of
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 

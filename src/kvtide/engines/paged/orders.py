@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvtide.engines.settings import StreamOrder
 from kvtide.types import BlockKey, ObjectId
 
 
@@ -13,13 +14,6 @@ class BlockRef(NamedTuple):
     ids: tuple[ObjectId, ...]
     parents: tuple[BlockKey, ...]
     start: int
-
-
-class StreamOrder(NamedTuple):
-    """When a streamed load ends: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
-
-    within_s: float
-    quality: float | None = None
 
 
 class LoadOrder(NamedTuple):

@@ -12,8 +12,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, StreamOrder, WorkerReport
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
+from kvtide.engines.settings import StreamOrder
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
 from kvtide.types import BlockKey

@@ -16,15 +16,9 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.loads import PageLoad, StreamedPages
-from kvtide.engines.paged.orders import (
-    BlockRef,
-    LoadTiming,
-    StepCommands,
-    StoreOrder,
-    StreamOrder,
-    WorkerReport,
-)
+from kvtide.engines.paged.orders import BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import LayeredPages, PagePool
+from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole

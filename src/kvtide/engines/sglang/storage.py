@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout
+from kvtide.engines.chunks import ChunkStore, chunk_layout
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 
 # What the factory reads of the options, or hands to every backend; the rest is ours.

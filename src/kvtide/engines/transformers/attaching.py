@@ -39,7 +39,7 @@ def attach(
 
     store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
     default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
-    the first of the `profiles` that fits the model. Tide needs one (`engines.profiles.installed_profiles()` lists
+    the first of the `profiles` that fits the model. Tide needs one (`engines.installed_profiles()` lists
     them), others keep tables in payloads without.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a

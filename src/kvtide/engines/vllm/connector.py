@@ -25,16 +25,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, LayeredCodec
 from kvtide.config import Limits
-from kvtide.engines.paged import (
-    ConnectorSettings,
-    LoadOutcome,
-    ScheduledRequest,
-    SchedulerHalf,
-    StepCommands,
-    WorkerHalf,
-    WorkerReport,
-)
-from kvtide.engines.profiles import installed_profiles
+from kvtide.engines import installed_profiles
+from kvtide.engines.paged import LoadOutcome, ScheduledRequest, SchedulerHalf, StepCommands, WorkerHalf, WorkerReport
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import page_pool, served_model
 from kvtide.engines.vllm.stats import LoadMetrics, LoadStats
 from kvtide.store import Cache, cache_for

@@ -1,7 +1,6 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
-from kvtide.server.http.bodies import BodyBuffers, receive, take_buffer
-from kvtide.server.http.connection import Connection
+from kvtide.server.http.connection import Connection, Mover
 from kvtide.server.http.doors import (
     ConnectionLimits,
     Guest,
@@ -12,8 +11,7 @@ from kvtide.server.http.doors import (
     listener_on,
     turn_away,
 )
-from kvtide.server.http.exchange import AllowedHosts, Exchange, Headers, Reception
-from kvtide.server.http.mover import Mover
+from kvtide.server.http.exchange import AllowedHosts, BodyBuffers, Exchange, Headers, Reception, receive, take_buffer
 from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Rates, Shares, Turns, Workers
 

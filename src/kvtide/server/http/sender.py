@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
-from kvtide.server.http.connection import Connection
-from kvtide.server.http.mover import Body, BodyProgress, Following
+from kvtide.server.http.connection import Body, BodyProgress, Connection, Following
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice

@@ -22,12 +22,11 @@ from kvtide.server.regions.central import CentralRecords, Recovery
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
 from kvtide.tier import Repeater
-from kvtide.tier.base import Batched, Buffer, Tier
+from kvtide.tier.base import Batched, Buffer, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.records import records_clients
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER

@@ -22,8 +22,8 @@ from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.disk.checkpoint import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.disk.directory import side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
+from kvtide.tier.disk.record import RecordState, stamp_ms
 from kvtide.tier.files import Files
-from kvtide.tier.record import RecordState, stamp_ms
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import NO_LABEL
 

@@ -1,8 +1,7 @@
 """Objects on a kvtide server."""
 
-from kvtide.tier.http.connection import HttpAnswer, Patience
+from kvtide.tier.http.connection import HttpAnswer, Patience, servers_of
 from kvtide.tier.http.peer import Call, Peer, PeerSettings
-from kvtide.tier.http.servers import servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX, HttpTier, http_tier
 
 __all__ = [

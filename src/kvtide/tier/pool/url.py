@@ -16,8 +16,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
-from kvtide.tier.pool.etcd import EtcdAccess, EtcdMembership
-from kvtide.tier.pool.membership import DnsMembership, FileMembership, Membership, StaticMembership, server_at
+from kvtide.tier.pool.membership import (
+    DnsMembership,
+    EtcdAccess,
+    EtcdMembership,
+    FileMembership,
+    Membership,
+    StaticMembership,
+    server_at,
+)
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier
 

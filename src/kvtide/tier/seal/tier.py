@@ -42,12 +42,12 @@ from kvtide.tier.base import (
     Replacing,
     Tier,
     TierStats,
+    WrappedTier,
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
 from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
 from kvtide.tier.source import Take, read_range
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
 from kvtide.wire import pack_around, parse_header
 
