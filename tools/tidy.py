@@ -25,7 +25,7 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
-    *("tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.records"),
+    *("tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.http.records"),
     *(
         "tier.source",
         "store.repack",

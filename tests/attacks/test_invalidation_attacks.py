@@ -19,12 +19,12 @@ from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_id, read_all
 from kvtide.tier.base import Buffer, WrappedTier
 from kvtide.tier.disk.tier import DiskTier
+from kvtide.tier.http.records import raise_generation, records_clients
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.membership import StaticMembership, server_at
 from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.records import raise_generation, records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind

@@ -60,10 +60,9 @@ def test_blocks_at_the_end_of_the_range_come_back_finite(dtype: KVDtype, is_alte
     bits = np.full(layout.shape, LARGEST[dtype], dtype=layout.bits_dtype)
     if is_alternating:
         bits[:, :, ::2] |= SIGN[dtype]
-    for codec in codecs(layout):
-        for position in (0, 3):
-            out = decoded(codec, layout, bits, position)
-            assert out is None or is_finite(out, dtype), codec.codec_id
+    outs = [decoded(codec, layout, bits, position) for codec in codecs(layout) for position in (0, 3)]
+    assert all(is_finite(out, dtype) for out in outs if out is not None)
+    assert any(out is not None for out in outs), "every codec refused: nothing was tried"
 
 
 @given(

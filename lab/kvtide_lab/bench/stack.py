@@ -17,9 +17,8 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.evict import RankedOrder, RecencyRanking
+from kvtide.evict import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.evict.ranking import FrequencyRanking
-from kvtide.tier import Ranking, ScoreRanking
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

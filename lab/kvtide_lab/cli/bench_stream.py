@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit, progress_bars
-from kvtide.config import leave_a_core
+from kvtide_lab.config import leave_a_core
 from kvtide_lab.sim.links import Link, link_named, read_link
 
 MBIT = 1e6 / 8

@@ -18,14 +18,7 @@ import typer
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server import (
-    Member,
-    Service,
-    SettingsFile,
-    backing_for,
-    new_token,
-    token_digest,
-)
+from kvtide.server import Service, SettingsFile, backing_for, new_token, token_digest
 from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.settings import (
     DEFAULT_LISTEN,
@@ -37,8 +30,8 @@ from kvtide.server.settings import (
     read_settings,
     take_descriptors,
 )
-from kvtide.tier.pool import PoolServer, membership_of
-from kvtide.tier.records import RecordsClient, backed_up, raise_generation, records_clients, restore
+from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
+from kvtide.tier.pool import Member, PoolServer, membership_of
 from kvtide.wire.records import Record, RecordKind, RecordName, record_name
 
 

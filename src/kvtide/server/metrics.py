@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvtide.outcomes import Choice, Decided
 from kvtide.server.scheduler import Scheduler
-from kvtide.tier import TierStats
-from kvtide.types import Namespace
+from kvtide.types import Namespace, TierStats
 
 # Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
 OTHER_TENANTS = "(others)"

@@ -18,6 +18,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LevelledCodec, Profile
 from kvtide.config import Limits
+from kvtide.evict import Ranking
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import DecisionCounter, decisions_text
 from kvtide.plan import Judge
@@ -25,10 +26,10 @@ from kvtide.store.judging import read_judge, write_judge
 from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
-from kvtide.tier import Ranking, TierStats, stack_of
+from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, wants_latest
+from kvtide.types import ObjectId, TierStats, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.ram.device import DeviceMemory

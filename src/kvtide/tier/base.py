@@ -24,8 +24,7 @@ __all__ = [
     "LentObject",
     "Replacing",
     "Reporting",
-    "Tier",
-    "TierStats",
+    "WrappedTier",
     "is_lender",
 ]
 

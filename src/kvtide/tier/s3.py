@@ -30,10 +30,10 @@ from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _Result = TypeVar("_Result")
 

@@ -15,6 +15,8 @@ from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
+__all__ = ["RangeSource", "read_heads"]
+
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
 Take = Callable[[memoryview], bool]

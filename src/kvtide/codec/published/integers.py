@@ -243,16 +243,6 @@ def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
     return planes
 
 
-def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
-    """Return the numbers that `encode_integers` coded: (streams, runs, symbols).
-
-    CorruptPayload unless `data` is exactly that, or if it needs shared distributions and there are none.
-    """
-    coded = CodedIntegers.parse(data, runs.streams)
-    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
-    return found
-
-
 def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distribution: Distribution) -> Integers:
     """Return the numbers of several pieces with the same runs and distributions: (pieces, streams, runs, symbols).
 

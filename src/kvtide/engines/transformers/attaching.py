@@ -14,9 +14,9 @@ from kvtide.engines.transformers.fingerprint import NamespaceSettings, model_lay
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.selective import SELECTED_QUALITY, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamSettings
+from kvtide.evict import ScoreRanking
 from kvtide.plan import CHUNK_TOKENS
 from kvtide.store import cache_for
-from kvtide.tier import ScoreRanking
 
 
 def attach(

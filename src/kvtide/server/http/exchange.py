@@ -173,11 +173,12 @@ class AllowedHosts:
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
-    def __init__(self, live: Live, doors: ConnectionLimits, turns: Turns, sites: AllowedHosts) -> None:
+    def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop, is_checked: bool) -> None:
+        """is_checked: web pages of other sites may not ask, see AllowedHosts."""
         self._live = live
-        self._sites = sites
+        self._sites = AllowedHosts(is_checked)
         self._doors = doors
-        self._turns = turns
+        self._turns = Turns(loop)
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
         self._stranger_rates = Rates(lambda: live.limits.stranger_requests_s_max)
 

@@ -16,7 +16,6 @@ import kvtide
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import Scope
 from kvtide.server.http import Exchange, Workers
-from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.names import Names
 from kvtide.server.observe.access import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
@@ -32,10 +31,11 @@ from kvtide.server.observe.status import (
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Region
 from kvtide.server.scheduler import Scheduler
-from kvtide.tier import Tier, TierStats
+from kvtide.tier import Tier
 from kvtide.tier.base import Reporting
+from kvtide.tier.pool import Member
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, NamedId, Namespace, ObjectId
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, TierStats
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse_request_head
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records
 from kvtide.tier import LastingFault, Repeater
-from kvtide.tier.records import RecordsClient, backed_up, raise_to
+from kvtide.tier.http.records import RecordsClient, backed_up, raise_to
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
 

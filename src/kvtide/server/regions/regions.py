@@ -25,7 +25,7 @@ from kvtide.tier import Repeater
 from kvtide.tier.base import Batched, Buffer, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import PeerSettings, http_tier
-from kvtide.tier.records import records_clients
+from kvtide.tier.http.records import records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality

@@ -19,9 +19,9 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder, RankedOrder
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, Offer, OnRemoved, Removals, TierStats
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, Offer, OnRemoved, Removals
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import object_label
 
 FramesT = TypeVar("FramesT", bound="Frames")

@@ -41,14 +41,13 @@ from kvtide.tier.base import (
     Recorded,
     Replacing,
     Tier,
-    TierStats,
     WrappedTier,
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
 from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
 from kvtide.tier.source import Take, read_range
-from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
+from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.files import Files
-from kvtide.tier.records import RecordsClient
+from kvtide.tier.http.records import RecordsClient
 from kvtide.tier.stack.generations import Generations
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire.records import RecordKind

@@ -16,11 +16,11 @@ from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 REDIRECTS_MAX = 5
 # Commands under way on one connection, and servers that are asked at the same time, in batches.

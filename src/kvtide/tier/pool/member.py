@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from kvtide.tier.pool import EtcdMembership, Membership, Placement, PoolMap, PoolServer, Watcher
+from kvtide.tier.pool.membership import EtcdMembership, Membership, Watcher
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.types import BlockKey
 
 _CLOSE_S_MAX = 5.0
