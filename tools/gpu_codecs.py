@@ -1,4 +1,4 @@
-"""What tools/gpu.py times of whole codecs: objects to pages and back, checked against the processor's."""
+"""Whole codecs that tools/gpu.py times: objects to pages and back, checked against the processor's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How fast the entropy coders are: one pinned core, 128 tables switching every 256 symbols, fp16 out, DRAM to DRAM.
+"""Speed of the entropy coders: one pinned core, 128 tables switching every 256 symbols, fp16 out, DRAM to DRAM.
 
 Speed is in 10^9 symbols a second, median of repeats with the 10th and 90th percentile beside it.
 """

@@ -1,4 +1,4 @@
-"""What stands beside kvtide in the engine bench: how each is configured, started and waited for."""
+"""The contenders beside kvtide in the engine bench: how each is configured, started and waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `codec-quality` judges: every codec, level, coder, place of distributions, and quality asked for."""
+"""The cases of `codec-quality`: every codec, level, coder, place of distributions, and quality asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each promotion policy keeps in the fast tiers, on a replayed trace: hit ratio for each tier and bytes moved.
+"""The fast tiers under each promotion policy, on a replayed trace: hit ratio by tier and bytes moved.
 
 Every policy replays the same requests on the real stack: a device and a memory position, and a store with a full copy.
 Objects are small, so that the sizes of the tiers in blocks are what they would be and bytes are scaled afterwards.

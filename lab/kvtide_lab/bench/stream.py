@@ -46,7 +46,7 @@ _LATE = 0.1
 
 
 class StreamSize(NamedTuple):
-    """How much is measured. repeats: in the mean. slo_share: the SLO, as a share of recomputing all."""
+    """The amount of measuring. repeats: in the mean. slo_share: the SLO, as a share of recomputing all."""
 
     context_tokens: int
     repeats: int

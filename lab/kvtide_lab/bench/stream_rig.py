@@ -1,4 +1,4 @@
-"""What `bench stream` plays on: model, server, shaped link, stored contexts, and what this machine takes for each part.
+"""The rig of `bench stream`: model, server, shaped link, stored contexts, and this machine's seconds for each part.
 
 Speeds are measured before anything is played, and again beside each play: a shared machine changes by the second.
 """
@@ -43,7 +43,7 @@ _TIMINGS = 3
 
 
 class Speeds(NamedTuple):
-    """What this machine takes: the engine's speed, all that is no byte and no token, and the question at the end."""
+    """This machine's speeds: the engine's, all that is no byte and no token, and the question at the end."""
 
     prefill: PrefillSpeed
     costs: Costs
@@ -135,7 +135,7 @@ class Rig:
         ]
 
     def restart(self, carried: Callable[[float], float]) -> None:
-        """Begin the link's time anew, with another link."""
+        """Begin the link's time again, with another link."""
         self._proxy.restart(carried)
 
     def engine(self) -> StreamedPrefill:
@@ -143,7 +143,7 @@ class Rig:
         return StreamedPrefill(self._model, self.ids[: self.tokens], self.layout)
 
     def first_token_s(self, engine: StreamedPrefill) -> float:
-        """Run what is behind the context of `engine` up to the first token; return how long that took."""
+        """Run what is after the context of `engine` up to the first token; return how long that took."""
         return self._timed(lambda: engine.first_token(self.ids))
 
     def plain_s(self) -> float:

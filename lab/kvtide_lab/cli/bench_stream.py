@@ -28,7 +28,7 @@ def bench_stream(
     """Misses, quality and TTFT of every policy for real, beside what the simulator says."""
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import stream
@@ -46,7 +46,7 @@ def bench_stream(
     folder = str(smollm2.converted_folder())
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
     layout = fingerprint.model_layout(model, stream.BLOCK_TOKENS)
-    fitting = [profile for profile in profiles.installed_profiles() if profile.fits(layout)]
+    fitting = [profile for profile in installed_profiles() if profile.fits(layout)]
     size = stream.QUICK if quick else stream.FULL
     ids = tokenizer(texts.evaluation_texts()[2].content[:40_000]).input_ids
     with progress_bars() as show:

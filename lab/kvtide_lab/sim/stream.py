@@ -29,10 +29,10 @@ from kvtide_lab.sim.links import Link
 
 
 class Costs(NamedTuple):
-    """What takes time besides the link's bytes and the engine's tokens; nothing unless it was measured.
+    """Seconds besides the link's bytes and the engine's tokens; none unless they were measured.
 
     latency_s: until the first byte. decode_token_s: decoding a token of which one step is here, two, and so on: by the
-    thread that computes, before it computes what is behind, and at the end. short_pass_s: by how much a pass of one
+    thread that computes, before it computes what is after, and at the end. short_pass_s: by how much a pass of one
     token takes longer than its share of a pass of `PASS_TOKENS`, by which the engine's speed is measured.
     engine_factor: the engine takes so many times as long as the plan was told.
     """
@@ -44,7 +44,7 @@ class Costs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a request went: when the context was decoded, at which loss, how much was computed or sent in vain."""
+    """The course of a request: when the context was decoded, at which loss, how much was computed or sent in vain."""
 
     ready_s: float
     kl: float

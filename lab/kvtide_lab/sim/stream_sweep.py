@@ -21,11 +21,11 @@ ORACLE = "oracle"
 
 
 class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for what. The defaults are a model of 8 billion parameters: 128 KiB of KV in 16 bits for each token.
+    """The requests and the model. Defaults: 8 billion parameters, 128 KiB of KV in 16 bits for each token.
 
     kv_elements: of a token, 32 layers x 2 x 8 heads x 128. prefill_tokens_per_s: about 80 TFLOP/s of such a model, a
     card that is shared or of the middle class. prefill_double_at: where attention (0.52 MFLOP for each token before)
-    costs as much as the weights (16 GFLOP). suffix_tokens: the question behind the context, computed once the context
+    costs as much as the weights (16 GFLOP). suffix_tokens: the question after the context, computed once the context
     is there; its seconds are part of TTFT and come off the deadline. ValueError for what is not positive.
     """
 
@@ -60,7 +60,7 @@ class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
         return PrefillSpeed(self.prefill_tokens_per_s, self.prefill_double_at)
 
     def suffix_s(self, context_tokens: int) -> float:
-        """Return what the question takes behind a context."""
+        """Return what the question takes after a context."""
         return self.prefill.seconds(context_tokens, context_tokens + self.suffix_tokens)
 
 

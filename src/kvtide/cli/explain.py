@@ -33,7 +33,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class DecidedRow(msgspec.Struct, frozen=True):
-    """What engines did with tokens of prompts beside this store, as far back as its journal goes."""
+    """Tokens of prompts by what engines did with them beside this store, as far back as its journal goes."""
 
     decision: str
     reason: str

@@ -32,7 +32,7 @@ class PingRow(msgspec.Struct, frozen=True):
 
 
 class PingResult(msgspec.Struct, frozen=True):
-    """What was measured; None where nothing is stored that could be read."""
+    """The measured times and rates; None where nothing is stored that could be read."""
 
     store: str
     round_trip_s: float

@@ -75,7 +75,7 @@ def serve(
     ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
-    """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings anew."""
+    """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings again."""
     given: dict[str, object] = {
         "listen": listen,
         "advertise": advertise,

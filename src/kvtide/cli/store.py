@@ -137,7 +137,7 @@ LS_LIMIT = 50
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):
-    """What a store holds of one namespace and codec."""
+    """Objects, blocks and bytes of one namespace and codec in a store."""
 
     namespace: str
     model: str

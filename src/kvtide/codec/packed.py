@@ -30,7 +30,7 @@ _PREFIX = struct.Struct("<HH")
 
 
 class PackedBase(NamedTuple):
-    """What the base sections of an object say beside the rough values: how its tokens are stored."""
+    """The base sections' account of how an object's tokens are stored, beside the rough values."""
 
     chunk_tokens: int
     repacks: int

@@ -1,4 +1,4 @@
-"""What a user tells a connector, checked before anything is opened."""
+"""A connector's options, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_TOKENS_WANTED = 128
 
 
 class StreamOrder(NamedTuple):
-    """When a streamed load ends: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
+    """The end of a streamed load: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
 
     within_s: float
     quality: float | None = None

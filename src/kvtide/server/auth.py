@@ -1,4 +1,4 @@
-"""Who asks, also from behind a proxy, and what they may do: tokens, certificates, scopes, namespaces of tenants.
+"""Callers, also from behind a proxy, and their rights: tokens, certificates, scopes, namespaces of tenants.
 
 Invariant: what a tenant names maps to a place that no other tenant can name, so that another's object and an absent one
 are the same case, in the code and therefore in time.
@@ -38,7 +38,7 @@ GENERATION_STEP_MAX = 1024
 
 
 class Scope(Enum):
-    """What a grant allows: `read` gets, `write` puts and deletes, `admin` sees the whole server's figures."""
+    """Rights of a grant: `read` gets, `write` puts and deletes, `admin` sees the whole server's figures."""
 
     READ = "read"
     WRITE = "write"
@@ -69,7 +69,7 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Caller(NamedTuple):
-    """Who asks. `tenant` is empty where the server asks nobody for a token.
+    """The sender of a request. `tenant` is empty where the server asks nobody for a token.
 
     `owner` is the tenant on whose account that is. A name that no grant lists has no account of its own, since there is
     no end of such names: it is on the account of the grant, or of nobody.
@@ -195,7 +195,7 @@ _IPV4, _IPV6 = 0x1, 0x2
 
 
 class ProxyHeader(StrEnum):
-    """How trusted proxies say whom they speak for: before a connection's first byte, or with each request."""
+    """The way trusted proxies name their clients: before a connection's first byte, or with each request."""
 
     PROXY_PROTOCOL = "proxy-protocol"
     X_FORWARDED_FOR = "x-forwarded-for"

@@ -37,7 +37,7 @@ _EXPIRY_S = 10.0
 
 
 class Backing(NamedTuple):
-    """What a server answers from, and what it knows: records, names, and other regions if there are any."""
+    """A server's sources of answers: tiers, records, names, and other regions if there are any."""
 
     store: TierStack
     records: Records
@@ -210,7 +210,7 @@ class Service:
             self.health_port = await self.health.open(where.host, where.port)
 
     def reload(self) -> None:
-        """Read the settings anew; those that can't be used change nothing. Call it on the event loop."""
+        """Read the settings again; those that can't be used change nothing. Call it on the event loop."""
         if self._source is None:
             _log.warning("there is no file of settings to read anew")
             return

@@ -1,4 +1,4 @@
-"""What every codec must do. Inherit, set `codec`, add goldens.
+"""Conformance of a codec. Inherit, set `codec`, add goldens.
 
 class TestRaw(CodecSuite):
     codec = RawCodec()

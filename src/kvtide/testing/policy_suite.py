@@ -1,4 +1,4 @@
-"""What every eviction policy must do under an index. Inherit and give a fixture `policy_of` that returns its maker.
+"""Conformance of an eviction policy under an index. Inherit and give a fixture `policy_of` that returns its maker.
 
 class TestLru(PolicySuite):
     @pytest.fixture

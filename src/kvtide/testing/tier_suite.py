@@ -1,4 +1,4 @@
-"""What every tier must do. Inherit and give a fixture `tier` that yields an open tier of at least TIER_BYTES.
+"""Conformance of a tier. Inherit and give a fixture `tier` that yields an open tier of at least TIER_BYTES.
 
 class TestMemory(TierSuite):
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""How long to wait for another server: until its caller's deadline, and not at all while a circuit breaker is open.
+"""Waits for another server: until the caller's deadline, and not at all while a circuit breaker is open.
 
 Invariant: a call that its caller's deadline ended says nothing of the server that was asked.
 """
@@ -38,7 +38,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back now."""
+        """True if calls are held back now."""
         return self._opened_s is not None
 
     def allows(self) -> bool:

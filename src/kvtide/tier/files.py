@@ -141,7 +141,7 @@ class Files:
         return os.fstat(descriptor).st_nlink == 0
 
     def next_data(self, descriptor: int, offset: int) -> int | None:
-        """Return where the next written bytes at or behind `offset` begin, None if there are none."""
+        """Return where the next written bytes at or after `offset` begin, None if there are none."""
         try:
             return os.lseek(descriptor, offset, os.SEEK_DATA)
         except OSError as error:

@@ -40,7 +40,7 @@ class RangeSource(Protocol):
 
 
 class Sliceable(Protocol):
-    """What a tier that is read in slices is asked for."""
+    """The one verb of a tier that is read in slices."""
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """See `Tier`."""

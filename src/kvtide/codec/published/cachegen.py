@@ -36,7 +36,7 @@ from kvtide.codec.published.integers import (
     fit_distribution,
     value_counts,
 )
-from kvtide.codec.published.shared import LayerHead, Part, ProfiledCodec, distribution_arrays, read_scales, split
+from kvtide.codec.published.shared import LayerHead, ProfiledCodec, SectionPart, distribution_arrays, read_scales, split
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -99,16 +99,16 @@ class CachegenCodec(ProfiledCodec):
         super().__init__(level, LEVEL_QUALITY, coder, profile)
         self.coarser = tuple(coarser)
 
-    def parts(self, layout: BlockLayout) -> list[list[Part]]:
+    def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return an anchor section a layer, and one for each position of deltas; see ProfiledCodec."""
         channels, found = layout.kv_heads * layout.head_dim, []
         anchors = IntegerRuns(2, channels, _groups(layout))
         for layers in delta_layers(layout):
-            parts = [Part(_anchor_id(layer), range(layer, layer + 1), 0, anchors) for layer in layers]
+            parts = [SectionPart(_anchor_id(layer), range(layer, layer + 1), 0, anchors) for layer in layers]
             for position in range(1, min(GROUP_TOKENS, layout.tokens)):
                 tokens = len(range(position, layout.tokens, GROUP_TOKENS))
                 runs = IntegerRuns(1, 2 * len(layers) * channels, tokens)
-                parts.append(Part(_delta_id(position, layers), layers, position, runs))
+                parts.append(SectionPart(_delta_id(position, layers), layers, position, runs))
             found.append(parts)
         return found
 
@@ -207,10 +207,12 @@ class ChunkwiseCodec(ProfiledCodec):
     def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
         super().__init__(level, _LEVEL_QUALITY, coder, profile)
 
-    def parts(self, layout: BlockLayout) -> list[list[Part]]:
+    def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return one section a layer; see ProfiledCodec."""
         runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
-        return [[Part(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in layer_section_ids(layout)]
+        return [
+            [SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in layer_section_ids(layout)
+        ]
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
         """See `half_bins`."""

@@ -93,7 +93,7 @@ CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
 
 @dataclass(frozen=True, slots=True)
 class IntegerRuns:
-    """How numbers lie: (streams, runs, symbols); each run of a stream has a distribution of its own."""
+    """The order of numbers: (streams, runs, symbols); each run of a stream has a distribution of its own."""
 
     streams: int
     runs: int
@@ -262,7 +262,7 @@ def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distributio
 
 
 class CodedIntegers(NamedTuple):
-    """Coded numbers cut into their parts; `low` has what comes behind the escapes."""
+    """Coded numbers cut into their parts; `low` has what comes after the escapes."""
 
     coder: int
     tables: memoryview | None
@@ -308,7 +308,7 @@ class CodedIntegers(NamedTuple):
         return shared
 
     def planes(self, shifts: NDArray[np.uint8], symbols: int) -> list[memoryview]:
-        """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set behind a plane."""
+        """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set after a plane."""
         cursor, planes = _Cursor(self.low, 0), []
         for bits in plane_bits(shifts, symbols):
             planes.append(cursor.take(-(-bits // 8)))

@@ -1,6 +1,6 @@
 """Fits a tide profile to a model from texts: moments and gradients; counts; then what the model says of the result.
 
-Each text's share is added to a state that is written aside after it, so that a calibration that was stopped goes on.
+Each text's share is added to a state that is then written to a file, so that a calibration that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _square(gradient: torch.Tensor, rotary: Rotary | None, layer: int) -> NDArra
     return squares
 
 
-# Tokens behind each text by whose gradients sensitivity is measured, and that quality is judged on.
+# Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
 GRADIENT_TOKENS = 64
 JUDGED_TOKENS = 128
 # One text in six is not fitted on but judged on.
@@ -99,7 +99,7 @@ State = dict[str, NDArray[Any]]
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
-    """What a step costs and what the model then says, on texts that were not fitted on."""
+    """The cost of a step and the model's loss with it, on texts that were not fitted on."""
 
     step_units: int
     bits_per_element: float
@@ -127,7 +127,7 @@ class TideCalibration:
     def __init__(
         self, model: Any, name: str, cost: str, texts: Sequence[Sequence[int]], layout: BlockLayout, partial: Path
     ) -> None:
-        """texts: token ids; those too short for a block and what is judged behind it are left out.
+        """texts: token ids; those too short for a block and what is judged after it are left out.
 
         ValueError if none is left, or for an unknown cost. UnsupportedModel for keys that can't be turned back.
         """

@@ -69,7 +69,7 @@ class DeviceDecoder(Opened):
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], starts: NDArray[np.int64], after: Any
     ) -> bool:
-        """Write a block to its tokens' places behind an event, and return when it is there.
+        """Write a block to its tokens' places after an event, and return when it is there.
 
         False if it was not written: another codec, or the device says that something in it is wrong. DeviceFault if the
         device fails; nothing of the block is under way then.

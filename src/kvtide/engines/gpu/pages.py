@@ -85,7 +85,7 @@ class KernelPages:
         self._on_close()
 
     def follow(self) -> None:
-        """Put what is written from now on behind what the engine has queued; see PagePool."""
+        """Put what is written from now on after what the engine has queued; see PagePool."""
         with device_faults():
             self._plain.follow()
             self._after = self._kernels.at_current().mark()

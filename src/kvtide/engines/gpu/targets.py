@@ -1,4 +1,4 @@
-"""Where a device's pages lie, in the form that kernels take: any strides, as long as a head's values stand together.
+"""The layout of a device's pages as kernels take it: any strides, as long as a head's values stand together.
 
 `BlockCopier` moves whole blocks between them and one piece of memory, one kernel for all layers.
 """
@@ -114,7 +114,7 @@ class BlockCopier:
         sent = staging.send()
         bases, starts, block = (base + place for place in places)
         self._launch(kernels, bases, starts, block, to_pages=True)
-        # Queued memory is reused behind what uses it on the same stream.
+        # Queued memory is reused after what uses it on the same stream.
         del sent
 
     def gather(self, kernels: Kernels, token_starts: NDArray[np.int64], out: DeviceStream) -> torch.Tensor:

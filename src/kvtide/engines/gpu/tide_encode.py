@@ -86,7 +86,7 @@ class _Range(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """What the device found of ranges: tokens apart, loudness, how well the profile fits."""
+    """The device's findings about ranges: tokens apart, loudness, how well the profile fits."""
 
     apart: NDArray[np.uint32]  # (ranges, tokens)
     parts: NDArray[np.uint8]  # (ranges, tokens)
@@ -117,7 +117,7 @@ class DeviceTideEncoder:
     def encode(self, blocks: Sequence[PagedBlock]) -> list[list[Section] | UnencodableBlock]:
         """Return each block's sections, or why it has none.
 
-        Pages are read behind what torch's current stream has queued, and must not change before the return.
+        Pages are read after what torch's current stream has queued, and must not change before the return.
         ValueError for a block that is not whole.
         """
         tokens = self._source.layout.tokens

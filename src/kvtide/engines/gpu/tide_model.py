@@ -270,7 +270,7 @@ def loud_columns(rows: RangeRows, final_units: int) -> tuple[NDArray[np.int32], 
 
 
 class PerToken(NamedTuple):
-    """What kernels note of a group's tokens; see TideSource of kernels/tide_project.cuh."""
+    """The kernels' notes on each token of a group; see TideSource of kernels/tide_project.cuh."""
 
     crossed: NDArray[np.int64]
     halvings: NDArray[np.int32]

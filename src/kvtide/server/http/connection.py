@@ -29,7 +29,7 @@ _Outcome = asyncio.Future[tuple[int, int, int]]
 
 
 class BodyProgress(NamedTuple):
-    """How much of a body has moved, and when it last did, on the loop's clock."""
+    """The bytes of a body that have moved, and when the last did, on the loop's clock."""
 
     size: int
     moved_s: float
@@ -188,14 +188,14 @@ class Connection:
         self._mover = mover
         self._descriptor = sock.fileno()
         self._pending = b""
-        # When the first byte of the last head came, or was found behind the request before.
+        # When the first byte of the last head came, or was found after the request before.
         self.head_began_s = loop.time()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._wake_bytes = WAKE_BYTES if sock.family in {socket.AF_INET, socket.AF_INET6} else 0
 
     @property
     def has_pending(self) -> bool:
-        """Whether bytes are here that nobody has asked for yet."""
+        """True if bytes are here that nobody has asked for yet."""
         return bool(self._pending)
 
     def now_s(self) -> float:
@@ -277,7 +277,7 @@ class Connection:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether bodies go through `send_encrypted`; otherwise they are started and move on their own."""
+        """True if bodies go through `send_encrypted`; otherwise they are started and move on their own."""
         return self._is_tls
 
     def start_views(self, views: Sequence[memoryview], slice_bytes: int) -> Body:

@@ -34,7 +34,7 @@ ADDRESS_MARK = "@"
 SHARED_ADDRESSES = frozenset({f"{ADDRESS_MARK}unix", f"{ADDRESS_MARK}127.0.0.1", f"{ADDRESS_MARK}::"})
 
 _BACKLOG = 1024
-# The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
+# The listener is closed. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
 # and connections wait in the backlog meanwhile.
 _DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
 _ACCEPT_PAUSE_S = 0.1
@@ -224,7 +224,7 @@ class Acceptor:
         self._mover.close()
 
     async def accept(self, listener: socket.socket, serve: Serve) -> None:
-        """Take connections until the task is cancelled. OSError if the listener is none any more."""
+        """Take connections until the task is cancelled. OSError if the listener is closed."""
         loop = asyncio.get_running_loop()
         while True:
             try:

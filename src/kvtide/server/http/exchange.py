@@ -65,7 +65,7 @@ class Exchange:
 
     @property
     def start_deadline_s(self) -> float | None:
-        """When the answer must have begun, if ever. RequestRefused (400) if the request says nonsense about it."""
+        """The latest time for the answer to begin, if any. RequestRefused (400) if the request says nonsense of it."""
         asked_ms = deadline_ms(self.head.headers)
         return None if asked_ms is None else self.arrived_s + asked_ms / 1000
 
@@ -76,7 +76,7 @@ class Exchange:
 
     @property
     def share(self) -> str:
-        """Whose share of the link it takes where no tenant is known: the address; the connection where all have one."""
+        """The sharer of the link where no tenant is known: the address, or the connection where all have that one."""
         if not self.owner.startswith(ADDRESS_MARK):
             return ""
         return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
@@ -150,7 +150,7 @@ class Exchange:
 
 
 class AllowedHosts:
-    """Which web pages may ask a server that asks nobody for a token: its own. All may where tokens protect it.
+    """The web pages that may ask a server without tokens: its own. All may where tokens protect it.
 
     A name that an attacker owns may lead to this machine (DNS rebinding), and then a browser takes us for the
     attacker's own site. It still says the name: as Host, and as Origin where a page of another site asks.

@@ -1,4 +1,4 @@
-"""What operators see: metrics, logs, health, pages."""
+"""The operators' view: metrics, logs, health, pages."""
 
 from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, AccessLog, write_log
 from kvtide.server.observe.pages import PAGES, Health, Observability, Observatory

@@ -1,4 +1,4 @@
-"""What the server tells about itself: health, metrics, events, status and the dashboard that draws it."""
+"""The server's accounts of itself: health, metrics, events, status and the dashboard that draws it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _JSON = [("Content-Type", "application/json"), ("Connection", "close")]
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """What a server needs to be ready, by name, and whether it is there: tiers, a region's centre, a pool's map."""
+    """Conditions of a server that is ready, by name, and whether they hold: tiers, a region's centre, a pool's map."""
 
     is_ready: bool
     is_draining: bool
@@ -293,7 +293,7 @@ class Observability:
             await asyncio.sleep(SAMPLE_S)
 
     async def _stream_events(self, exchange: Exchange) -> None:
-        """Send events from behind `Last-Event-ID` on until the reader goes away or the server ends."""
+        """Send events from after `Last-Event-ID` on until the reader goes away or the server ends."""
         log, stream = self._observatory.events, exchange.stream
         try:
             position = log.position(exchange.head.headers.get("last-event-id"))

@@ -1,4 +1,4 @@
-"""What `/v1/status` and `/v1/history` say: counters, tiers, scheduler, the servers around it, an hour of samples.
+"""Contents of `/v1/status` and `/v1/history`: counters, tiers, scheduler, the servers around it, an hour of samples.
 
 Invariant: there are at most `_FINE_MAX + _COARSE_MAX` samples, in the order of time: one for each of the last minutes'
 5 s, one a minute before.

@@ -136,7 +136,7 @@ class Synchroniser:
 
     @property
     def waiting(self) -> int:
-        """How many objects the centre has not got yet."""
+        """The number of objects that the centre has not got yet."""
         return len(self._manifest)
 
     def open(self) -> None:
@@ -234,7 +234,7 @@ def read_whole(
 
 
 class Latest:
-    """Who may have what we lack: for a region the centre, which asks the other regions; for the centre its regions."""
+    """Servers that may have what we lack: for a region the centre, which asks others; for the centre its regions."""
 
     def __init__(self, sources: Sequence[Tier], store: Tier, settings: RegionSettings) -> None:
         self._sources = list(sources)
@@ -283,7 +283,7 @@ class Latest:
 
 
 class Region:
-    """What a server knows of other regions: a centre `latest` alone, a regional server also what leads to the centre.
+    """A server's links to other regions: a centre has `latest` alone, a regional server also its centre's.
 
     `store` is what requests are answered from, `local` the part of it that is here. Records and names are the
     server's, which opens and closes them.

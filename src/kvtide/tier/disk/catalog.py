@@ -1,4 +1,4 @@
-"""Which objects the segment log holds and where (`Catalog`), and which of them may leave it.
+"""The objects that the segment log holds and their places (`Catalog`), and those of them that may leave it.
 
 The ancestors of what is being stored stay (`Lineage`); where an order ranks the objects, the segment goes that has most
 of what leaves first (`GivenUp`). It does no I/O.
@@ -187,7 +187,7 @@ class Lineage:
         return frozenset(found)
 
     def note_refused(self, object_id: ObjectId, ancestors: frozenset[BlockKey]) -> None:
-        """Remember a block that found no room, so that those behind it don't push out its ancestors."""
+        """Remember a block that found no room, so that those after it don't push out its ancestors."""
         if ancestors:
             self._refused[object_id] = ancestors
             self._refused.move_to_end(object_id)

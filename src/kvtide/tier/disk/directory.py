@@ -49,7 +49,7 @@ def side_file_bytes_max(bytes_max: int) -> int:
 
 @dataclass(slots=True)
 class SegmentState:
-    """What we know of a segment: records before `tail` are in the catalog; `size` is what it takes on the disk."""
+    """The known state of a segment: records before `tail` are in the catalog; `size` is what it takes on the disk."""
 
     header: SegmentHeader | None
     tail: int

@@ -183,7 +183,7 @@ class SegmentLog:
         try:
             seal = writer.append(header, body, self._pool)
         except OSError:
-            # What stands behind the tail now is unknown: nothing may follow it.
+            # What stands after the tail now is unknown: nothing may follow it.
             self._retire_writer()
             raise
         entry = CatalogEntry(header, now_ms, seal=seal)

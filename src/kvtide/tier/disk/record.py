@@ -24,7 +24,7 @@ _RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
 _HEADER_BYTES = 256
-# The end of the year 9999: times behind it are a clock's fault.
+# The end of the year 9999: times after it are a clock's fault.
 _WALL_S_MAX = 253_402_300_799.0
 
 assert _RECORD.size == _CHECKED_BYTES
@@ -32,7 +32,7 @@ assert _SEGMENT.size == _CHECKED_BYTES
 
 
 class RecordState(IntEnum):
-    """Whether a record's object may be served. The numbers are stored."""
+    """The state of a record: whether its object may be served. The numbers are stored."""
 
     LIVE = 1
     REMOVED = 2
@@ -72,7 +72,7 @@ def record_bytes(size: int) -> int:
 
 
 def stamp_ms(wall_s: float) -> int:
-    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, behind 9999 its end."""
+    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, after 9999 its end."""
     return int(min(max(0.0, wall_s), _WALL_S_MAX) * 1000)
 
 

@@ -45,7 +45,7 @@ _DIGITS = 12
 
 
 class Scan(NamedTuple):
-    """What a segment holds from `start` on. The next record would begin at `tail`."""
+    """The records that a segment holds from `start` on. The next record would begin at `tail`."""
 
     header: SegmentHeader | None
     records: list[RecordHeader]
@@ -140,7 +140,7 @@ class SegmentWriter:
 
     @property
     def free_bytes(self) -> int:
-        """Return the room behind the last record."""
+        """Return the room after the last record."""
         return self.size - self.tail
 
     def is_lost(self) -> bool:
@@ -176,7 +176,7 @@ class SegmentWriter:
         return seal
 
     def close(self) -> bool:
-        """Give back the space behind the last record, and the lock. A segment without records is removed.
+        """Give back the space after the last record, and the lock. A segment without records is removed.
 
         What the segment holds is on the disk for good then, so that a power failure costs at most open segments.
         False if it holds nothing, or is lost.
@@ -240,7 +240,7 @@ class RecordReader:
                 entry.seal = seal
             return state
         except (OSError, EOFError):
-            # Whatever it was: the next read shall meet a file opened anew.
+            # Whatever it was: the next read shall meet a file opened again.
             self._opened.drop(header.segment)
             raise
         finally:

@@ -27,7 +27,7 @@ SMALL_ANSWER_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens: a host and port, with TLS or not, or a path."""
+    """A server's listening address: a host and port, with TLS or not, or a path."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class HttpAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class Patience:
-    """How long an exchange may take, how long its server may be silent, and what to do once if it is late."""
+    """The time that an exchange may take and its server may be silent, and an action to do once if it is late."""
 
     clock: Clock
     deadline_s: float
@@ -152,7 +152,7 @@ class HttpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether another exchange may follow."""
+        """True if another exchange may follow."""
         return self._sock is not None and not self._is_aborted
 
     def _send(self, head: bytes, body: Buffer, patience: Patience) -> None:
@@ -217,7 +217,7 @@ _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write",
 
 
 class Servers(NamedTuple):
-    """Where servers listen, what headers requests carry, those for objects, and whether only evicted ones are sent."""
+    """Servers of one URL: where they listen, headers of requests and of those for objects, what they take."""
 
     endpoints: list[Endpoint]
     headers: list[tuple[str, str]]

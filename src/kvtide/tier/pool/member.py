@@ -13,7 +13,7 @@ _CLOSE_S_MAX = 5.0
 
 
 class Redirect(NamedTuple):
-    """Who keeps a block that this server does not keep, under which epoch."""
+    """The server that keeps a block in this one's place, and the epoch of the map that says so."""
 
     origin: str
     epoch: int
@@ -52,7 +52,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What this server is called in the pool."""
+        """The name of this server in the pool."""
         return self._me.name
 
     @property
@@ -62,7 +62,7 @@ class Member:
 
     @property
     def has_map(self) -> bool:
-        """Whether a map of the pool has come."""
+        """True once a map of the pool has come."""
         return self._placement is not None
 
     def redirect(self, key: BlockKey) -> Redirect | None:

@@ -1,4 +1,4 @@
-"""Where a pool's map comes from: a list in the URL, a file, DNS, or etcd.
+"""Sources of a pool's map: a list in the URL, a file, DNS, or etcd.
 
 In etcd each server keeps its own entry under a lease; who reads them has the map.
 
@@ -37,7 +37,7 @@ class Membership(Protocol):
 
     @property
     def era(self) -> str:
-        """Return what changes when epochs begin anew, as after a source has lost its data."""
+        """Return what changes when epochs start over, as after a source has lost its data."""
 
     def read(self) -> PoolMap:
         """Return the map as it is now. May wait. TierUnavailable if it can't be had, ValueError if it is none."""
@@ -187,7 +187,7 @@ _LOGGED_MAX = 1000
 
 
 class EtcdAccess(NamedTuple):
-    """How etcd is reached: under TLS if there is a context, as a user if it has a name."""
+    """Access to etcd: under TLS if there is a context, as a user if it has a name."""
 
     tls: ssl.SSLContext | None = None
     user: str = ""
@@ -315,7 +315,7 @@ class EtcdMembership:
         return decoded
 
     def _open(self, path: str, body: dict[str, object], timeout_s: float) -> Any:
-        """Send a question, as our user if there is one; a token that is over is asked for anew."""
+        """Send a question, as our user if there is one; a token that is over is asked for again."""
         if self._access.user and not self._token:
             self._authenticate()
         try:
@@ -362,6 +362,6 @@ def _b64(data: bytes) -> str:
 
 
 def _behind(prefix: str) -> bytes:
-    """Return the first key behind all that begin with the prefix."""
+    """Return the first key after all that begin with the prefix."""
     data = prefix.encode()
     return data[:-1] + bytes([data[-1] + 1])

@@ -1,4 +1,4 @@
-"""What a pool's URL says: where its map comes from, and how its servers are reached.
+"""URLs of pools: where the map comes from, and how the servers are reached.
 
 `pool://HOST:PORT,HOST:PORT`, `pool+file:///PATH`, `pool+dns://NAME:PORT`, `pool+etcd://HOST:PORT[,…]/PREFIX`, and
 `pool+etcds://…` for etcd under TLS.

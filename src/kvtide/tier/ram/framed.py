@@ -45,7 +45,7 @@ def frame_bytes_for(bytes_max: int) -> int:
 
 
 class Frames:
-    """Which frames of at most `bytes_max` are whose, wherever they lie. Not thread-safe: its owner locks."""
+    """Frames of at most `bytes_max` and their holders, wherever they lie. Not thread-safe: its owner locks."""
 
     def __init__(self, bytes_max: int, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes

@@ -158,7 +158,7 @@ class ValkeyTier:
         """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
 
         What is no string under our key is nobody's object: it is removed, and the commands are sent again.
-        A command is its name and what comes behind the key. A string that comes in reply is in `buffer`.
+        A command is its name and what comes after the key. A string that comes in reply is in `buffer`.
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
