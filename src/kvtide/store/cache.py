@@ -238,7 +238,7 @@ class Cache:
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many leading ones wait now.
 
-        The first that does not fit ends it: blocks behind a gap could not be matched.
+        The first that does not fit ends it: blocks after a gap could not be matched.
         """
         return self._guard("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
 
@@ -316,7 +316,7 @@ def cache_for(
     `stack_of`'s, `quality` the cache's. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
-    # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
+    # What the index forgets the tiers still have: `match` asks them for what comes after the last known block.
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), limits.index_blocks_max)
     tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
     return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits, quality)

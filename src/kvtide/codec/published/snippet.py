@@ -1,4 +1,4 @@
-"""What the author of CacheGen says the encoder does (the experiment log's snippet): groups of five tokens.
+"""The encoder as CacheGen's author describes it (the experiment log's snippet): groups of five tokens.
 
 The first token of a group and the differences of the others to it are quantised alike: each token of a layer's keys or
 values in steps of its own largest magnitude. Differences have 128 bins up to layer 4, 16 up to layer 24, then 12.

@@ -1,4 +1,4 @@
-"""What connectors to paged engines share: pages to blocks and back, what to load and store, and whether it pays.
+"""The common parts of connectors to paged engines: pages to blocks and back, load and store orders, the judge.
 
 No engine is imported here: all of it is tested without one.
 """

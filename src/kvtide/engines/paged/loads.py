@@ -115,12 +115,12 @@ class PageLoad:
         self._gate.close()
 
     def unfilled(self, blocks: int) -> tuple[int, ...]:
-        """Return the pages behind the first `blocks` blocks."""
+        """Return the pages after the first `blocks` blocks."""
         return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
 
 
 class StreamedPages:
-    """The engine's pages behind those that are kept, as what a stream is appended to. It computes nothing."""
+    """The engine's pages after those that are kept, as what a stream is appended to. It computes nothing."""
 
     def __init__(self, load: PageLoad, kept: int) -> None:
         self._load = load

@@ -1,4 +1,4 @@
-"""What vLLM says of the model that it serves: shape and identity of its cache, or why kvtide can't serve it."""
+"""Shape and identity of the cache of a model that vLLM serves, or why kvtide can't serve it."""
 
 from __future__ import annotations
 
