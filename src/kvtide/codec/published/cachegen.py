@@ -61,6 +61,16 @@ SECTION_TABLES_MAX = 1 << 16
 _PREFIX = struct.Struct("<BBHffI")
 
 
+# Bins of the finer and of the coarser layers. Level 3 has those of LMCache 0.5.6: of 32 layers, the first 10 of K and
+# the first 2 of V are finer.
+CHUNKWISE_LEVELS = {1: (128, 64), 2: (64, 32), 3: (32, 16)}
+# KL divergence of the next token at each level, in nats: as cachegen's.
+_CHUNKWISE_QUALITY = {1: 0.0028, 2: 0.0122, 3: 0.0647}
+FINE_SHARES = (10 / 32, 2 / 32)
+FEW_LAYERS = 10
+_CHUNKWISE_PREFIX = struct.Struct("<BBH")
+
+
 def layer_step(deviation: float, layer: int, layers: int, level: int) -> float:
     """Return the quantisation step of a layer's deltas from their standard deviation."""
     return max(STEP_MIN, LEVELS[level] * THIRD_BINS[3 * layer // layers] * deviation)
@@ -180,17 +190,6 @@ def _delta_id(position: int, layers: range) -> SectionId:
     return SectionId(SectionKind.DELTA, position, layers.start, layers.stop)
 
 
-# Bins of the finer and of the coarser layers. Level 3 has those of LMCache 0.5.6: of 32 layers, the first 10 of K and
-# the first 2 of V are finer.
-CHUNKWISE_LEVELS = {1: (128, 64), 2: (64, 32), 3: (32, 16)}
-# KL divergence of the next token at each level, in nats: as cachegen's.
-_LEVEL_QUALITY = {1: 0.0028, 2: 0.0122, 3: 0.0647}
-FINE_SHARES = (10 / 32, 2 / 32)
-FEW_LAYERS = 10
-
-_CHUNKWISE_PREFIX = struct.Struct("<BBH")
-
-
 def half_bins(layer: int, which: int, layers: int, level: int) -> int:
     """Return the largest symbol of K (`which` 0) or V (1) of a layer: bins b give -(b/2 - 1) … b/2 - 1."""
     fine, coarse = CHUNKWISE_LEVELS[level]
@@ -205,7 +204,7 @@ class ChunkwiseCodec(ProfiledCodec):
     group_tokens = 1
 
     def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
-        super().__init__(level, _LEVEL_QUALITY, coder, profile)
+        super().__init__(level, _CHUNKWISE_QUALITY, coder, profile)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return one section a layer; see ProfiledCodec."""

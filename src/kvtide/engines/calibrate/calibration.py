@@ -39,6 +39,21 @@ from kvtide.errors import UnsupportedModel
 _SAMPLES = 2
 
 
+# Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
+GRADIENT_TOKENS = 64
+JUDGED_TOKENS = 128
+# One text in six is not fitted on but judged on.
+HELD_OUT_EVERY = 6
+# Final steps, in units of the mean scale, and refinements of the objects whose prefixes make the curve.
+_CURVE_UNITS = (-64, -55)
+_CURVE_REFINEMENTS = 4
+# Held-out texts that take this much more than fitted ones: more text is wanted.
+OVERFIT_RATIO = 1.25
+_SEED = 1
+Progress = Callable[[str, int, int], None]
+State = dict[str, NDArray[Any]]
+
+
 def cache_sensitivity(
     model: Any,
     past: DynamicCache,
@@ -80,22 +95,6 @@ def _square(gradient: torch.Tensor, rotary: Rotary | None, layer: int) -> NDArra
         by_token = rotary.load(by_token.view(np.uint32), KVDtype.FLOAT32, turned)
     squares: NDArray[np.float64] = (by_token[APART_TOKENS:].astype(np.float64) ** 2).mean(axis=0).reshape(-1)
     return squares
-
-
-# Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
-GRADIENT_TOKENS = 64
-JUDGED_TOKENS = 128
-# One text in six is not fitted on but judged on.
-HELD_OUT_EVERY = 6
-# Final steps, in units of the mean scale, and refinements of the objects whose prefixes make the curve.
-_CURVE_UNITS = (-64, -55)
-_CURVE_REFINEMENTS = 4
-# Held-out texts that take this much more than fitted ones: more text is wanted.
-OVERFIT_RATIO = 1.25
-_SEED = 1
-
-Progress = Callable[[str, int, int], None]
-State = dict[str, NDArray[Any]]
 
 
 class CurvePoint(msgspec.Struct, frozen=True):

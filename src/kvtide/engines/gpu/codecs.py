@@ -33,6 +33,10 @@ from kvtide.types import Section
 BLOCKS_AT_ONCE = 16
 
 
+# Returns a block's sections, None if the device did not encode it.
+DeviceEncode = Callable[[Codec, BlockMeta, BlockBits], list[Section] | None]
+
+
 class _Job(NamedTuple):
     codec: Codec
     block: StoredBlock
@@ -130,10 +134,6 @@ class DeviceDecoder(Opened):
         if digest not in self._tides:
             self._tides[digest] = DeviceTide(DeviceModel(self._kernels, model), self._target)
         return self._tides[digest]
-
-
-# Returns a block's sections, None if the device did not encode it.
-DeviceEncode = Callable[[Codec, BlockMeta, BlockBits], list[Section] | None]
 
 
 class BlockEncoder:

@@ -23,6 +23,14 @@ COMPILE_OPTIONS = ("--std=c++20", "--fmad=false")
 MAIN = "kernels.cu"
 
 
+_log = logging.getLogger(__name__)
+# Files in the folder: a few architectures, and versions before and after an update. The oldest go.
+CUBINS_MAX = 8
+# They have half a megabyte.
+CUBIN_BYTES_MAX = 16 << 20
+_DIGEST_BYTES = 32
+
+
 def kernel_sources() -> dict[str, bytes]:
     """Return the source files by name."""
     folder = resources.files("kvtide.engines.gpu") / "kernels"
@@ -65,15 +73,6 @@ def compile_kernels(architecture: str) -> bytes:
     checked(nvrtc.nvrtcGetCUBIN(program, machine_code))
     checked(nvrtc.nvrtcDestroyProgram(program))
     return bytes(machine_code)
-
-
-_log = logging.getLogger(__name__)
-
-# Files in the folder: a few architectures, and versions before and after an update. The oldest go.
-CUBINS_MAX = 8
-# They have half a megabyte.
-CUBIN_BYTES_MAX = 16 << 20
-_DIGEST_BYTES = 32
 
 
 def kept_kernels(architecture: str, folder: Path) -> bytes:

@@ -22,6 +22,9 @@ from kvtide.types import Section
 SKIPPED = -1
 
 
+_VECTOR_BYTES, _UNIT_BYTES = 16, 2
+
+
 class PageTarget(NamedTuple):
     """Pages of all layers. Strides are in elements.
 
@@ -88,9 +91,6 @@ def _target(halves: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: BlockLa
         raise ValueError(f"a head's values must stand together, they are {unit} apart")
     bases = np.array([[address(part) for part in pair] for pair in halves], dtype=np.uint64)
     return PageTarget(layout, bases, page_tokens, page_stride, token_stride, head_stride)
-
-
-_VECTOR_BYTES, _UNIT_BYTES = 16, 2
 
 
 class BlockCopier:

@@ -37,6 +37,12 @@ TURNS_MAX = 1024
 PAIR = np.dtype([("places", "<i8", 2), ("values", "<i4", 2), ("stream", "<i4"), ("angle", "<i4")])
 
 
+# Loudness is summed in sixteen places, group by group, as on the processor.
+LANES = 16
+END_OF_GROUP = -2
+TOKEN_BYTES = 16
+
+
 class ColumnPairs(NamedTuple):
     """A group's values two by two, padded to whole tiles, (pairs, 2), and each pair's angle: -1 for none."""
 
@@ -245,12 +251,6 @@ class DeviceModel:
             }
             table[:, 0] = [staging.base + places[kind] for kind in kinds]
         return staging.send()
-
-
-# Loudness is summed in sixteen places, group by group, as on the processor.
-LANES = 16
-END_OF_GROUP = -2
-TOKEN_BYTES = 16
 
 
 def loud_columns(rows: RangeRows, final_units: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

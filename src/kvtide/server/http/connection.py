@@ -28,6 +28,13 @@ from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 _Outcome = asyncio.Future[tuple[int, int, int]]
 
 
+# The mover is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
+WAKE_BYTES = 256 << 10
+# What a connection that is being closed may still send before we stop listening.
+LINGER_BYTES_MAX = 1 << 20
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
 class BodyProgress(NamedTuple):
     """The bytes of a body that have moved, and when the last did, on the loop's clock."""
 
@@ -159,13 +166,6 @@ class Body:
             # Who was cancelled stops the job, unless it has ended in the meantime.
             if mover.waiting.pop(job, None) is not None:
                 native.stop(job)
-
-
-# The mover is woken for a body only when so much of it has come: 16 wakes for 4 MiB instead of 60.
-WAKE_BYTES = 256 << 10
-# What a connection that is being closed may still send before we stop listening.
-LINGER_BYTES_MAX = 1 << 20
-_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def common_name(certificate: Mapping[str, Any] | None) -> str | None:

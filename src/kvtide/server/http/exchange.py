@@ -33,6 +33,14 @@ Headers = Sequence[tuple[str, str | int]]
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
 
 
+_SIZE_MIN = 64 << 10
+# Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
+_STEPS = 4
+# Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
+_FIRST_BYTES = 4 << 20
+_GROWTH = 4
+
+
 @dataclass(slots=True)
 class Exchange:
     """A request whose head has come, by whom, and what has been done about it. Times are the loop's."""
@@ -219,14 +227,6 @@ class Reception:
     def charge(self, exchange: Exchange, count: int) -> None:
         """Count so many requests more: their owner waits for its next one until its rate has paid for them."""
         self._rates.owe(exchange.owner, exchange.stream.now_s(), count)
-
-
-_SIZE_MIN = 64 << 10
-# Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
-_STEPS = 4
-# Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
-_FIRST_BYTES = 4 << 20
-_GROWTH = 4
 
 
 def _buffer_bytes(size: int) -> int:

@@ -50,6 +50,30 @@ _NOBODYS = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
 _JSON = [("Content-Type", "application/json"), ("Connection", "close")]
 
 
+PAGES = {
+    "/healthz": Route.HEALTH,
+    "/metrics": Route.METRICS,
+    "/events": Route.EVENTS,
+    "/": Route.DASHBOARD,
+    "/v1/status": Route.STATUS,
+    "/v1/history": Route.STATUS,
+}
+# How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
+_EVENTS_POLL_S = 0.2
+_HEARTBEAT_S = 15.0
+# Content-Security-Policy of the page: its own script and style, and requests to its own server.
+DASHBOARD_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+DASHBOARD_HEADERS = (
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Content-Security-Policy", DASHBOARD_POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+)
+
+
 class Readiness(msgspec.Struct, frozen=True):
     """Conditions of a server that is ready, by name, and whether they hold: tiers, a region's centre, a pool's map."""
 
@@ -154,30 +178,6 @@ def _answers(tier: Tier) -> bool:
 def _packed(status: int, value: object) -> bytes:
     body = msgspec.json.encode(value) + b"\n"
     return pack_response_head(status, [*_JSON, ("Content-Length", len(body))]) + body
-
-
-PAGES = {
-    "/healthz": Route.HEALTH,
-    "/metrics": Route.METRICS,
-    "/events": Route.EVENTS,
-    "/": Route.DASHBOARD,
-    "/v1/status": Route.STATUS,
-    "/v1/history": Route.STATUS,
-}
-# How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
-_EVENTS_POLL_S = 0.2
-_HEARTBEAT_S = 15.0
-# Content-Security-Policy of the page: its own script and style, and requests to its own server.
-DASHBOARD_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-DASHBOARD_HEADERS = (
-    ("Content-Type", "text/html; charset=utf-8"),
-    ("Content-Security-Policy", DASHBOARD_POLICY),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Cache-Control", "no-store"),
-)
 
 
 def dashboard_page() -> bytes:

@@ -18,6 +18,12 @@ from kvtide.tier.disk.record import RecordHeader, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
+# A segment goes when this share of its bytes was given up; the rest moves where there is room.
+_GIVEN_UP_SHARE = 0.5
+REFUSED_MAX = 4096
+# Where an object is: its segment and its bytes there.
+PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
+
 
 @dataclass(slots=True, eq=False)
 class CatalogEntry:
@@ -148,15 +154,6 @@ class Catalog:
             assert len(by_id) == len(by_segment)
             assert self._used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
             assert all(self._by_segment.values()) and all(self._by_id.values())
-
-
-# A segment goes when this share of its bytes was given up; the rest moves where there is room.
-_GIVEN_UP_SHARE = 0.5
-
-REFUSED_MAX = 4096
-
-# Where an object is: its segment and its bytes there.
-PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
 
 
 class Lineage:

@@ -25,6 +25,9 @@ from kvtide.wire.protocol import FORCE_HEADER, GENERATION_HEADER, TENANT_HEADER
 SMALL_ANSWER_BYTES_MAX = 1 << 20
 
 
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A server's listening address: a host and port, with TLS or not, or a path."""
@@ -211,9 +214,6 @@ def _send_some(sock: socket.socket, part: memoryview) -> int:
 
 def _receive_some(sock: socket.socket, part: memoryview) -> int:
     return sock.recv_into(part)
-
-
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
 
 
 class Servers(NamedTuple):

@@ -30,6 +30,12 @@ from kvtide.tier.pool.placement import SERVERS_MAX, PlacementKind, PoolMap, Pool
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+# A question to etcd takes at most so long.
+REQUEST_S_MAX = 2.0
+# A server that is gone is out of the map after so long.
+LEASE_S = 5
+ANSWER_BYTES_MAX = 8 << 20
+_LOGGED_MAX = 1000
 
 
 class Membership(Protocol):
@@ -175,15 +181,6 @@ class Watcher:
             self._source.wait(POLL_S, self._closing)
             if not self._closing.is_set():
                 self.refresh()
-
-
-_log = logging.getLogger(__name__)
-
-REQUEST_S_MAX = 2.0
-# A server that is gone is out of the map after so long.
-LEASE_S = 5
-ANSWER_BYTES_MAX = 8 << 20
-_LOGGED_MAX = 1000
 
 
 class EtcdAccess(NamedTuple):
