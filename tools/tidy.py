@@ -25,19 +25,9 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
-    *("tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.http.records"),
-    *(
-        "tier.source",
-        "store.repack",
-        "store.load.job",
-        "store.load.run",
-        "store.load.sparse",
-        "store.load.streamed",
-        "tier.wrap",
-        "tier.ram.device",
-        "tier.stack.invalidation",
-    ),
-    "server.settings",
+    *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
+    *("tier.http.records", "tier.ram.device", "tier.stack.invalidation"),
+    *("store.repack", "store.load.job", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy", "codec.published")}
