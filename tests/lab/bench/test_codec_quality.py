@@ -98,7 +98,7 @@ def test_foreign_file_is_refused(subject: Subject, tmp_path: Path, content: byte
 
 
 def test_codec_that_is_not_there_is_refused(subject: Subject) -> None:
-    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, got 'zip'"):
+    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, cachegen-snippet, got 'zip'"):
         judged(subject, None, ("raw", "zip"))
 
 
