@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.clock import SystemClock
-from kvtide.server.member import Member
 from kvtide.server.service import Service, backing_for
 from kvtide.server.settings import ListenAddress, ServerSettings
+from kvtide.tier.pool import Member
 
 START_S_MAX = 30.0
 

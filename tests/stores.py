@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtide.tier.buffers import ALIGN_BYTES
+from kvtide.tier.disk.record import RecordHeader, RecordState
 from kvtide.tier.disk.segment import scan_segment, segment_number
 from kvtide.tier.files import Files
-from kvtide.tier.record import PAGE_BYTES, RecordHeader, RecordState
 
 
 class StoredRecord(NamedTuple):
@@ -19,14 +20,14 @@ class StoredRecord(NamedTuple):
 
     def body(self) -> bytes:
         with self.path.open("rb") as file:
-            file.seek(self.header.offset + PAGE_BYTES)
+            file.seek(self.header.offset + ALIGN_BYTES)
             return file.read(self.header.size)
 
     def write_body(self, data: bytes) -> None:
         """Put other bytes in the body's place, zeros behind them."""
         descriptor = os.open(self.path, os.O_WRONLY)
         padded = data[: self.header.size].ljust(self.header.size, b"\0")
-        os.pwrite(descriptor, padded, self.header.offset + PAGE_BYTES)
+        os.pwrite(descriptor, padded, self.header.offset + ALIGN_BYTES)
         os.close(descriptor)
 
 

@@ -11,13 +11,13 @@ from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
-from kvtide.codec.published.fit import ProfileFitter
+from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.explain import MatchVerdict, explain, read_header, read_object, weigh
 from kvtide.plan import PrefillSpeed, Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
-from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.testing import namespace, smooth_bits
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object
 from tests.store.test_cache import fill, metas_of

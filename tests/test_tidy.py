@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ def test_source_keeps_the_house_rules(package: str, capsys: pytest.CaptureFixtur
         ("explain.py", "\n" * 401, "longer than 400"),
         ("explain.py", "def f():\n" + "    x = 1\n" * 60, "longer than 60"),
         ("novel.py", "x = 1", "no import rank"),
+        ("explain.py", 'class Seen:\n    """What was seen."""', "begins with a relative clause"),
+        ("explain.py", 'class Seen:\n    """Blocks seen anew."""', "'anew' is a private word; write again"),
+        ("explain.py", "x = 1  # Written aside.", "'aside' is a private word"),
     ],
 )
 def test_broken_rule_is_found(
@@ -43,6 +47,12 @@ def test_broken_rule_is_found(
     path.write_text(f'"""Docstring."""\n{text}\n')
     assert tidy.main(str(tmp_path / "kvtide")) == 1
     assert message in capsys.readouterr().out
+
+
+def test_tools_keep_to_the_words() -> None:
+    for path in ROOT.joinpath("tools").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not [*tidy.word_problems(text, ast.parse(text))], path
 
 
 def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ def timed(name: str, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 class Noted(NamedTuple):
-    """What cases found, and of each kernel that they launched whether all these cases had the processor's results."""
+    """Findings of cases, and of each kernel that they launched whether all these cases had the processor's results."""
 
     cases: dict[str, Any]
     is_right: dict[str, bool]

@@ -1,4 +1,4 @@
-"""What tools/gpu.py times, on a GPU or, at small sizes and without times, on the kernels' twin."""
+"""The cases that tools/gpu.py times, on a GPU or, at small sizes and without times, on the kernels' twin."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ TABLES, RUN_SYMBOLS, STREAM_SYMBOLS = 128, 256, 1 << 16
 
 
 class Size(NamedTuple):
-    """How much is timed: data several times the device's L2, or as little as shows that it works."""
+    """The amount of timing: data several times the device's L2, or as little as shows that it works."""
 
     streams: int
     blocks: int

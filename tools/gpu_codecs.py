@@ -1,4 +1,4 @@
-"""What tools/gpu.py times of whole codecs: objects to pages and back, checked against the processor's."""
+"""Whole codecs that tools/gpu.py times: objects to pages and back, checked against the processor's."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from kvtide.codec import Codec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, ProfileFitter
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
+from kvtide.engines import installed_profiles
 from kvtide.engines.gpu.groups import DeviceGroups
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.targets import StoredBlock, page_target
 from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
-from kvtide.engines.profiles import installed_profiles
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 
 
 def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a user would pick instead, where its wheel is installed: nvCOMP's ANS, LMCache's CacheGen kernels.
+"""The alternatives of a user, where their wheel is installed: nvCOMP's ANS, LMCache's CacheGen kernels.
 
 Written after the public documentation of nvCOMP 5 and the public source of LMCache 0.3 to 0.5, and never run.
 """

@@ -25,19 +25,9 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
-    *("tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.records"),
-    *(
-        "tier.source",
-        "store.repack",
-        "store.load.job",
-        "store.load.run",
-        "store.load.sparse",
-        "store.load.streamed",
-        "tier.wrap",
-        "tier.ram.device",
-        "tier.stack.invalidation",
-    ),
-    "server.settings",
+    *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
+    *("tier.http.records", "tier.ram.device", "tier.stack.invalidation"),
+    *("store.repack", "store.load.job", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy", "codec.published")}
@@ -63,6 +53,19 @@ PURE_RANK_MAX = 1
 IMPURE = {"time", "datetime", "random", "secrets", "subprocess", "socket", "asyncio", "concurrent"}
 IMPURE_ALLOWED = {"clock": {"time"}}
 ENVIRONMENT = re.compile(r"\bos\.(environ|getenv)\b")
+# A docstring says what a thing is (a noun) or does (a verb); these begin a riddle.
+RIDDLE = re.compile(r"(What|Which|Who|Whom|Whose|How|Where|Whether|When|Why|Those|That)\b")
+# Private words, and what the field says.
+BANNED = {
+    "anew": "again",
+    "aside": "to a file of its own",
+    "what there is of": "a noun",
+    "what came of": "result, outcome",
+    "what became of": "result, outcome",
+    "of late": "last, recent",
+    "is none any more": "is closed, is gone",
+}
+_BANNED = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 TODO = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 
 
@@ -148,6 +151,22 @@ def node_problems(tree: ast.AST, here: str) -> Iterator[Problem]:
             yield Problem(node.lineno, "print() outside the command line")
 
 
+def word_problems(text: str, tree: ast.Module) -> Iterator[Problem]:
+    """Yield docstrings that begin with a relative clause, and banned words in docstrings and comments."""
+    found = [(number, line.partition("# ")[2]) for number, line in enumerate(text.splitlines(), 1)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = ast.get_docstring(node)
+            if words is None:
+                continue
+            found.append((node.body[0].lineno, words))
+            if RIDDLE.match(words):
+                yield Problem(node.body[0].lineno, "docstring begins with a relative clause; take a noun or a verb")
+    for lineno, words in found:
+        for word in _BANNED.findall(words):
+            yield Problem(lineno, f"{word!r} is a private word; write {BANNED[word.lower()]}")
+
+
 def file_problems(path: Path, text: str, tree: ast.Module, here: str) -> Iterator[Problem]:
     """Yield the rules that a single file breaks, whatever it belongs to."""
     if text.count("\n") > FILE_LINES_MAX:
@@ -159,6 +178,7 @@ def file_problems(path: Path, text: str, tree: ast.Module, here: str) -> Iterato
             yield Problem(lineno, "environment read outside config.py")
         if TODO.search(line):
             yield Problem(lineno, "TODO without an issue number")
+    yield from word_problems(text, tree)
     yield from node_problems(tree, here)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
         venv.create(folder / "venv", with_pip=True)
         python = folder / "venv" / "bin" / "python"
         run(python, "-m", *pip, "install", "--no-deps", wheel, cwd=folder)
-        # Behind its own packages; the links to the checkout that lie there are not followed from here.
+        # After its own packages; the links to the checkout that lie there are not followed from here.
         (packages,) = (folder / "venv").glob("lib/python*/site-packages")
         (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
         where = run(python, "-c", WHERE, cwd=folder).strip()

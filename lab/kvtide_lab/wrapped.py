@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, Tier
-from kvtide.tier.wrap import WrappedTier
+from kvtide.tier.base import Buffer, Tier, WrappedTier
 from kvtide.types import ObjectId
 
 PACE_S = 2e-3

@@ -1,4 +1,4 @@
-"""What a block is: its layout and identity. A block's array holds bit patterns, so that every value survives."""
+"""Layout and identity of a block. Its array holds bit patterns, so that every value survives."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "engine_environment", "leave_a_core", "step_back", "wait_passively"]
+__all__ = ["Limits", "cache_home", "step_back", "wait_passively"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +45,6 @@ def wait_passively() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def leave_a_core() -> None:
-    """Have the engine compute on all cores but one, unless the user said otherwise: what is measured runs there too.
-
-    Works only before torch is imported. One core stays where there is no other.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
-
-
 def step_back(niceness: int) -> None:
     """Let this thread give way to others by so much, where a thread has a niceness of its own."""
     if sys.platform == "linux":
@@ -70,21 +61,3 @@ def cache_home() -> Path:
 def environment_variable(name: str) -> str | None:
     """Return a variable that the user names, None if it is not set."""
     return os.environ.get(name)
-
-
-def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an engine's process on this machine's processors, alone in its process."""
-    return {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Block names of other connectors hang on it; ours don't.
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **extra,
-    }

@@ -23,7 +23,7 @@ _HEAD_BYTES = 4096
 
 
 class MatchVerdict(Enum):
-    """Why matching ended."""
+    """The reason why matching ended."""
 
     ALL_FULL_BLOCKS = "every full block is stored"
     SHORTER_THAN_BLOCK = "the prompt is shorter than one block"
@@ -38,7 +38,7 @@ class MatchVerdict(Enum):
 
 
 class Explanation(NamedTuple):
-    """What a look-up of this prompt finds and why it ends there.
+    """The blocks that a look-up of this prompt finds, and why it ends there.
 
     needs: names a codec or profile that is not here, or the quality that the block has. base_bytes: what each hit block
     takes at its least quality.

@@ -1,4 +1,4 @@
-"""What engines decided about the tokens of prompts and why: values, a text of them, and a counter.
+"""Engines' decisions about the tokens of prompts, with reasons: values, a text of them, and a counter.
 
 Invariant: there are few kinds, so that counts of all of them stay small wherever they are kept or sent.
 """
@@ -21,7 +21,7 @@ _COUNT_MAX = 10**9
 
 
 class Choice(StrEnum):
-    """What was done about the tokens of a full block of a prompt. ABANDONED: a load that was begun and not finished."""
+    """The decision about the tokens of a full block of a prompt. ABANDONED: a load that was begun and not finished."""
 
     LOAD = "load"
     RECOMPUTE = "recompute"
@@ -29,7 +29,7 @@ class Choice(StrEnum):
 
 
 class Why(StrEnum):
-    """Why it was done."""
+    """The reason for a decision."""
 
     IN_TIME = "in_time"
     LINK_FASTER = "link_faster"

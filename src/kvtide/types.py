@@ -40,7 +40,7 @@ class ObjectId(NamedTuple):
 
 
 class Name(NamedTuple):
-    """Whose a namespace is, what its owner calls it, and which generation of it is meant."""
+    """The full name of a namespace: its tenant, the tenant's namespace, and the generation that is meant."""
 
     tenant: str
     namespace: Namespace
@@ -70,7 +70,7 @@ def wants_latest(object_id: ObjectId) -> bool:
 
 
 class SectionKind(IntEnum):
-    """What a section holds. The numbers are stored (docs/format.md)."""
+    """The kind of a section's content. The numbers are stored (docs/format.md)."""
 
     DATA = 0
     ANCHOR = 1
@@ -94,7 +94,7 @@ class Section(NamedTuple):
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """What a tier holds now, and what it has done since it was opened. Servers send it as JSON."""
+    """Counters of a tier: objects and bytes now, and events since it was opened. Servers send it as JSON."""
 
     name: str
     objects: int

@@ -14,7 +14,7 @@ from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.errors import QueueFull
-from kvtide.server.http.bodies import BodyBuffers
+from kvtide.server.http.exchange import BodyBuffers
 from kvtide.server.settings import ProgressBudget, ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
@@ -51,7 +51,7 @@ def test_uploads_without_a_byte_hold_no_buffer() -> None:
     limits = ServerLimits(buffer_bytes_max=8 * MIB, tenant_buffer_bytes_max=4 * MIB, object_bytes_max=4 * MIB)
     silent = [upload(who, number, 4 * MIB) for who in ("attacker", "second") for number in range(2)]
     with running_server(grants=GRANTS, limits=limits) as server, sending(server, *silent):
-        wait_until(lambda: len(server.service.doors) == 4, "the uploads to be let in")
+        wait_until(lambda: len(server.service.acceptor.limits) == 4, "the uploads to be let in")
         assert server.service.buffers.lent_bytes == 0
         assert ask(server, "PUT", OBJECT, body=object_bytes(1, 3 * MIB))[0].status == 201
 
@@ -107,7 +107,7 @@ def test_reader_that_stands_still_is_cut_off_however_much_it_took() -> None:
             came = 0
             while came < 20 * MIB:
                 came += len(sock.recv(MIB))
-            wait_until(lambda: len(server.service.doors) == 0, "the reader to be cut off")
+            wait_until(lambda: len(server.service.acceptor.limits) == 0, "the reader to be cut off")
 
 
 def test_pace_is_of_the_last_seconds() -> None:

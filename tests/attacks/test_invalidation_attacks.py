@@ -17,17 +17,16 @@ from kvtide.codec import LosslessCodec
 from kvtide.store import PendingBlock
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_id, read_all
-from kvtide.tier.base import Buffer
+from kvtide.tier.base import Buffer, WrappedTier
 from kvtide.tier.disk.tier import DiskTier
+from kvtide.tier.http.records import raise_generation, records_clients
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.membership import StaticMembership, server_at
 from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.records import raise_generation, records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 from kvtide_lab.bench.services import wait_until

@@ -27,8 +27,8 @@ from kvtide.server.regions.records import RECORDS_MAX, RECORDS_TENANT_MAX, Recor
 from kvtide.server.regions.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
+from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.tier.http.tier import http_tier
-from kvtide.tier.records import raise_to, records_clients
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide.wire.records import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until

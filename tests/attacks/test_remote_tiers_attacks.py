@@ -21,8 +21,7 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.breaker import Breaker, until
-from kvtide.tier.pool.etcd import EtcdMembership, _b64
-from kvtide.tier.pool.membership import Watcher
+from kvtide.tier.pool.membership import EtcdMembership, Watcher, _b64
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.valkey.nodes import parse_valkey_url
 from kvtide.tier.valkey.resp import RespSocket

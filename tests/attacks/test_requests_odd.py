@@ -10,7 +10,7 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head, path_of
 from tests.servers import running_server
 
-from kvtide.server import service
+from kvtide.server.http import doors
 from kvtide.server.http.connection import common_name
 from kvtide.testing.tier_suite import object_bytes, object_id
 
@@ -81,7 +81,7 @@ def test_fault_of_accept_does_not_end_the_server(number: int, monkeypatch: pytes
             raise faults.pop()
         return accept(listener)
 
-    monkeypatch.setattr(service, "_ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(doors, "_ACCEPT_PAUSE_S", 0.01)
     with running_server() as server:
         monkeypatch.setattr(socket.socket, "accept", failing)
         assert ask(server, "GET", "/healthz", "")[0].status == 200

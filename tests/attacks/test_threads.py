@@ -16,7 +16,7 @@ from tests.servers import RunningServer, running_server
 from kvtide.server.http.shares import Rates
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.wrap import WrappedTier
+from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import wait_until
 
 OBJECT = path_of(object_id(1))

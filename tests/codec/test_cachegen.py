@@ -13,7 +13,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import GROUP_TOKENS, delta_layers
 from kvtide.errors import CorruptPayload
-from kvtide.testing.strategies import block_meta, layouts, smooth_bits
+from kvtide.testing import block_meta, layouts, smooth_bits
 from kvtide.types import Section, SectionKind
 
 LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)

@@ -9,8 +9,8 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec
 from kvtide.codec.base import RawCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.codec_suite import CodecSuite
-from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.wire import pack_object, parse_object
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from kvtide.codec.published.integers import (
     CODERS,
+    CodedIntegers,
     Distribution,
     IntegerRuns,
     Integers,
-    decode_integers,
+    decode_alike,
     encode_integers,
     fit_distribution,
     value_counts,
@@ -28,6 +29,12 @@ def numbers(seed: int, spread: float, runs: IntegerRuns = RUNS) -> Integers:
 def fitted(values: Integers, coder: int, is_open: bool = False) -> Distribution:
     rows = values.shape[0] * values.shape[1]
     return fit_distribution(value_counts(values.reshape(rows, values.shape[2])), coder, is_open)
+
+
+def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
+    coded = CodedIntegers.parse(data, runs.streams)
+    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
+    return found
 
 
 @given(

@@ -13,7 +13,7 @@ from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.packed import PackedCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import packing_orders
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 

@@ -16,8 +16,8 @@ from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import quality_of_units, units_of_quality
 from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.codec_suite import CodecSuite
-from kvtide.testing.strategies import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 

@@ -12,7 +12,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary.rotary import Rotary
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 
 # Three ranges of five layers.
 LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)

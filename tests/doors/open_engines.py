@@ -151,7 +151,7 @@ VLLM = (
         _VLLM,
         "options alone",
         Source.OURS,
-        "tests/engines/paged/test_settings.py::test_blocks_are_whole_pages",
+        "tests/engines/test_settings.py::test_blocks_are_whole_pages",
     ),
     Capability(
         "tenants in vLLM",

@@ -38,6 +38,7 @@ def test_own_profile_judges_own_text(tmp_path: Path) -> None:
     rows = json.loads(judged.stdout)["rows"]
     assert {(row["codec"], row["profile"]) for row in rows} == {
         ("raw", "none"),
+        ("cachegen-snippet", "payload"),
         ("lossless", "none"),
         ("cachegen", "payload"),
         ("chunkwise", "payload"),

@@ -10,9 +10,8 @@ from transformers import DynamicCache
 
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.calibrate.calibration import TideCalibration
+from kvtide.engines.calibrate.calibration import TideCalibration, cache_sensitivity
 from kvtide.engines.calibrate.judge import QualityJudge
-from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.transformers.fingerprint import model_layout
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")

@@ -26,7 +26,7 @@ from kvtide.plan import Judge, PrefillSpeed, Way
 from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.run import FetchLimits
 from kvtide.store.load.streamed import Streamed
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.tier.base import IsPinned
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

@@ -10,8 +10,8 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import mix, policy_named
 from kvtide.index import RadixIndex
+from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
-from kvtide.testing.strategies import namespace
 
 
 def hits(index: RadixIndex, clock: ManualClock, prompts: list[tuple[int, ...]]) -> int:

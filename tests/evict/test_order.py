@@ -224,4 +224,6 @@ def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_pat
         for number in range(60):
             stack.put_from(ids(prompt(number))[0], object_bytes(number, 8000))
         stack.check()
+        kept = [stack.contains(ids(prompt(number))[0]) for number in range(60)]
+        assert 0 < sum(kept) < 60
         stack.close()

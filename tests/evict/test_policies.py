@@ -7,8 +7,8 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import POLICIES, PolicyOf, policy_named
 from kvtide.index import RadixIndex
+from kvtide.testing import namespace
 from kvtide.testing.policy_suite import PolicySuite, chain
-from kvtide.testing.strategies import namespace
 
 
 @pytest.fixture(params=POLICIES)

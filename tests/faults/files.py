@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtide.tier.base import Buffer
+from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.files import FileInfo, Files
-from kvtide.tier.record import PAGE_BYTES
 
 # What can go wrong with a call: an error that it raises, or a transfer that ends early.
 FAULT_KINDS = ("EIO", "ENOSPC", "EINTR", "short read", "short write")
@@ -109,8 +109,8 @@ class FaultyFiles(Files):
 def _first_half(parts: Sequence[memoryview]) -> list[memoryview]:
     """Return the first half of the parts' bytes, in whole pages if there are several."""
     wanted = sum(map(len, parts)) // 2
-    if wanted > PAGE_BYTES:
-        wanted -= wanted % PAGE_BYTES
+    if wanted > ALIGN_BYTES:
+        wanted -= wanted % ALIGN_BYTES
     halves = []
     for part in parts:
         halves.append(part[:wanted])

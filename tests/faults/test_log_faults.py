@@ -28,19 +28,13 @@ from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.disk.record import RecordHeader, SegmentHeader, pack_record_header, pack_segment_header, record_bytes
 from kvtide.tier.disk.segment import segment_name
 from kvtide.tier.files import Files
-from kvtide.tier.record import (
-    PAGE_BYTES,
-    RecordHeader,
-    SegmentHeader,
-    pack_record_header,
-    pack_segment_header,
-    record_bytes,
-)
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
 from kvtide.wire import NO_LABEL, pack_object, parse_object
@@ -123,12 +117,12 @@ def test_write_torn_at_any_page_is_a_miss(real_store: tuple[Path, dict[ObjectId,
     victim = next(record for record in stored_records(store) if record.header.sequence == 1)
     image, start = victim.path.read_bytes(), victim.header.offset
     stop = start + record_bytes(victim.header.size)
-    for cut in range(start + PAGE_BYTES, stop + 1, PAGE_BYTES):
+    for cut in range(start + ALIGN_BYTES, stop + 1, ALIGN_BYTES):
         for has_header in (False, True):
             torn = bytearray(image)
             torn[cut:stop] = bytes(stop - cut)
             if not has_header:
-                torn[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
+                torn[start : start + ALIGN_BYTES] = bytes(ALIGN_BYTES)
             victim.path.write_bytes(torn)
             (store / "checkpoint").unlink(missing_ok=True)
             tier = open_tier(store, 1 << 24)
@@ -247,14 +241,14 @@ def test_full_disk_gives_up_the_oldest_and_nothing_wrong(small_disk: Path, tally
 
 def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
     """By headers alone, without a checkpoint: bodies are holes."""
-    segments, records, size = 40, 64, (4 << 20) - PAGE_BYTES
+    segments, records, size = 40, 64, (4 << 20) - ALIGN_BYTES
     folder = tmp_path / "segments"
     folder.mkdir()
     for number in range(1, segments + 1):
         with (folder / segment_name(number)).open("wb") as file:
             file.write(pack_segment_header(SegmentHeader(number, 0, 0)))
             for sequence in range(records):
-                offset = PAGE_BYTES + sequence * record_bytes(size)
+                offset = ALIGN_BYTES + sequence * record_bytes(size)
                 file.seek(offset)
                 each = object_id(number * 1000 + sequence)
                 file.write(pack_record_header(RecordHeader(each, NO_LABEL, number, sequence, offset, size, 0)))
@@ -307,7 +301,7 @@ def test_cap_holds_at_every_moment(tmp_path: Path) -> None:
     tier.check()
     print(f"at most {used_max} bytes of {bytes_max} on the disk")
     # The directories themselves are pages too.
-    assert bytes_max // 2 < used_max <= bytes_max + 3 * PAGE_BYTES
+    assert bytes_max // 2 < used_max <= bytes_max + 3 * ALIGN_BYTES
 
 
 def test_slow_disk_keeps_the_deadline(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers import attach
 from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 
 OpenCache = Callable[..., Cache]
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}

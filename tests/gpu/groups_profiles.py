@@ -7,7 +7,7 @@ from functools import cache
 from kvtide.block import BlockLayout
 from kvtide.codec.profile import Profile
 from kvtide.codec.published import ProfileFitter
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 
 
 @cache

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.engines.gpu import cubins
-from kvtide.engines.gpu.cubins import CUBINS_MAX, kept_kernels
+from kvtide.engines.gpu import program
 from kvtide.engines.gpu.kernels import Budget, CudaKernels
-from kvtide.engines.gpu.program import compile_kernels
+from kvtide.engines.gpu.program import CUBINS_MAX, compile_kernels, kept_kernels
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra gpu")
 
@@ -26,7 +25,7 @@ def code() -> bytes:
 def compiled(code: bytes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Architectures that were compiled; each gets the machine code of sm_90."""
     found: list[str] = []
-    monkeypatch.setattr(cubins, "compile_kernels", lambda architecture: found.append(architecture) or code)
+    monkeypatch.setattr(program, "compile_kernels", lambda architecture: found.append(architecture) or code)
     return found
 
 
@@ -34,7 +33,7 @@ def test_second_process_reads_what_the_first_compiled(tmp_path: Path, code: byte
     assert kept_kernels("sm_90", tmp_path / "kernels") == code
     with pytest.MonkeyPatch.context() as patch:
         # Calling it would raise.
-        patch.setattr(cubins, "compile_kernels", None)
+        patch.setattr(program, "compile_kernels", None)
         assert kept_kernels("sm_90", tmp_path / "kernels") == code
 
 
@@ -118,7 +117,7 @@ def test_what_the_code_depends_on_is_in_its_name(
 ) -> None:
     kept_kernels("sm_90", tmp_path)
     others = {"compiler_version": lambda: "1.0", "COMPILE_OPTIONS": ("-G",), "kernel_sources": lambda: {"a.cu": b""}}
-    monkeypatch.setattr(cubins, part, others[part])
+    monkeypatch.setattr(program, part, others[part])
     kept_kernels("sm_90", tmp_path)
     assert len(compiled) == len(list(tmp_path.iterdir())) == 2
 

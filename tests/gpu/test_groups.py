@@ -19,7 +19,7 @@ from kvtide.engines.gpu.groups import DeviceGroups
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.targets import StoredBlock, block_target
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 
 pytestmark = needs_compiler

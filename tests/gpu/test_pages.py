@@ -27,7 +27,7 @@ from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, Store
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 
 pytestmark = needs_compiler

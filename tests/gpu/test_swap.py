@@ -10,7 +10,7 @@ from tests.gpu.twin import needs_compiler
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.pages import KernelPages
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 from kvtide_lab.swap.device import KernelSwapper
 
 pytestmark = needs_compiler

@@ -22,7 +22,7 @@ from kvtide.engines.gpu.tide import DeviceTide
 from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.paged.device import DevicePages
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import parse_object
 

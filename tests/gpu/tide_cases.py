@@ -9,7 +9,7 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.tide import TideCodec
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 
 
 class TideCase(NamedTuple):

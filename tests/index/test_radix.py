@@ -9,8 +9,8 @@ from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.index import ListedBlock, RadixIndex, RestoreReport
 from kvtide.index.radix import Match
+from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
-from kvtide.testing.strategies import namespace
 from kvtide.types import BlockKey, Namespace
 
 NS = namespace()

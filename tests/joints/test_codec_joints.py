@@ -17,9 +17,9 @@ from kvtide.codec import Codec
 from kvtide.codec.packed import PackedCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.profiles import installed_profiles
+from kvtide.engines import installed_profiles
 from kvtide.errors import UnencodableBlock
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 
 FLOAT16, BFLOAT16, FLOAT32 = KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FLOAT32
 LARGEST = {FLOAT16: 0x7BFF, BFLOAT16: 0x7F7F, FLOAT32: 0x7F7FFFFF}
@@ -60,10 +60,9 @@ def test_blocks_at_the_end_of_the_range_come_back_finite(dtype: KVDtype, is_alte
     bits = np.full(layout.shape, LARGEST[dtype], dtype=layout.bits_dtype)
     if is_alternating:
         bits[:, :, ::2] |= SIGN[dtype]
-    for codec in codecs(layout):
-        for position in (0, 3):
-            out = decoded(codec, layout, bits, position)
-            assert out is None or is_finite(out, dtype), codec.codec_id
+    outs = [decoded(codec, layout, bits, position) for codec in codecs(layout) for position in (0, 3)]
+    assert all(is_finite(out, dtype) for out in outs if out is not None)
+    assert any(out is not None for out in outs), "every codec refused: nothing was tried"
 
 
 @given(

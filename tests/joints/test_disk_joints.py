@@ -21,10 +21,10 @@ from kvtide.errors import TierFull
 from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import segment_name
 from kvtide.tier.files import Files
-from kvtide.tier.record import PAGE_BYTES
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
@@ -122,7 +122,7 @@ def test_one_unreadable_segment_costs_that_segment(code: int, tmp_path: Path) ->
     for number in range(10, 200):
         assert tier.put_from(object_id(number), object_bytes(number, 60_000)), "eviction passes it over"
     assert found(tier, range(199, 200)) == [199]
-    assert disk_bytes(tmp_path) <= DISK_BYTES + 3 * PAGE_BYTES
+    assert disk_bytes(tmp_path) <= DISK_BYTES + 3 * ALIGN_BYTES
     tier.close()
     if code == errno.EACCES:
         assert found(opened(tmp_path), range(2, 3)) == [2], "whoever may read it still finds it"
@@ -217,7 +217,7 @@ def test_store_damaged_under_a_live_process_heals_at_the_next_store(
         segments[0].unlink()
     else:
         for path in segments:
-            os.truncate(path, 2 * PAGE_BYTES)
+            os.truncate(path, 2 * ALIGN_BYTES)
     restored(cache, metas)
     assert restored(cache, metas) == 6, "one re-store heals all of its blocks"
     assert open_cache(store).match(ids(metas)) == 6
@@ -238,7 +238,7 @@ def test_own_segment_damaged_while_it_is_written_is_left(damage: str, tmp_path: 
     for number in range(3):
         tier.put_from(object_id(number), object_bytes(number, 60_000))
     path = tmp_path / "segments" / segment_name(1)
-    path.unlink() if damage == "removed" else os.truncate(path, PAGE_BYTES)
+    path.unlink() if damage == "removed" else os.truncate(path, ALIGN_BYTES)
     assert not any(tier.contains(object_id(number)) for number in range(3)), "stale entries don't count as stored"
     for number in range(3):
         tier.put_from(object_id(number), object_bytes(number, 60_000))
@@ -249,7 +249,7 @@ def test_own_segment_damaged_while_it_is_written_is_left(damage: str, tmp_path: 
 
 def test_record_that_its_segment_is_too_short_for_is_not_listed(tmp_path: Path) -> None:
     filled(tmp_path, 1)
-    os.truncate(tmp_path / "segments" / segment_name(1), 4 * PAGE_BYTES)
+    os.truncate(tmp_path / "segments" / segment_name(1), 4 * ALIGN_BYTES)
     tier = opened(tmp_path)
     assert not tier.contains(object_id(0)) and list(tier.objects()) == []
 
@@ -265,7 +265,7 @@ def test_prompt_longer_than_the_disk_keeps_its_beginning(bytes_max: int, tmp_pat
         fill(cache, metas)
         held = [cache.tiers.contains(meta.id) for meta in metas]
         run = len(list(takewhile(bool, held)))
-        assert run == sum(held) >= (bytes_max - 4 * PAGE_BYTES) // (7 * PAGE_BYTES), (
+        assert run == sum(held) >= (bytes_max - 4 * ALIGN_BYTES) // (7 * ALIGN_BYTES), (
             "a leading run, and no block behind it"
         )
     assert not any(cache.tiers.contains(meta.id) for meta in other), "older prompts went first"

@@ -21,7 +21,7 @@ from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.generation import RestoreWay, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 

@@ -25,7 +25,7 @@ from kvtide.engines.transformers import CachedModel, attach
 from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -166,7 +166,7 @@ import atexit, sys
 from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 from tests.store.test_cache import metas_of
 from transformers import GenerationConfig
 

@@ -16,8 +16,8 @@ from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock
 from kvtide.codec.base import RawCodec
 from kvtide.config import Limits
-from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.chunks import ChunkStore, chunk_layout
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import QueueFull
-from kvtide.server.http.bodies import BodyBuffers
+from kvtide.server.http.exchange import BodyBuffers
 from kvtide.tier.buffers import is_aligned
 
 

@@ -22,7 +22,6 @@ from tests.servers import running_server
 
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
-from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.observe.pages import DASHBOARD_POLICY, dashboard_page
 from kvtide.server.observe.status import (
@@ -37,10 +36,10 @@ from kvtide.server.observe.status import (
 )
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier import TierStats
+from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import StaticMembership
 from kvtide.tier.pool.placement import PoolMap, PoolServer
-from kvtide.types import Namespace
+from kvtide.types import Namespace, TierStats
 from kvtide_lab.bench.services import wait_until
 
 BROWSER = shutil.which("chromium")

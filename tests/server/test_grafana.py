@@ -16,8 +16,7 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.quotas import Quota, QuotaCollector, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.tier import TierStats
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 FILE = Path(__file__).parents[2] / "examples" / "grafana.json"
 # Labels that Prometheus itself adds.

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.servers import RunningServer, ServerProcess, running_server
 
-from kvtide.server.member import Member
 from kvtide.server.settings import ServerLimits
+from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import FileMembership
 from kvtide.tier.pool.placement import PoolServer
 from kvtide_lab.bench.services import free_ports, wait_until

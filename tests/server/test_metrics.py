@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import OTHER_TENANTS, Metrics, NamespaceStatus, Route, SourceCollector
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.tier import TierStats
-from kvtide.types import Namespace
+from kvtide.types import Namespace, TierStats
 
 NAMESPACE = Namespace(b"\x11" * 32)
 

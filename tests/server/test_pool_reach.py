@@ -18,11 +18,10 @@ from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.server.member import Member
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.pool.etcd import EtcdMembership
-from kvtide.tier.pool.membership import StaticMembership
+from kvtide.tier.pool import Member
+from kvtide.tier.pool.membership import EtcdMembership, StaticMembership
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.tier.pool.url import membership_of, pool_tier, server_urls
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until

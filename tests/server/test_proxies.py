@@ -15,8 +15,8 @@ import pytest
 from tests.attacks.floods import GRANTS, TOKENS
 from tests.servers import RunningServer, running_server
 
+from kvtide.server.auth import Proxies, ProxyHeader
 from kvtide.server.observe.access import ACCESS_LOGGER, write_log
-from kvtide.server.proxies import Proxies, ProxyHeader
 from kvtide.server.settings import ServerLimits, read_settings
 from kvtide_lab.bench.services import wait_until
 

@@ -18,7 +18,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.connection import HttpAnswer
-from kvtide.tier.records import records_clients
+from kvtide.tier.http.records import records_clients
 from kvtide.wire.records import Record, RecordKind, RecordName
 
 SPACE = object_id(1).namespace

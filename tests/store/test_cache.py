@@ -25,7 +25,7 @@ from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.storing import STORE_NICE
-from kvtide.testing.strategies import namespace, smooth_bits
+from kvtide.testing import namespace, smooth_bits
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier

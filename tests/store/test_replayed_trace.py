@@ -17,7 +17,7 @@ from kvtide.index import LruPolicy, RadixIndex
 from kvtide.keys import block_keys
 from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

@@ -15,8 +15,8 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import stack_of
+from kvtide.tier.http.records import raise_generation, records_clients
 from kvtide.tier.ram.memory import MemoryTier
-from kvtide.tier.records import raise_generation, records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind

@@ -14,13 +14,10 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
-from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.checkpoint import parse_checkpoint
-from kvtide.tier.disk.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
-from kvtide.tier.files import Files
-from kvtide.tier.record import (
-    PAGE_BYTES,
+from kvtide.tier.disk.record import (
     RecordHeader,
     RecordState,
     SegmentHeader,
@@ -29,6 +26,8 @@ from kvtide.tier.record import (
     parse_record_header,
     parse_segment_header,
 )
+from kvtide.tier.disk.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
+from kvtide.tier.files import Files
 from kvtide.wire import NO_LABEL, ObjectLabel
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "segment-2.seg"
@@ -76,7 +75,7 @@ class TestThroughThePageCache(TierSuite):
         return open_tier(tmp_path, files=CachedFiles(refuses_at_open))
 
 
-SIZES = [1, PAGE_BYTES - 1, PAGE_BYTES, STAGING_BYTES, STAGING_BYTES + 5, PIECE_BYTES, 2 * PIECE_BYTES + 7]
+SIZES = [1, ALIGN_BYTES - 1, ALIGN_BYTES, STAGING_BYTES, STAGING_BYTES + 5, PIECE_BYTES, 2 * PIECE_BYTES + 7]
 
 
 @pytest.mark.parametrize("refuses_at_open", [True, False])
@@ -96,7 +95,7 @@ def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path
     tier.put_from(object_id(1), source)
     tier.put_from(object_id(2), content)
     for number in (1, 2):
-        for offset in {0, 1, PAGE_BYTES, size // 2, max(0, size - 1)}:
+        for offset in {0, 1, ALIGN_BYTES, size // 2, max(0, size - 1)}:
             for shift in (0, 1):
                 buffer = aligned_buffer(size + 2)[shift : shift + size + 1]
                 count = tier.get_into(object_id(number), buffer, offset)
@@ -263,10 +262,10 @@ def test_segment_of_another_version_is_given_up_without_a_search(tmp_path: Path)
     (tmp_path / "segments").mkdir()
     path = tmp_path / "segments" / segment_name(7)
     path.write_bytes(first + golden_pages()[1] + bytes(1 << 20))
-    assert scan_segment(Files(), path, 7) == Scan(None, [], PAGE_BYTES)
+    assert scan_segment(Files(), path, 7) == Scan(None, [], ALIGN_BYTES)
     tier = open_tier(tmp_path)
     assert tier.stats().objects == 0
-    assert path.stat().st_size == PAGE_BYTES
+    assert path.stat().st_size == ALIGN_BYTES
 
 
 @pytest.mark.parametrize("place", [(8, 8192), (7, 4096)])

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import TierUnavailable
-from kvtide.tier.pool import etcd as membership_etcd
-from kvtide.tier.pool.etcd import EtcdMembership
-from kvtide.tier.pool.membership import Watcher
+from kvtide.tier.pool import membership as membership_etcd
+from kvtide.tier.pool.membership import EtcdMembership, Watcher
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
 

@@ -15,10 +15,10 @@ from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.server.member import Member
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
+from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Watcher, server_at
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier

@@ -9,9 +9,10 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
+from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import FrequencyRanking, RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Ranking, ScoreRanking, Tier
+from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 
 SETTINGS = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f"})

@@ -36,7 +36,7 @@ def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
 
 
 def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
-    from kvtide.config import engine_environment
+    from kvtide_lab.config import engine_environment
 
     assert engine_environment({})["PYTHONHASHSEED"] == "0"
     assert engine_environment({"X": "1"})["X"] == "1"

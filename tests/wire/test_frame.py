@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.testing.strategies import block_meta
+from kvtide.testing import block_meta
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame, parse_frame, parse_frame_header

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.testing.strategies import block_meta, namespace
+from kvtide.testing import block_meta, namespace
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import object as wire
 from kvtide.wire import pack_object, parse_header, parse_object

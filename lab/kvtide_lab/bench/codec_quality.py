@@ -1,4 +1,4 @@
-"""What each codec costs in bits and in what the model then says: rate against distortion, every byte counted.
+"""Rate against distortion of each codec: bits, and the model's loss with them; every byte counted.
 
 Each context goes through each case by itself, two at a time; what was found is kept, so that a run goes on from it.
 """
@@ -29,7 +29,7 @@ from kvtide_lab.bench.quality_state import Inputs, Measured, Partial, ids_digest
 
 
 class QualitySize(NamedTuple):
-    """How much is judged."""
+    """The amount of judging."""
 
     contexts: int
     context_tokens: int
@@ -96,7 +96,7 @@ class CodecQuality(msgspec.Struct, frozen=True):
 
 
 class Subject(NamedTuple):
-    """What codecs are judged on. ids: of each context and its continuation."""
+    """The model and texts that codecs are judged on. ids: of each context and its continuation."""
 
     model: Any
     name: str
@@ -187,7 +187,7 @@ def _found(subject: Subject, context: int, missing: Sequence[Case]) -> Iterator[
 
 
 class _Judging:
-    """One context, its exact cache, and what the model said behind each decoded cache so far."""
+    """One context, its exact cache, and what the model said after each decoded cache so far."""
 
     def __init__(self, subject: Subject, context: int) -> None:
         self._judge = QualityJudge(subject.model, subject.layout, *subject.size[1:])

@@ -42,7 +42,7 @@ class EngineBenchRow(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """How much faster kvtide is than another on the same requests: median and quartiles over pairs of answers."""
+    """The speed of kvtide over another's on the same requests: median and quartiles over pairs of answers."""
 
     of: str
     pairs: int

@@ -18,7 +18,7 @@ from subprocess import PIPE
 from types import TracebackType
 from typing import Self
 
-from kvtide.config import engine_environment
+from kvtide_lab.config import engine_environment
 
 
 class EngineNursery:

@@ -1,4 +1,4 @@
-"""What stands beside kvtide in the engine bench: how each is configured, started and waited for."""
+"""The contenders beside kvtide in the engine bench: how each is configured, started and waited for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtide.config import engine_environment
 from kvtide_lab.bench.engine_process import kvtide_transfer
 from kvtide_lab.bench.link import open_link
+from kvtide_lab.config import engine_environment
 
 PEERS = ("native", "lmcache")
 LINK_CODECS = ("raw", "tide")

@@ -16,8 +16,8 @@ from typing import IO, Any, Self
 
 import msgspec
 
-from kvtide.config import engine_environment
 from kvtide_lab.bench.engine_nursery import EngineNursery
+from kvtide_lab.config import engine_environment
 
 CLOSE_S_MAX = 60.0
 _SESSION = "kvtide_lab.vllm.session"

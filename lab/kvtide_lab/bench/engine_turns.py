@@ -27,7 +27,7 @@ CHAT_TOKENS = 8000
 
 
 class EngineBenchSize(msgspec.Struct, frozen=True):
-    """How much is asked. Tokens are those of the model.
+    """The amount of questions. Tokens are those of the model.
 
     `rounds`: how often every engine is restarted; `memory` and `misses` are asked so often in each of them.
     """
@@ -52,7 +52,7 @@ class EngineBenchSize(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What a contender answered to prompts that arrived together. `cpu_s` is of the engine's own thread."""
+    """A contender's answer to prompts that arrived together. `cpu_s` is of the engine's own thread."""
 
     answers: list[dict[str, Any]]
     seconds: float

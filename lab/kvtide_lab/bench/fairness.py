@@ -40,7 +40,7 @@ _LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtyp
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
-    """What the simulation reports, measured: medians of several rounds, with the least and the most.
+    """The simulation's figures, measured: medians of several rounds, with the least and the most.
 
     `small_wait_p99_rounds` is in rounds of slices, the longer one of drr and vtc. `pace` is the share of the link that
     the server's scheduler fills; 0 leaves the queue to the kernel.
@@ -56,7 +56,7 @@ class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
 
 
 class _Counted(msgspec.Struct, frozen=True):
-    """What a client process says at its end."""
+    """A client process's counts at its end."""
 
     sent_bytes: int
     waits_s: list[float]
@@ -64,7 +64,7 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where one run takes place: the words before each command, what the scheduler may send, a folder for files."""
+    """The surroundings of one run: the words before each command, what the scheduler may send, a folder for files."""
 
     prefix: Sequence[str]
     sending_bits_s: float

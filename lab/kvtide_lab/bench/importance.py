@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ImportanceSize(NamedTuple):
-    """How much is judged. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
+    """The amount of judging. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
 
     has_others: those selectors too that no step of the ablation needs.
     guards: on how many prompts guards are tried, and at which lengths besides the context's.
@@ -53,7 +53,7 @@ QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 3, False, GuardSize(1, 1, 1, ()))
 class Row(msgspec.Struct, frozen=True):
     """A selector at a ratio, in the mean over all questions; ttft_s is the median.
 
-    rest: what became of the other tokens. order: how tokens lie, `original` or `packed` by past uses.
+    rest: the outcome of the other tokens. order: how tokens lie, `original` or `packed` by past uses.
     bytes_read_share: of the raw bytes, probe and amplification included. answer_match: the whole answer as with
     everything loaded; right: the answer that the text has, of the questions where it is known.
     """
@@ -117,7 +117,7 @@ class ImportanceBench(msgspec.Struct, frozen=True):
 
 
 class _Case(NamedTuple):
-    """What a row is of. `selector` makes one for a prefix."""
+    """The subject of a row. `selector` makes one for a prefix."""
 
     selector: Callable[[JudgedPrefix], Selector]
     rest: Rest

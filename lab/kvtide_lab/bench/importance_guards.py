@@ -1,4 +1,4 @@
-"""Which prompts guards refuse: ordinary ones, which should pass, and adversarial ones, which should not."""
+"""Prompts that guards refuse: ordinary ones, which should pass, and adversarial ones, which should not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GuardSize(NamedTuple):
 class GuardRow(msgspec.Struct, frozen=True):
     """A guard on one kind of prompt of one length: the share that fell back, and what that is worth and costs.
 
-    prompts: how many there were, questions counted. rest: what became of what is not selected, `drop` as in the
+    prompts: how many there were, questions counted. rest: the outcome of what is not selected, `drop` as in the
     paper or `base`, the engine's default. kl, bytes_read_share: means, fallbacks included; kl_fallback: the worst of
     the fallbacks, None if there were none. ttft_s: median.
     """

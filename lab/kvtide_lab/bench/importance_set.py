@@ -24,7 +24,7 @@ _OPEN = (
 
 
 class Asked(NamedTuple):
-    """A question behind the text: what kind, its words, and what a right answer begins with, where that is known."""
+    """A question after the text: what kind, its words, and what a right answer begins with, where that is known."""
 
     kind: str
     words: str

@@ -1,4 +1,4 @@
-"""What `kvtide-lab bench importance` found, as a table and as a plot."""
+"""Results of `kvtide-lab bench importance` as a table and as a plot."""
 
 from __future__ import annotations
 

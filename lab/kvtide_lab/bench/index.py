@@ -1,4 +1,4 @@
-"""What a block costs the index: match, insert and evict in steady state, one core, by policy and size.
+"""The cost of a block in the index: match, insert and evict in steady state, one core, by policy and size.
 
 Requests of 64 blocks: half of them the next turn of a session (3 of 4 blocks known if still held), half new ones. The
 index is full before the clock starts, so that each new block evicts another one. Keys are made outside the clock:

@@ -30,7 +30,7 @@ GROUPINGS = {"all": (), "token": (3,), "channel": (1, 2, 4), "layer": (0, 1), "l
 
 
 class Insights(msgspec.Struct, frozen=True):
-    """What a model's cache of one text shows.
+    """The three insights on a model's cache of one text.
 
     delta_variance: of keys and of values, by DISTANCES: the variance of differences between tokens so far apart, over
     that of the elements around their channel's mean. layer_kl: by layers [start, stop): KL in nats of the text that

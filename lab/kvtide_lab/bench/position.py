@@ -1,4 +1,4 @@
-"""What roughness costs by where it lies: the model's KL on mixed caches, and the loss law that follows.
+"""The cost of roughness by where it lies: the model's KL on mixed caches, and the loss law that follows.
 
 Some texts are fitted on; others, held out, say how far the law is off, and what spending bytes by it saves.
 """
@@ -47,7 +47,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class PositionSize(NamedTuple):
-    """How much is judged: texts by prefix length for the map, the fit, the law's test, and spending by it."""
+    """The amount of judging: texts by prefix length for the map, the fit, the law's test, and spending by it."""
 
     answer_tokens: int
     map_texts: dict[int, int]
@@ -66,7 +66,7 @@ def spending_only(tokens: int, texts: int) -> PositionSize:
 
 
 class PositionRow(msgspec.Struct, frozen=True):
-    """One mixture behind one prefix length with one continuation; the mean of `texts` texts.
+    """One mixture after one prefix length with one continuation; the mean of `texts` texts.
 
     stage: map, fit, or held (texts that the law has not seen). passage: where the copied passage begins, None for text
     that goes on. law: what the law says, None where layers differ.
@@ -113,7 +113,7 @@ class PositionInputs(msgspec.Struct, frozen=True):
 
 
 class PositionSubject(NamedTuple):
-    """What is judged: texts as ids to fit on and held out, and their kinds."""
+    """The texts that are judged, as ids to fit on and held out, and their kinds."""
 
     model: Any
     name: str
@@ -167,7 +167,7 @@ def partial_of(subject: PositionSubject, path: Path | None) -> Results:
 
 
 class _Job(NamedTuple):
-    """One text behind one prefix length: what is measured there."""
+    """One text after one prefix length: what is measured there."""
 
     stage: str
     tokens: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtide_lab.judge.position_judge import Mixture, Patch
 
-# An embedded copy of four levels: what each is of, and the refinements behind its base.
+# An embedded copy of four levels: what each is of, and the refinements after its base.
 QUALITY, REFINEMENTS = 9e-4, 3
 EXACT = REFINEMENTS + 1
 NEWEST = (64, 128, 256, 512)

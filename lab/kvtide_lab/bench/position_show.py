@@ -1,4 +1,4 @@
-"""What `kvtide-lab bench position` found, as tables and as a heat map."""
+"""Results of `kvtide-lab bench position` as tables and as a heat map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load saves that spends bytes by the loss law, against one refinement for all."""
+"""The saving of a load that spends bytes by the loss law, against one refinement for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `codec-quality` judges: every codec, level, coder, place of distributions, and quality asked for."""
+"""The cases of `codec-quality`: every codec, level, coder, place of distributions, and quality asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from kvtide.block import BlockLayout
 from kvtide.codec import Codec, LosslessCodec, Profile
 from kvtide.codec.base import RawCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
-from kvtide.codec.published.cachegen import LEVELS
-from kvtide.codec.published.chunkwise import CHUNKWISE_LEVELS
+from kvtide.codec.published.cachegen import CHUNKWISE_LEVELS, LEVELS
 from kvtide.codec.published.integers import CODERS
 from kvtide.codec.tide import TideCodec
 

@@ -1,4 +1,4 @@
-"""What the rows of `codec-quality` say at stated qualities: bits, how codecs compare, what embedding costs."""
+"""The rows of `codec-quality` at stated qualities: bits, how codecs compare, what embedding costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KL_GOALS = (1e-3, 5e-3, 1.2e-2)
 
 
 class JudgedRow(Protocol):
-    """What is needed of a row of `codec-quality`."""
+    """The fields of a row of `codec-quality` that the goals need."""
 
     @property
     def codec(self) -> str: ...
@@ -32,7 +32,7 @@ class JudgedRow(Protocol):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What a row costs and what the model then says."""
+    """A row's cost and the model's loss with it."""
 
     bits_per_element: float
     kl: float

@@ -1,4 +1,4 @@
-"""What a bench of quality has found so far, in a file, so that a run that was broken off goes on where it was.
+"""Results of a bench of quality so far, in a file, so that a run that was broken off goes on from there.
 
 Invariant: results of other inputs than this run's are never taken.
 """
@@ -83,7 +83,7 @@ class Partial(Generic[_Inputs, _Result]):
         return self._results.get(_key(case, context))
 
     def put(self, case: str, context: int, found: list[_Result]) -> None:
-        """Add a result, and write all to the file: aside, then renamed."""
+        """Add a result, and write all to a new file, then rename it."""
         self._results[_key(case, context)] = found
         if self._path is not None:
             aside = self._path.with_name(f"{self._path.name}.new")

@@ -67,7 +67,7 @@ class ShapedProxy:
         return port
 
     def restart(self, carried: Callable[[float], float] | None = None) -> None:
-        """Begin the link's time anew, with another link if one is given."""
+        """Begin the link's time again, with another link if one is given."""
         with self._lock:
             self._carried = carried or self._carried
             self._started_s, self._used_bytes = time.monotonic(), 0.0

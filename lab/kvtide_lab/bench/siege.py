@@ -1,4 +1,4 @@
-"""What one tenant feels while another, or a stranger, tries to stop the server, beside the same server's quiet.
+"""A tenant's reads while another, or a stranger, tries to stop the server, beside the same server's quiet.
 
 Attackers are processes of their own (`siege_attack`), the server is `kvtide serve`; the tenant that is measured reads
 one object of 1 MiB over and over on one connection. Two cores are enough since attackers that ask wait for answers:

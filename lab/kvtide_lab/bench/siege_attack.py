@@ -4,7 +4,7 @@ Usage: python -m kvtide_lab.bench.siege_attack HOST PORT < ATTACK   (one line of
 
 Says `ready` once its connections are open, and goes on until it is killed. Whoever asks has so many requests under
 way and sends the next one when an answer has come: the server sets the pace, and a slow generator asks for less.
-Connections that the server ends are opened anew, no faster than `connects_s_max`.
+Connections that the server ends are opened again, no faster than `connects_s_max`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 20
 
 
 class Attack(msgspec.Struct, frozen=True, kw_only=True):
-    """What every connection sends, in turn one of `requests`; `under_way` of them at a time, or one and never more."""
+    """Requests that every connection sends, in turn one of `requests`; `under_way` at a time, or one for good."""
 
     requests: list[bytes]
     connections: int

@@ -1,4 +1,4 @@
-"""What each promotion policy keeps in the fast tiers, on a replayed trace: hit ratio for each tier and bytes moved.
+"""The fast tiers under each promotion policy, on a replayed trace: hit ratio by tier and bytes moved.
 
 Every policy replays the same requests on the real stack: a device and a memory position, and a store with a full copy.
 Objects are small, so that the sizes of the tiers in blocks are what they would be and bytes are scaled afterwards.
@@ -17,12 +17,11 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.evict import RankedOrder, RecencyRanking
+from kvtide.evict import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.evict.ranking import FrequencyRanking
-from kvtide.tier import Ranking, ScoreRanking
+from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim import Trace
 from kvtide_lab.wrapped import Counting

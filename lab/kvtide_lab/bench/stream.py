@@ -63,7 +63,7 @@ class StreamBenchRow(msgspec.Struct, frozen=True):
 
 
 class StreamVerdict(NamedTuple):
-    """What the rows say for kvtide or against it; None where there is nothing to compare.
+    """The rows' verdict for kvtide or against it; None where there is nothing to compare.
 
     ttft_within: share of kvtide's rows whose first token came by the deadline, or as early as by recomputing.
     kl_vs_cachegen: share of links on which one of its policies has half of CacheGen's KL or less, no later.

@@ -1,4 +1,4 @@
-"""What `bench stream` plays in: contexts on a real server, a link of any shape before it, and `attach`.
+"""The world of `bench stream`: contexts on a real server, a link of any shape before it, and `attach`.
 
 Invariant: a play is judged by the cache that `generate` worked on, never by what was planned or sent.
 """
@@ -33,7 +33,7 @@ _STORE_S_MAX = 120.0
 
 
 class StreamSize(NamedTuple):
-    """How much is measured. slo_share: the deadline of the first token, as a share of recomputing all."""
+    """The amount that is measured. slo_share: the deadline of the first token, as a share of recomputing all."""
 
     context_tokens: int
     block_tokens: int

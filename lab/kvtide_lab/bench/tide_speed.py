@@ -1,4 +1,4 @@
-"""How fast tide encodes and decodes blocks of the real model on one pinned core, beside the model's prefill."""
+"""Speed of tide on blocks of the real model on one pinned core, beside the model's prefill."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class TurnsSize(NamedTuple):
-    """How much is said, and with which codecs."""
+    """The length of the chats, and their codecs."""
 
     texts: int
     chat: ChatSize
@@ -48,7 +48,7 @@ QUICK = TurnsSize(1, ChatSize(10, 28, 4, 16), ("lossless", "tide:5e-3"))
 class TurnRow(msgspec.Struct, frozen=True):
     """One turn with one codec, over the tokens of all texts. `turn` counts from one; `kl_q90` is of single tokens.
 
-    `kl_once` is the KL behind the exact chat's own cache, through the codec once: what `kl` exceeds it by has added up.
+    `kl_once` is the KL after the exact chat's own cache, through the codec once: what `kl` exceeds it by has added up.
     """
 
     codec: str
@@ -77,7 +77,7 @@ class TurnsBench(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
     `trend` is of each codec's `kl`, which grows with the coded share of a prefix too; `trend_added` is of what it
-    exceeds `kl_once` by, what adds up alone. `exact_kl_max` is the largest KL of a single token behind a lossless
+    exceeds `kl_once` by, what adds up alone. `exact_kl_max` is the largest KL of a single token after a lossless
     cache; `identity_share` the share of a warm request of one token that the check of the model takes.
     """
 
@@ -107,7 +107,7 @@ class ChatInputs(msgspec.Struct, frozen=True):
 
 
 class ChatSubject(NamedTuple):
-    """What is talked about, and with what."""
+    """The texts and the model of the chats."""
 
     model: Any
     name: str

@@ -66,7 +66,7 @@ class ValkeyBenchResult(msgspec.Struct, frozen=True):
 
 
 class _Client(Protocol):
-    """What is measured: one connection's worth of a client."""
+    """A measured client: one connection's worth of it."""
 
     def put(self, number: int, value: bytes) -> None: ...
 

@@ -34,7 +34,7 @@ app.command("turns")(bench_turns)
 @app.command("codec-speed")
 def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import cached as transformers
     from kvtide.engines.transformers import fingerprint, smollm2
@@ -45,7 +45,7 @@ def bench_codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
     layout = fingerprint.model_layout(model, transformers.BLOCK_TOKENS)
     ids = tokenizer(texts.evaluation_texts()[0].content).input_ids
-    rows = tide_speed.run(model, ids, layout, profiles.installed_profiles(), quick)
+    rows = tide_speed.run(model, ids, layout, installed_profiles(), quick)
     emit(codec_speed.with_tide(result, rows), codec_speed.render, as_json)
 
 
@@ -107,7 +107,7 @@ def bench_siege(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What a tenant's reads take while others try to stop the server, and whether it ends when told to."""
+    """Measure a tenant's reads while others try to stop the server, and whether it ends when told to."""
     emit(siege.run(quick, attack or tuple(siege.ATTACKS)), siege.render, as_json)
 
 
@@ -144,14 +144,14 @@ def bench_codec_quality(
 
     With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
     """
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles, read_profile
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import cached as transformers
     from kvtide.engines.transformers import fingerprint, smollm2
     from kvtide_lab.bench import codec_quality, quality_report
 
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
-    known = [profiles.read_profile(path) for path in profile] if profile else profiles.installed_profiles()
+    known = [read_profile(path) for path in profile] if profile else installed_profiles()
     folder = model or str(smollm2.converted_folder())
     tokenizer, loaded = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
     layout = fingerprint.model_layout(loaded, transformers.BLOCK_TOKENS)

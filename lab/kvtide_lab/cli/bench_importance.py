@@ -26,7 +26,7 @@ def bench_importance(
     as_json: JsonOption = False,
 ) -> None:
     """Quality, bytes and TTFT of every selector at every ratio, the guards, and what each part brings."""
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import smollm2
     from kvtide_lab.bench import importance, importance_show
@@ -51,7 +51,7 @@ def bench_importance(
             folder.name,
             lambda content: tokenizer(content).input_ids,
             chosen,
-            profiles.installed_profiles(),
+            installed_profiles(),
             size,
             disk_mb_s * 1e6,
             show,

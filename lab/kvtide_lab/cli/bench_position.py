@@ -34,7 +34,7 @@ def bench_position(
     as_json: JsonOption = False,
 ) -> None:
     """The model's KL on caches that are rough in places, and the law of loss by position that fits it."""
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import BLOCK_TOKENS, converted_folder, load_model, load_tokenizer, model_layout
     from kvtide_lab.bench import position, position_show
@@ -44,7 +44,7 @@ def bench_position(
     size = position.QUICK if quick else position.FULL
     if spend is not None:
         size = position.spending_only(spend, texts_max)
-    fitting = [each for each in profiles.installed_profiles() if each.kind == codec and each.fits(layout)]
+    fitting = [each for each in installed_profiles() if each.kind == codec and each.fits(layout)]
     if not fitting or not codec.startswith("tide"):
         raise ValueError(f"no profile of kind {codec!r} fits this model")
     fit_on = texts.read_texts(text) if text else position.one_of_each_kind_first(texts.evaluation_texts())

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit, progress_bars
-from kvtide.config import leave_a_core
+from kvtide_lab.config import leave_a_core
 from kvtide_lab.sim.links import LINK_MODELS, Link, link_named, read_link
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def bench_stream(
     """Time to the first token, bytes and the model's own KL, for every policy over every link."""
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import converted_folder, load_model, load_tokenizer
     from kvtide_lab.bench import position, stream
@@ -56,7 +56,7 @@ def bench_stream(
     ids = [tokenizer(each.content[: 8 * size.tokens]).input_ids for each in chosen]
     doors = stream.all_doors(codec or stream.TIDE)
     with progress_bars() as show:
-        result = stream.run(model, ids, profiles.installed_profiles(), routes, doors, size, show)
+        result = stream.run(model, ids, installed_profiles(), routes, doors, size, show)
     if plot is not None:
         stream.plot(result, plot)
     emit(result, stream.render, as_json)

@@ -20,7 +20,7 @@ def bench_turns(
     as_json: JsonOption = False,
 ) -> None:
     """Ten turns of a chat, each computed on what the cache kept of those before: does a codec's loss add up?"""
-    from kvtide.engines import profiles
+    from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import smollm2
     from kvtide_lab.bench import turns, turns_show
@@ -28,7 +28,7 @@ def bench_turns(
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
     folder = smollm2.converted_folder()
     tokenizer, model = smollm2.load_tokenizer(folder), smollm2.load_model(folder)
-    known = profiles.installed_profiles()
+    known = installed_profiles()
     size = turns.QUICK if quick else turns.FULL
     subject = turns.subject_of(model, folder.name, lambda content: tokenizer(content).input_ids, chosen, size)
     results = turns.partial_of(subject, known, partial)

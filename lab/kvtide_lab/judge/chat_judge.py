@@ -28,7 +28,7 @@ FLUSH_S_MAX = 120.0
 
 
 class ChatSize(NamedTuple):
-    """How long a chat is. Of each turn the user says the first tokens, the model the others."""
+    """The length of a chat. Of each turn the user says the first tokens, the model the others."""
 
     turns: int
     user_tokens: int
@@ -47,9 +47,9 @@ class ChatSize(NamedTuple):
 
 
 class TurnVerdict(NamedTuple):
-    """What the model says of a turn's tokens: KL of each, in nats, from the exact chat, and where the top token is its.
+    """The model's loss on a turn's tokens: KL of each, in nats, from the exact chat, and where the top token is its.
 
-    kl_once: the same behind the exact chat's own cache, coded once. hit_tokens: how many the turn restored.
+    kl_once: the same after the exact chat's own cache, coded once. hit_tokens: how many the turn restored.
     """
 
     kl: list[float]
@@ -65,7 +65,7 @@ class ChatJudge:
         self._model = model
         self._profiles = profiles
         self._size = size
-        # Every turn attaches anew, as a new process would; the weights are read once for all of them.
+        # Every turn attaches again, as a new process would; the weights are read once for all of them.
         self._fingerprint = model_fingerprint(model)
         self._layout = model_layout(model, size.block_tokens)
 
@@ -121,7 +121,7 @@ class ChatJudge:
     def _take(
         self, codec: str, folder: Path, whole: torch.Tensor, exact: torch.Tensor, past: DynamicCache
     ) -> TurnVerdict:
-        """Take a turn: restore, judge what is said behind that, answer, store. past: what an exact codec restores."""
+        """Take a turn: restore, judge what is said after that, answer, store. past: what an exact codec restores."""
         prompt, hits = whole[:, : -self._size.answer_tokens], past.get_seq_length()
         with self._attached(codec, folder) as cached:
             said = self._say(cached.restored(prompt), whole)
@@ -150,7 +150,7 @@ class ChatJudge:
         return coded
 
     def _say(self, past: DynamicCache, whole: torch.Tensor) -> torch.Tensor:
-        """Run what is behind a cache; return what the model says of the turn's tokens: (tokens, vocabulary), log."""
+        """Run what is after a cache; return what the model says of the turn's tokens: (tokens, vocabulary), log."""
         count = self._size.turn_tokens
         with torch.inference_mode():
             rest = whole[:, past.get_seq_length() :]

@@ -44,7 +44,7 @@ STORE_BYTES = 4 << 30
 
 
 class Question(NamedTuple):
-    """What is asked behind a prefix, as token ids; what a right answer begins with, if that is known."""
+    """A question after a prefix, as token ids; the beginning of a right answer, if that is known."""
 
     kind: str
     ids: list[int]
@@ -52,7 +52,7 @@ class Question(NamedTuple):
 
 
 class ExactAnswer(NamedTuple):
-    """What the model says with the whole cache: an answer, and the log-probabilities of each of its tokens."""
+    """The model's answer with the whole cache, and the log-probabilities of each of its tokens."""
 
     answer: list[int]
     log_probabilities: torch.Tensor
@@ -147,7 +147,7 @@ class ImportanceJudge:
         self.codec = codec
 
     def add(self, ids: Sequence[int], uses: Sequence[Question], questions: Sequence[Question]) -> JudgedPrefix:
-        """Prefill a prefix of whole blocks, store it, learn from `uses`, pack it anew, and ask with the whole cache."""
+        """Prefill a prefix of whole blocks, store it, learn from `uses`, repack it, and ask with the whole cache."""
         metas = block_metas(ids, self.layout)
         own = model_layout(self._model, self.layout.tokens)
         blocks = [_as(bits, own.dtype, self.layout.dtype) for bits in capture_blocks(self._model, ids, own)]
@@ -336,7 +336,7 @@ class ImportanceJudge:
         raw_bytes = len(prefix.metas) * self.layout.raw_bytes
         read_bytes, ttft_s, reads = cost
         right = prefix.questions[number].right
-        # Greedy words behind a wrong one were never said: each is compared behind the whole cache's answer.
+        # Greedy words after a wrong one were never said: each is compared after the whole cache's answer.
         said = tuple(ours.argmax(-1).tolist())[: len(right)]
         is_right = said == right if right else None
         top1, is_same = float(same.float().mean()), bool(same.all())

@@ -1,4 +1,4 @@
-"""What the model says behind a cache whose tokens and layers keep different refinements of one embedded copy.
+"""The model's loss on a cache whose tokens and layers keep different refinements of one embedded copy.
 
 One context: it is prefilled once, coded once, decoded at each refinement; then only continuations are run.
 """

@@ -49,7 +49,7 @@ class Random(_Blind):
 
 
 class KnownScores(_Blind):
-    """What earlier uses found: no probe at all."""
+    """Scores from earlier uses: no probe at all."""
 
     name = "past-uses"
 

@@ -1,7 +1,7 @@
 """The bound: what a cache that knows the future would hit.
 
 Belady's rule on blocks of one size: evict what is used again latest. A request uses all blocks before any that it uses,
-so that a block's next use is never later than that of one behind it; with ties evicted deepest first the rule never
+so that a block's next use is never later than that of one after it; with ties evicted deepest first the rule never
 breaks a prefix, and no policy, prefix-closed or not, hits more. Blocks of a request that are used again later than all
 that is held are not kept at all: the bound covers admission too.
 """

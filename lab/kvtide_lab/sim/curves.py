@@ -1,4 +1,4 @@
-"""What codecs cost and lose, as measured on SmolLM2-135M: the only place where simulations take quality from.
+"""Costs and losses of codecs, as measured on SmolLM2-135M: the only place where simulations take quality from.
 
 Bits for each KV element, and KL in nats of the next-token distribution, 12 texts of 1,536 tokens unless said otherwise.
 A larger model may differ; what is compared is policies on the same curves.

@@ -90,7 +90,7 @@ class FairnessReport(msgspec.Struct, frozen=True):
 
 
 class Served(NamedTuple):
-    """What one client got: bytes, and for each body the wait for its first byte and the time to its last."""
+    """One client's share: bytes, and for each body the wait for its first byte and the time to its last."""
 
     size: int
     weight: float

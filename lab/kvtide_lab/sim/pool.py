@@ -1,4 +1,4 @@
-"""How evenly a pool's servers are loaded, and how much moves when one joins or leaves, for each way to place blocks.
+"""Load of a pool's servers, and how much moves when one joins or leaves, for each way to place blocks.
 
 The placement is the one that clients and servers run; keys and requests are made up, seeded.
 """

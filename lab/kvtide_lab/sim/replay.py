@@ -19,7 +19,7 @@ TOKENS_OF_EQUAL_COST = 16_384
 
 
 class TenantResult(NamedTuple):
-    """What one tenant's requests asked for and hit."""
+    """One tenant's tokens: asked for and hit."""
 
     tenant: str
     requests: int

@@ -1,4 +1,4 @@
-"""What simulations show: tables for the terminal, PNG files where matplotlib is installed, structs for JSON."""
+"""Output of simulations: tables for the terminal, PNG files where matplotlib is installed, structs for JSON."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from kvtide_lab.sim.links import Link
 
 
 class Costs(NamedTuple):
-    """What takes time besides the link's bytes and the engine's tokens; nothing unless it was measured.
+    """Time besides that of the link's bytes and the engine's tokens; nothing unless it was measured.
 
     latency_s: until the first byte. decode_token_s: decoding a token of which one step is here, two, and so on: by the
     thread that computes, before it computes what is behind, and at the end.
@@ -39,7 +39,7 @@ class Costs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a request went: when the context was decoded, at which loss, how much was computed or sent in vain.
+    """One request's outcome: when the context was decoded, at which loss, how much was computed or sent in vain.
 
     kl: as the plan counts it. kept: by chunk, the last step that is there; the number of steps where it was computed.
     """

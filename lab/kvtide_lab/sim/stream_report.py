@@ -1,4 +1,4 @@
-"""What `kvtide-lab sim stream` shows: a table, figures, and kvtide beside CacheGen's rule and the oracle."""
+"""Output of `kvtide-lab sim stream`: a table, figures, and kvtide beside CacheGen's rule and the oracle."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class TraceSource(NamedTuple):
 
 
 class WekaReplay(NamedTuple):
-    """How sessions whose start is not in the trace are laid out in time.
+    """The times of sessions whose start is not in the trace.
 
     The first `sessions_max` by id (None: all), one starting every `start_gap_s`; blocks of 64 tokens are joined to
     blocks of `64 * join` tokens, what remains at the end of a prompt is not a block.

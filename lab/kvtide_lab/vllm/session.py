@@ -34,7 +34,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class SessionJob(msgspec.Struct, frozen=True):
-    """What to do: `generate` prompts all at once, `reset` the engine's own prefix cache, `settle` or `check` kvtide."""
+    """A session's work: `generate` prompts at once, `reset` the engine's prefix cache, `settle` or `check` kvtide."""
 
     verb: str
     prompts: list[Prompt] = []
@@ -43,7 +43,7 @@ class SessionJob(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of a prompt. `finish`: `length`, `abort`, or what vLLM says of a failure."""
+    """The outcome of a prompt. `finish`: `length`, `abort`, or what vLLM says of a failure."""
 
     ids: list[int]
     ttft_s: float
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a job did."""
+    """The outcome of a job."""
 
     answers: list[Answer] = []
     seconds: float = 0.0

@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from kvtide.cli import calibrate, demo, doctor, explain, ping, profile, records, serve, size, store
+from kvtide.cli import calibrate, demo, doctor, explain, ping, serve, size, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -22,14 +22,14 @@ app.command("doctor")(doctor.doctor)
 app.command("stats")(store.stats)
 app.command("ls")(store.ls)
 app.command("rm")(store.rm)
-app.command("profile")(profile.profile)
+app.command("profile")(calibrate.profile)
 app.command("ping")(ping.ping)
 app.command("size")(size.size)
 app.command("explain")(explain.explain)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
-app.command("invalidate")(records.invalidate)
-app.command("record")(records.record)
+app.command("invalidate")(serve.invalidate)
+app.command("record")(serve.record)
 app.command("calibrate")(calibrate.calibrate)
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
-from kvtide.cli.looking import DEFAULT_STORE, StoreOption
 from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit_json, format_bytes
+from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
 from kvtide.tier import disk_path
 

@@ -1,4 +1,4 @@
-"""What the demo and its processes tell each other."""
+"""Messages between the demo and its processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class DemoJob(msgspec.Struct, frozen=True):
-    """What one run is to do. `is_cold`: prefill, and store.
+    """The work of one run. `is_cold`: prefill, and store.
 
     `exact`: the codec that another run has stored the same prompt with, to say how far the model is from that.
     """
@@ -20,7 +20,7 @@ class DemoJob(msgspec.Struct, frozen=True):
 
 
 class DemoRun(msgspec.Struct, frozen=True):
-    """What one run measured. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
+    """Measurements of one run. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
 
     prompt_tokens: int
     prefix_blocks: int

@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.looking import DEFAULT_STORE, StoreOption, below_seal, looking_at
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
 from kvtide.explain import Explanation, MatchVerdict, weigh
@@ -33,7 +33,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class DecidedRow(msgspec.Struct, frozen=True):
-    """What engines did with tokens of prompts beside this store, as far back as its journal goes."""
+    """Tokens of prompts by what engines did with them beside this store, as far back as its journal goes."""
 
     decision: str
     reason: str

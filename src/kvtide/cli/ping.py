@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtide.cli.looking import listed, looking_at, rows_of
 from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
+from kvtide.cli.store import listed, looking_at, rows_of
 from kvtide.clock import Clock, SystemClock
 from kvtide.tier import ObjectInfo, Tier
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -32,7 +32,7 @@ class PingRow(msgspec.Struct, frozen=True):
 
 
 class PingResult(msgspec.Struct, frozen=True):
-    """What was measured; None where nothing is stored that could be read."""
+    """The measured times and rates; None where nothing is stored that could be read."""
 
     store: str
     round_trip_s: float

@@ -1,4 +1,4 @@
-"""What every command prints alike: the JSON envelope, sizes, errors."""
+"""Output that all commands share: the JSON envelope, sizes, errors."""
 
 from __future__ import annotations
 

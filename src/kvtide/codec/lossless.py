@@ -68,7 +68,7 @@ def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8])
 
 
 class _Alphabet(NamedTuple):
-    """Which values of a plane the 32 symbols stand for: from `bases` on, K and V apart; all for narrow planes."""
+    """The values of a plane that the 32 symbols stand for: from `bases` on, K and V apart; all for narrow planes."""
 
     bases: tuple[int, int]
     has_escapes: bool

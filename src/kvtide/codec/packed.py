@@ -20,6 +20,8 @@ from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
+__all__ = ["PackedBase", "PackedCodec", "chunk_bits", "put_chunk"]
+
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
 _REPACKS_MAX = 65535
@@ -28,7 +30,7 @@ _PREFIX = struct.Struct("<HH")
 
 
 class PackedBase(NamedTuple):
-    """What the base sections of an object say beside the rough values: how its tokens are stored."""
+    """The base sections' account of how an object's tokens are stored, beside the rough values."""
 
     chunk_tokens: int
     repacks: int

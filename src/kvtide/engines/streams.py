@@ -32,11 +32,11 @@ class DeviceStream:
         return context
 
     def mark(self) -> Any:
-        """Return an event behind all that is queued here."""
+        """Return an event after all that is queued here."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
-        """Put what is queued from now on behind an event."""
+        """Put what is queued from now on after an event."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 

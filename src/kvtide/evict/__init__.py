@@ -1,4 +1,4 @@
-"""What leaves first, of whatever holds bytes: orders by policies over prefixes or by rankings of single objects."""
+"""Eviction orders of everything that holds bytes: by policies over prefixes or by rankings of single objects."""
 
 from kvtide.evict.ranking import (
     DEFAULT_POLICY,

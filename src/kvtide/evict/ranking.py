@@ -1,7 +1,7 @@
 """The order in which one holder's objects leave, and the default one: by last use, or by how often, and for what.
 
 Invariant: an order knows exactly the objects that entered and did not leave; what it yields as a victim has left. A
-rank falls only when an object is forgotten or its importance found anew, so a heap of old ranks finds the lowest by
+rank falls only when an object is forgotten or its importance found again, so a heap of old ranks finds the lowest by
 looking again at its top.
 """
 

@@ -1,4 +1,4 @@
-"""Which tokens matter (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
+"""Importance of tokens (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure functions and state."""
 
 from kvtide.importance.probe import (
     AllHeads,

@@ -1,4 +1,4 @@
-"""Which tokens of a prefix a suffix attends to, from its queries and some, or rough, keys; and when not to believe it.
+"""Tokens of a prefix that a suffix attends to, from its queries and some, or rough, keys; guards against errors.
 
 Pure: arrays in, arrays out. Importance is attention mass: 1 for a token that gets its even share. Guards look at a
 layer at a time, and then at what all layers gave: the paper's test of agreement between heads, and one that fails when
@@ -127,7 +127,7 @@ def top_tokens(importance: Floats, count: int) -> NDArray[np.int64]:
 
 
 class ProbeFinding(NamedTuple):
-    """What a probe found in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
+    """A probe's result in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
 
     importance: Floats
     taken: int

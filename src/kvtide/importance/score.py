@@ -1,4 +1,4 @@
-"""What past uses say of a block's tokens: average importance, in a side record beside the block, and packing by it.
+"""Scores of a block's tokens from past uses: average importance, in a record beside the block, and packing by it.
 
 Invariant: merging is commutative, associative and idempotent, so that processes and servers may do it in any order: a
 record has an entry for each writer, writers change none but their own, and the later version of an entry wins
@@ -43,7 +43,7 @@ Orders = NDArray[np.uint16]
 
 
 class UseEntry(NamedTuple):
-    """What one writer saw: the mean importance over its uses, each weighed by its age.
+    """One writer's scores: the mean importance over its uses, each weighed by its age.
 
     version: uses noted; weight: sum of the uses' weights at time_s (wall time of the last). mean: (layers, tokens).
     """
@@ -199,7 +199,7 @@ def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, ch
 
 
 class Gain(NamedTuple):
-    """Share of a block's chunks that its most important tokens touch: as it is stored now, and packed anew."""
+    """Share of a block's chunks that its most important tokens touch: as it is stored now, and repacked."""
 
     now: float
     packed: float

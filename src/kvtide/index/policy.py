@@ -1,4 +1,4 @@
-"""What the index asks of an eviction policy, and the base of those that rank runs by one number.
+"""The interface of an eviction policy to the index, and the base of policies that rank runs by one number.
 
 A policy sees runs, never keys. The index guarantees: a victim is only ever shrunk from its end, and a run becomes a
 candidate when no held run hangs below it and its last held block is not pinned; so no policy can break the prefix.

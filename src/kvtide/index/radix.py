@@ -67,14 +67,14 @@ class ListedBlock(NamedTuple):
 
 
 class RestoreReport(NamedTuple):
-    """What a rebuild found: blocks that hang together from their namespace on, and those that don't."""
+    """The result of a rebuild: blocks that hang together from their namespace on, and those that don't."""
 
     blocks: int
     orphans: int
 
 
 class IndexStats(NamedTuple):
-    """What an index holds, remembers and protects now."""
+    """Counts of blocks that an index holds, remembers and protects now."""
 
     held_blocks: int
     known_blocks: int
@@ -82,7 +82,7 @@ class IndexStats(NamedTuple):
 
 
 class RadixIndex:
-    """Which blocks exist, of many namespaces, and which are in use, under one bound and one policy. Thread-safe.
+    """The blocks that exist, of many namespaces, and those in use, under one bound and one policy. Thread-safe.
 
     `keys` are always chained: each names the prefix that ends with the one before.
     Memory: about `bytes_per_block` of `kvtide-lab bench index` for each block held or remembered; a policy remembers at
@@ -195,7 +195,7 @@ class RadixIndex:
         self._policy.split(upper, lower)
 
     def _use(self, path: list[Run], depth: int, known: int, tier_bit: int) -> None:
-        """Note a use of the path; the blocks behind the first `depth` ones, `known` of them known, are in that tier."""
+        """Note a use of the path; the blocks after the first `depth` ones, `known` of them known, are in that tier."""
         now_s = self._clock.monotonic_s()
         self._uses += 1
         held = 0

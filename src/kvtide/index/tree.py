@@ -73,7 +73,7 @@ class Run:
         return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
 
     def may_grow(self, depth: int) -> bool:
-        """Tell whether blocks behind `depth` share this run's history: stored one by one, used by nobody since."""
+        """Tell whether blocks after `depth` share this run's history: stored one by one, used by nobody since."""
         return self.uses == 1 and self.stop == depth and self.held == len(self.keys) and not self.children
 
     def note_cost(self, cost: float | None, blocks: int) -> None:
@@ -83,12 +83,12 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Return the position behind the last block."""
+        """Return the position after the last block."""
         return self.start + len(self.keys)
 
 
 class Anchor(NamedTuple):
-    """Where a chain of keys hangs: behind `key`, the last of `depth` blocks; None and 0 right under the root."""
+    """The place where a chain of keys hangs: after `key`, last of `depth` blocks; None and 0 right under the root."""
 
     root: Run
     key: BlockKey | None

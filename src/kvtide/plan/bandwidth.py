@@ -1,4 +1,4 @@
-"""How fast is the link? Estimators fed with what arrived and when, by the receiver's own clock.
+"""Estimators of the link's rate, fed with what arrived and when, by the receiver's own clock.
 
 Transfers may overlap, as with several requests in flight: each counts from where the one before it stopped, so that
 bytes and busy seconds add up whatever the overlap, and idle time between transfers counts for nobody.

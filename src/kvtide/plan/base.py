@@ -1,4 +1,4 @@
-"""What a plan is made from and what it says: values that never change, and one protocol of all policies.
+"""Inputs and outputs of plans: values that never change, and one protocol of all policies.
 
 A context is cut into chunks; each can be had in steps over the link (`here`), or computed by the engine (`computed`).
 Invariant: a policy reads its arguments and nothing else, so that the simulator and a load over a real link plan alike.
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted: a whole context in the engine.
+    """A context to load as a whole into the engine.
 
     deadline_s: when the engine should start, in seconds since the request; infinite if only `kl_goal` counts, 0 for as
     soon as it can. kl_goal: mean loss at which there is nothing more to wait for. ValueError for chunks that do not
@@ -105,7 +105,7 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request is.
+    """The state of a request: steps that are here, under way or computed.
 
     here, asked: for each chunk the leading steps that are here, and those that are here or asked for; with levels
     level + 1, or 0 for none. computed, assigned: the chunks that the engine has computed, and those given to it.
@@ -182,7 +182,7 @@ def _with(counts: tuple[int, ...], fetch: Fetch, early: frozenset[Fetch]) -> tup
 
 
 class Reason(Enum):
-    """Why a plan says what it says."""
+    """The reason for a plan."""
 
     FIXED = "the level that was asked for"
     FIRST = "no rate is known yet: a middle level"
@@ -199,7 +199,7 @@ class Reason(Enum):
 
 
 class Plan(NamedTuple):
-    """What to do next: ask for these in this order, have the engine compute these in this order."""
+    """The next actions: ask for these in this order, have the engine compute these in this order."""
 
     fetches: tuple[Fetch, ...]
     computes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where to cut a context: long chunks for few requests, short ones where loading and computing will meet."""
+"""Cuts of a context: long chunks for few requests, short ones where loading and computing will meet."""
 
 from __future__ import annotations
 

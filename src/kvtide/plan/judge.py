@@ -29,7 +29,7 @@ DEADLINE_S_MIN = 0.1
 
 
 class Way(Enum):
-    """What to do, and why."""
+    """A way to fill a context, with the reason for it."""
 
     LOAD = "loading alone is as fast: the engine is spared"
     RECOMPUTE = "the link would save less than 5 % of recomputing: it is left alone"
@@ -56,7 +56,7 @@ def decide(
     """Choose the way to the earliest start.
 
     Loading counts what is needed least: bases, or smallest levels. bytes_per_s: expected rate, None if unknown.
-    latency_s: until the first byte. decode_token_s: what a loaded token takes behind its last byte. ValueError for a
+    latency_s: until the first byte. decode_token_s: what a loaded token takes after its last byte. ValueError for a
     negative number.
     """
     if min(latency_s, decode_token_s) < 0 or (bytes_per_s is not None and not bytes_per_s >= 0):
@@ -85,7 +85,7 @@ def decide(
 
 
 class LinkEstimate:
-    """What is known of the way to the tiers: rate, and the shortest delay seen."""
+    """Estimates of the path to the tiers: rate, and the shortest delay seen."""
 
     def __init__(self, estimator: Estimator | None = None) -> None:
         self.estimator = estimator or HarmonicRate()
@@ -120,7 +120,7 @@ class Speed:
 
 
 class JudgeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a judge knows, to be kept over a restart. 0: unknown. decode_token_s: by codec."""
+    """A judge's knowledge, kept over a restart. 0: unknown. decode_token_s: by codec."""
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0

@@ -169,7 +169,7 @@ def _undisturbed(start: int, request: Request, progress: Progress) -> int:
 
 
 def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, ...]:
-    """Return `chunk` and those behind it that the engine should compute with it: short passes are dear.
+    """Return `chunk` and those after it that the engine should compute with it: short passes are dear.
 
     Until the deadline all that ends in time; where both ends race, half of what nobody has begun with, or more if
     nothing comes meanwhile.
@@ -212,7 +212,7 @@ def _floor(request: Request, progress: Progress, front: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _gains_per_byte(sizes: tuple[int, ...], kl: tuple[float, ...]) -> tuple[float, ...]:
-    """Return for each step what a byte gains, or a byte of it and those behind it that make it worthwhile."""
+    """Return for each step what a byte gains, or a byte of it and those after it that make it worthwhile."""
     gains = [0.0]
     for step in range(1, len(sizes)):
         runs = range(step, len(sizes))

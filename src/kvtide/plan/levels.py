@@ -33,9 +33,9 @@ class CachegenRule:
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for the next chunk, or have the engine compute it and all behind it.
+        """Ask for the next chunk, or have the engine compute it and all after it.
 
-        Text takes no time on the link, so that the chunks behind one sent as text would be judged alike.
+        Text takes no time on the link, so that the chunks after one sent as text would be judged alike.
         """
         _check(request)
         chunk = _next_chunk(progress)
@@ -61,7 +61,7 @@ def _next_chunk(progress: Progress) -> int | None:
 
 
 def _recompute_s(request: Request, progress: Progress, chunk: int) -> float:
-    """Return what the engine takes for chunk and all behind it, after what it has been given before."""
+    """Return what the engine takes for chunk and all after it, after what it has been given before."""
     backlog = (request.chunks[other] for other in progress.assigned - progress.computed)
     waiting_s = sum(request.prefill.seconds(other.start, other.stop) for other in backlog)
     return waiting_s + request.prefill.seconds(request.chunks[chunk].start, request.tokens)

@@ -1,4 +1,4 @@
-"""What the engine takes to compute tokens: linear layers cost the same everywhere, attention grows with position."""
+"""Seconds to compute tokens: linear layers cost the same everywhere, attention grows with position."""
 
 from __future__ import annotations
 

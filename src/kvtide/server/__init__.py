@@ -2,11 +2,9 @@
 
 from kvtide.server.auth import new_token, token_digest
 from kvtide.server.live import SettingsFile
-from kvtide.server.member import Member
 from kvtide.server.service import Service, backing_for
 
 __all__ = [
-    "Member",
     "Service",
     "SettingsFile",
     "backing_for",

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _View = TypeVar("_View", ObjectList, TenantView)
 
 _LINGER_S_MAX = 1.0
-# Keys that are looked up at a time: a fraction of a millisecond in memory, one round trip behind it.
+# Keys that are looked up at a time: a fraction of a millisecond in memory, one round trip for what lies behind it.
 _LOOK_UPS_A_TURN = 256
 # Ends only when the reader does.
 _EVENTS = "/events"

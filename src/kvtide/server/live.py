@@ -13,8 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.server.auth import Gate
-from kvtide.server.proxies import Proxies
+from kvtide.server.auth import Gate, Proxies
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -38,7 +37,7 @@ _FIXED_SENDING = frozenset({"policy", "slice_bytes"})
 
 
 class Live:
-    """What holds now. Read it at each use: `adopt` replaces it. One thread adopts, the event loop's."""
+    """The settings that hold now. Read it at each use: `adopt` replaces it. One thread adopts, the event loop's."""
 
     def __init__(self, settings: ServerSettings, clock: Clock) -> None:
         self._clock = clock
@@ -80,7 +79,7 @@ def _merged(new: _Struct, old: _Struct, fixed: frozenset[str]) -> tuple[_Struct,
 
 
 class SettingsFile:
-    """The file that the settings come from, read anew by `read`, which raises ValueError if it can't be used."""
+    """The file that the settings come from, read again by `read`, which raises ValueError if it can't be used."""
 
     def __init__(self, path: Path | None, read: Callable[[], ServerSettings]) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus metrics in a registry that is passed in.
+"""The server's counters, as Prometheus metrics in a registry that is passed in.
 
 Labels are bounded: tiers, routes and reasons are few, tenants beyond `tenants_max` share one label, and so do each
 tenant's namespaces beyond `namespaces_max`. What a hit is, clients say, who know what prompts asked for: a request is
@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvtide.outcomes import Choice, Decided
 from kvtide.server.scheduler import Scheduler
-from kvtide.tier import TierStats
-from kvtide.types import Namespace
+from kvtide.types import Namespace, TierStats
 
 # Names that no tenant can have: tokens name tenants by letters, digits, dots and dashes.
 OTHER_TENANTS = "(others)"
@@ -37,7 +36,7 @@ _WAIT_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 
 class Route(StrEnum):
-    """What a request is for. OTHER is a path that the server does not have, MALFORMED a head that is none."""
+    """The kind of a request. OTHER is a path that the server does not have, MALFORMED a head that is none."""
 
     OBJECT = "object"
     EXISTS = "exists"

@@ -1,4 +1,4 @@
-"""Where namespaces are stored, what their owners call them, and the requests about many of their objects.
+"""Storage places of namespaces, their owners' names for them, and the requests about many of their objects.
 
 Invariant: a place is named by tenant, namespace and generation, so that what was stored under an earlier generation
 is not looked for any more. A name is known or it is not: none is ever guessed from a place. Listings walk through

@@ -14,7 +14,6 @@ from kvtide.server.auth import Scope
 from kvtide.server.http import BodyBuffers, Exchange, Headers, Sender, SendOrder, Workers, receive
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live
-from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics
 from kvtide.server.names import Names
 from kvtide.server.quotas import Quotas
@@ -22,6 +21,7 @@ from kvtide.server.regions import Records, Region, stored_quality
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import LentObject, Replacing
+from kvtide.tier.pool import Member
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (

@@ -1,4 +1,4 @@
-"""What each tenant has stored in this server's own tiers, and may: bytes, objects, and for how long.
+"""Each tenant's stock and limits in this server's own tiers: bytes, objects, and for how long.
 
 Invariant: an object counts once, for the tenant that stored it, from when a tier has it until none has it any more.
 """
@@ -33,7 +33,7 @@ _GENERATIONS_MAX = 8
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may have here; None is as much as there is room for. ValueError for one that is not positive."""
+    """One tenant's limits here; None is as much as there is room for. ValueError for one that is not positive."""
 
     bytes_max: int | None = None
     objects_max: int | None = None
@@ -48,7 +48,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Stored(NamedTuple):
-    """What one tenant has here."""
+    """One tenant's stored objects and bytes here."""
 
     tenant: str
     objects: int
@@ -222,7 +222,7 @@ def _owner(
 
 
 class QuotaCollector(Collector):
-    """What tenants have and may have, whenever somebody asks for the metrics."""
+    """Tenants' stocks and limits, counted whenever somebody asks for the metrics."""
 
     def __init__(self, quotas: Quotas, limits: Callable[[], Mapping[str, Quota]], label: Callable[[str], str]) -> None:
         self._stored = quotas.stored

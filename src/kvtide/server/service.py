@@ -3,71 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import random
-import resource
 import secrets
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.server.auth import tenants_named
 from kvtide.server.gateway import Gateway
-from kvtide.server.http import (
-    AllowedHosts,
-    BodyBuffers,
-    Connection,
-    ConnectionLimits,
-    Guest,
-    Mover,
-    Reception,
-    Sender,
-    Turns,
-    Workers,
-    account_of,
-    bound,
-    connections_for,
-    host_of,
-    listener_on,
-    turn_away,
-)
+from kvtide.server.http import Acceptor, BodyBuffers, Reception, Sender, Workers, bound, listener_on
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live, SettingsFile
-from kvtide.server.member import Member
 from kvtide.server.names import Listing, Names
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.observe import AccessLog, Health, Observability, Observatory, Outlook
-from kvtide.server.proxies import ProxyHeader, read_proxy_header
 from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.regions import RecordRequests, Records, Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.settings import ListenAddress, ServerSettings, are_records_kept, parse_address, records_path
 from kvtide.tier import tiers_of
+from kvtide.tier.pool import Member
 from kvtide.tier.stack import TierStack
 
 _log = logging.getLogger(__name__)
 
-# The listener is none any more. Of other faults a connection is the cause, or a lack of descriptors, memory or rights,
-# and connections wait in the backlog meanwhile.
-_DEAF = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
-_ACCEPT_PAUSE_S = 0.1
 # How often the files of the settings are looked at.
 _SETTINGS_POLL_S = 2.0
 # How often objects are looked for that a quota lets be no longer; who asks for one finds it gone at once.
 _EXPIRY_S = 10.0
-_LOOPBACK = frozenset({"127.0.0.1", "::1"})
-# A reader on this machine gets the bytes while they are in the processor's cache: 0.18 instead of 0.26 s of CPU a GB,
-# half as much throughput again. Over a network the kernel knows better.
-_LOOPBACK_SEND_BYTES = 256 << 10
 
 
 class Backing(NamedTuple):
-    """What a server answers from, and what it knows: records, names, and other regions if there are any."""
+    """A server's sources of answers: tiers, records, names, and other regions if there are any."""
 
     store: TierStack
     records: Records
@@ -125,18 +95,11 @@ class Service:
         self._addresses = [self._address]
         if settings.socket_path is not None:
             self._addresses.append(ListenAddress("", 0, str(settings.socket_path)))
-        self._tasks: dict[Guest, asyncio.Task[None]] = {}
-        self._connections = 0
-        self._mover = Mover()
+        self.acceptor = Acceptor(self.live, self._address)
         self._sender: Sender | None = None
-        # Connections of proxies that have not said yet whom they are of.
-        self._introducing: set[asyncio.Task[None]] = set()
         self.health = Health(tier, backing.region, member, clock.monotonic_s)
         self.health_port = 0
         self._access_log = AccessLog(lambda: self.live.limits, clock)
-        limits = settings.limits
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.doors = ConnectionLimits(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
@@ -159,7 +122,7 @@ class Service:
     @property
     def connections(self) -> int:
         """Return how many connections are open."""
-        return len(self._tasks)
+        return self.acceptor.connections
 
     async def run(self, stop: asyncio.Event, on_listening: Callable[[ListenAddress], None]) -> None:
         """Serve until `stop` is set, then finish what is under way for at most `drain_s_max`.
@@ -172,10 +135,10 @@ class Service:
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
-            self._mover.open(loop)
-            stack.callback(self._mover.close)
+            self.acceptor.open(loop)
+            stack.callback(self.acceptor.close)
             gateway = self._gateway(loop, workers)
-            accepting = [asyncio.create_task(self._accept(listener, gateway)) for listener in listeners]
+            accepting = [asyncio.create_task(self.acceptor.accept(listener, gateway.serve)) for listener in listeners]
             await self._open_health(stack)
             if self._source is not None:
                 # Who hears that we listen may change the file, however late the first look comes.
@@ -203,7 +166,7 @@ class Service:
             if self._backing.region is not None:
                 # Its waits for a centre that is silent and ours for connections are over at the same time.
                 self._backing.region.stop()
-            await self._drain(gateway, self.live.limits.drain_s_max)
+            await self.acceptor.drain(gateway.drain, self.live.limits.drain_s_max)
             self._access_log.flush()
         for address in self._addresses:
             if address.path:
@@ -234,7 +197,7 @@ class Service:
         pages = Observability(self._tier, self.scheduler, self.observatory, workers, self._local, outlook)
         settings = live.settings
         is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
-        reception = Reception(live, self.doors, Turns(loop), AllowedHosts(is_mine))
+        reception = Reception(live, self.acceptor.limits, loop, is_mine)
         listing = Listing(self._tier, names)
         return Gateway(
             reception, objects, records, listing, self.buffers, pages, live, metrics, workers, self._access_log, region
@@ -247,7 +210,7 @@ class Service:
             self.health_port = await self.health.open(where.host, where.port)
 
     def reload(self) -> None:
-        """Read the settings anew; those that can't be used change nothing. Call it on the event loop."""
+        """Read the settings again; those that can't be used change nothing. Call it on the event loop."""
         if self._source is None:
             _log.warning("there is no file of settings to read anew")
             return
@@ -278,108 +241,10 @@ class Service:
             if self._source.has_changed(self.live.settings):
                 self.reload()
 
-    async def _accept(self, listener: socket.socket, gateway: Gateway) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                # Without a pause whoever connects without one would be all that happens here.
-                await asyncio.sleep(0)
-                sock, peer = await loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno in _DEAF:
-                    raise
-                _log.warning("can't accept a connection now: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            host = host_of(peer)
-            if not self.live.proxies.speaks_for_others(host, ProxyHeader.PROXY_PROTOCOL):
-                self._admit(sock, host, gateway, loop)
-            elif len(self._introducing) >= self.live.limits.connections_max:
-                turn_away(sock)
-            else:
-                task = loop.create_task(self._introduce(sock, host, gateway))
-                self._introducing.add(task)
-                task.add_done_callback(self._introducing.discard)
-
-    async def _introduce(self, sock: socket.socket, host: str, gateway: Gateway) -> None:
-        """Let a connection in as that of whom a proxy speaks for."""
-        try:
-            async with asyncio.timeout(self.live.limits.head_s_max):
-                client = await read_proxy_header(sock, host)
-        except (OSError, TimeoutError, ValueError) as error:
-            _log.warning("a connection of the proxy %s is closed: %s", host, error or "its header came too slowly")
-            sock.close()
-            return
-        except asyncio.CancelledError:
-            sock.close()
-            raise
-        self._admit(sock, client, gateway, asyncio.get_running_loop())
-
-    def _admit(self, sock: socket.socket, host: str, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        """Take a connection from an address, if there is room for one."""
-        self._connections += 1
-        account, number = account_of(host), str(self._connections)
-        if self.live.proxies.speaks_for_others(host, ProxyHeader.X_FORWARDED_FOR):
-            # Its connections are of many clients: no bound of one address holds for them together.
-            account = f"{account}#{number}"
-        guest = self.doors.enter(number, account, host)
-        if guest is None:
-            turn_away(sock)
-            return
-        try:
-            self._start(self._set_up(sock), guest, gateway, loop)
-        except OSError as error:
-            self.doors.leave(guest)
-            sock.close()
-            _log.debug("a connection was gone before it was taken: %s", error)
-
-    def _set_up(self, sock: socket.socket) -> socket.socket:
-        sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if host_of(sock.getpeername()) in _LOOPBACK:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-        is_near = sock.family == socket.AF_UNIX and not self._address.path
-        if self.live.tls is not None and not is_near:
-            return self.live.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return sock
-
-    def _start(self, sock: socket.socket, guest: Guest, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-        stream = Connection(sock, loop, self._mover)
-        task = self._tasks[guest] = loop.create_task(gateway.serve(stream, guest))
-        task.add_done_callback(partial(self._end, guest, stream))
-
-    def _cut(self, guest: Guest) -> None:
-        self._tasks[guest].cancel()
-
-    def _end(self, guest: Guest, stream: Connection, task: asyncio.Task[None]) -> None:
-        # A task that was cut before it began has closed nothing.
-        stream.close()
-        del self._tasks[guest]
-        self.doors.leave(guest)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a connection ended with a fault of ours", exc_info=task.exception())
-
-    async def _drain(self, gateway: Gateway, drain_s_max: float) -> None:
-        """Close idle connections, wait for busy ones, then end those too."""
-        for task in self._introducing:
-            task.cancel()
-        await asyncio.gather(*self._introducing, return_exceptions=True)
-        busy = gateway.drain()
-        for guest, task in self._tasks.items():
-            if guest not in busy:
-                task.cancel()
-        if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks.values()), timeout=drain_s_max)
-            for task in late:
-                task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
     def check(self) -> None:
         """AssertionError if buffers or send slots are lost. Call it while no request is under way."""
         self.buffers.check()
-        self.doors.check()
+        self.acceptor.limits.check()
         assert self.buffers.lent_bytes == 0, f"{self.buffers.lent_bytes} bytes of buffers are lent to nobody"
         self.scheduler.check()
         self.quotas.check()

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.config import Limits
-from kvtide.server.auth import Grant
-from kvtide.server.proxies import Proxies, ProxyHeader
+from kvtide.server.auth import Grant, Proxies, ProxyHeader
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
@@ -171,7 +170,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ListenAddress(NamedTuple):
-    """Where to listen: a path, or host and port."""
+    """An address to listen on: a path, or host and port."""
 
     host: str
     port: int
@@ -179,7 +178,7 @@ class ListenAddress(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can connect."""
+        """True if only this machine can connect."""
         if self.path or self.host == "localhost":
             return True
         try:

@@ -18,6 +18,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LevelledCodec, Profile
 from kvtide.config import Limits
+from kvtide.evict import Ranking
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import DecisionCounter, decisions_text
 from kvtide.plan import Judge
@@ -25,10 +26,10 @@ from kvtide.store.judging import read_judge, write_judge
 from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
-from kvtide.tier import Ranking, TierStats, stack_of
+from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, wants_latest
+from kvtide.types import ObjectId, TierStats, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.ram.device import DeviceMemory
@@ -237,7 +238,7 @@ class Cache:
     def store(self, blocks: Sequence[PendingBlock]) -> int:
         """Queue blocks to be encoded and stored in the background; return how many leading ones wait now.
 
-        The first that does not fit ends it: blocks behind a gap could not be matched.
+        The first that does not fit ends it: blocks after a gap could not be matched.
         """
         return self._guard("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
 
@@ -315,7 +316,7 @@ def cache_for(
     `stack_of`'s, `quality` the cache's. ValueError for a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
-    # What the index forgets the tiers still have: `match` asks them for what comes behind the last known block.
+    # What the index forgets the tiers still have: `match` asks them for what comes after the last known block.
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), limits.index_blocks_max)
     tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
     return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits, quality)

@@ -1,4 +1,4 @@
-"""What the judge of this machine knows, kept as a note."""
+"""This machine's judge record, kept as a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a block once it is stored: encoded, put into the tiers, made known.
+"""The steps of storing a block: encoded, put into the tiers, made known.
 
 Invariant: whatever goes wrong is counted, logged once for each verb, and costs that block alone.
 """
@@ -29,7 +29,7 @@ from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-# The queue counts as a tier in the index, behind all real ones.
+# The queue counts as a tier in the index, after all real ones.
 QUEUE_TIER = TIERS_MAX - 1
 # A block that was found too coarse is not looked up again for so long, unless this process stores it.
 COARSE_S = 60.0
@@ -89,7 +89,7 @@ class CoarseBlocks:
                 self._found_s.popitem(last=False)
 
     def forget(self, object_id: ObjectId) -> None:
-        """Note that a block was stored anew."""
+        """Note that a block was stored again."""
         with self._lock:
             self._found_s.pop(object_id, None)
 
@@ -103,7 +103,7 @@ class CoarseBlocks:
 
 
 class Placer:
-    """Encodes blocks and places them in tiers and index; counts what became of them."""
+    """Encodes blocks and places them in tiers and index; counts the outcomes."""
 
     def __init__(
         self,

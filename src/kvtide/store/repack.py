@@ -1,4 +1,4 @@
-"""Learning from uses, and packing blocks anew by what was learnt: background work beside the engine.
+"""Learning from uses, and repacking blocks by what was learnt: background work beside the engine.
 
 Invariant: an object is replaced only by one that was read back, parsed and decoded to the same bits.
 """
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Blocks whose uses are remembered here; the rest is in their records.
 REMEMBERED_MAX = 4096
-# A block is written anew at most so often in its life, and only if its important tokens then touch so much less of it:
+# A block is written again at most so often in its life, and only if its important tokens then touch so much less of it:
 # what is written for a block is bounded by 1 + REPACKS_MAX times its bytes.
 REPACKS_MAX = 3
 GAIN_MIN = 0.2
@@ -93,7 +93,7 @@ class UseStore:
 
 
 class Repacked(NamedTuple):
-    """What became of some blocks: looked at, replaced, bytes written, damaged or changed meanwhile."""
+    """Counts of some blocks: looked at, replaced, bytes written, damaged or changed meanwhile."""
 
     blocks: int
     replaced: int
@@ -102,7 +102,7 @@ class Repacked(NamedTuple):
 
 
 class Repacker:
-    """Packs blocks anew by their uses. Call it in the background; any number of processes may."""
+    """Repacks blocks by their uses. Call it in the background; any number of processes may."""
 
     def __init__(self, tier: Tier, registry: CodecRegistry, uses: UseStore) -> None:
         self._tier = tier

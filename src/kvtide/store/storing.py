@@ -48,7 +48,7 @@ class QueuedBlock(NamedTuple):
 
 
 class Admission(Enum):
-    """What `Storer.reserve` says of a block."""
+    """The answer of `Storer.reserve` about a block."""
 
     RESERVED = "there is room, which is now taken"
     QUEUED = "it waits already"
@@ -56,7 +56,7 @@ class Admission(Enum):
 
 
 class Storing(Protocol):
-    """What is done with queued blocks. Raises nothing."""
+    """The action on queued blocks. Raises nothing."""
 
     def store(self, block: QueuedBlock) -> None:
         """Store a block."""

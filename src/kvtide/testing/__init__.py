@@ -1,1 +1,55 @@
-"""Public test helpers: conformance suites that every codec, tier and policy must pass, and hypothesis strategies."""
+"""Public test helpers: conformance suites that every codec, tier and policy must pass, and builders of blocks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["block_bits", "block_meta", "layouts", "namespace", "smooth_bits"]
+
+
+def namespace(model: str = "model", salt: bytes = b"") -> Namespace:
+    """Return the namespace of a made-up model."""
+    return NamespaceSpec(model.encode(), KVDtype.FLOAT32, "test", 16, salt).digest()
+
+
+def block_meta(layout: BlockLayout, seed: int = 0, position: int = 0) -> BlockMeta:
+    """Return the identity of block `position` of a made-up prompt."""
+    space = namespace()
+    tokens = np.arange(layout.tokens * (position + 1), dtype=np.uint32) + seed
+    keys = [BlockKey(space), *block_keys(space, tokens, layout.tokens)]
+    return BlockMeta(ObjectId(space, keys[-1]), keys[-2], position * layout.tokens, layout, "made-up float")
+
+
+def layouts() -> st.SearchStrategy[BlockLayout]:
+    """Draw small layouts of every element type."""
+    return st.builds(
+        BlockLayout,
+        layers=st.integers(1, 4),
+        tokens=st.integers(1, 20),
+        kv_heads=st.integers(1, 3),
+        head_dim=st.integers(1, 20),
+        dtype=st.sampled_from(KVDtype),
+    )
+
+
+def block_bits(layout: BlockLayout, seed: int) -> BlockBits:
+    """Return any bit patterns at all, NaN payloads, infinities and denormals included."""
+    raw = np.random.default_rng(seed).bytes(layout.raw_bytes)
+    return cast(BlockBits, np.frombuffer(raw, dtype=layout.bits_dtype).reshape(layout.shape).copy())
+
+
+def smooth_bits(layout: BlockLayout, seed: int) -> BlockBits:
+    """Return bit patterns of normally distributed values, as a model's cache has them."""
+    values: Any = np.random.default_rng(seed).normal(size=layout.shape).astype(np.float32)
+    if layout.dtype is KVDtype.FLOAT16:
+        return cast(BlockBits, values.astype(np.float16).view(np.uint16))
+    if layout.dtype is KVDtype.BFLOAT16:
+        return cast(BlockBits, (values.view(np.uint32) >> 16).astype(np.uint16))
+    return cast(BlockBits, values.view(np.uint32))

@@ -1,4 +1,4 @@
-"""What every codec must do. Inherit, set `codec`, add goldens.
+"""Conformance of a codec. Inherit, set `codec`, add goldens.
 
 class TestRaw(CodecSuite):
     codec = RawCodec()
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing.strategies import block_bits, block_meta, layouts, smooth_bits
+from kvtide.testing import block_bits, block_meta, layouts, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 

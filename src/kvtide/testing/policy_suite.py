@@ -1,4 +1,4 @@
-"""What every eviction policy must do under an index. Inherit and give a fixture `policy_of` that returns its maker.
+"""Conformance of an eviction policy under an index. Inherit and give a fixture `policy_of` that returns its maker.
 
 class TestLru(PolicySuite):
     @pytest.fixture
@@ -16,7 +16,7 @@ from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOf
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.types import BlockKey
 
 __all__ = ["PolicySuite", "chain"]

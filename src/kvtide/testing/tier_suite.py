@@ -1,4 +1,4 @@
-"""What every tier must do. Inherit and give a fixture `tier` that yields an open tier of at least TIER_BYTES.
+"""Conformance of a tier. Inherit and give a fixture `tier` that yields an open tier of at least TIER_BYTES.
 
 class TestMemory(TierSuite):
     @pytest.fixture
@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.testing.strategies import namespace
+from kvtide.testing import namespace
 from kvtide.tier import Tier
 from kvtide.tier.base import Batched
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind

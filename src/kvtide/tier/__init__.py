@@ -1,20 +1,7 @@
 """Tiers: where bytes live. They know object ids and bytes, not codecs. Houses are imported when a URL names them."""
 
-from kvtide.evict import Ranking, ScoreRanking
 from kvtide.tier.background import LastingFault, Repeater
-from kvtide.tier.base import ObjectInfo, Tier, TierStats
+from kvtide.tier.base import ObjectInfo, Tier
 from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
 
-__all__ = [
-    "LastingFault",
-    "ObjectInfo",
-    "Ranking",
-    "Repeater",
-    "ScoreRanking",
-    "Tier",
-    "TierStats",
-    "disk_path",
-    "open_tier",
-    "stack_of",
-    "tiers_of",
-]
+__all__ = ["LastingFault", "ObjectInfo", "Repeater", "Tier", "disk_path", "open_tier", "stack_of", "tiers_of"]

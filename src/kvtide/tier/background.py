@@ -161,7 +161,7 @@ class LastingFault:
 
     @contextmanager
     def caught(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Go on behind the `with` after an exception of these kinds; one that ends well ends the fault."""
+        """Go on after the `with` when it raises an exception of these kinds; one that ends well ends the fault."""
         try:
             yield
         except kinds as error:

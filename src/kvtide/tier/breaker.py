@@ -1,4 +1,4 @@
-"""How long to wait for another server: until its caller's deadline, and not at all while a circuit breaker is open.
+"""Waits for another server: until the caller's deadline, and not at all while a circuit breaker is open.
 
 Invariant: a call that its caller's deadline ended says nothing of the server that was asked.
 """
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from kvtide.clock import Clock
+
+__all__ = ["Breaker", "until"]
 
 # Of the thread that calls; a stack, a flight and a pool lie in between, for which it is nothing.
 _UNTIL_S: ContextVar[float] = ContextVar("until_s", default=math.inf)
@@ -36,7 +38,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back now."""
+        """True if calls are held back now."""
         return self._opened_s is not None
 
     def allows(self) -> bool:

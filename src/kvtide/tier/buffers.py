@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -16,6 +18,8 @@ from kvtide.tier.base import Buffer
 
 __all__ = ["aligned_buffer", "copy_bytes"]
 
+# Buffers, records and direct reads are aligned to this; every disk that we know takes it.
+ALIGN_BYTES = 4096
 # Whoever holds a buffer does one transfer; one that takes longer than this hangs.
 LEASE_WAIT_S_MAX = 30.0
 _HUGE_PAGE_BYTES = 2 << 20
@@ -62,22 +66,6 @@ def copy_bytes(target: memoryview, source: Buffer) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-class Lease:
-    """A buffer of a pool for the time of a `with`."""
-
-    __slots__ = ("_buffer", "_pool")
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-
-    def __enter__(self) -> memoryview:
-        self._buffer = self._pool._take()
-        return self._buffer
-
-    def __exit__(self, *error: object) -> None:
-        self._pool._give_back(self._buffer)
-
-
 class BufferPool:
     """`count` page-aligned buffers of one size."""
 
@@ -94,19 +82,25 @@ class BufferPool:
         self._free = [memory[start : start + size] for start in range(0, count * step, step)]
         self._lent = 0
 
-    def lease(self) -> Lease:
+    @contextmanager
+    def lease(self) -> Iterator[memoryview]:
         """Lend a buffer for the time of a `with`; its content is whatever was left in it.
 
         Waits for one to come back; TierUnavailable after LEASE_WAIT_S_MAX.
         """
-        return Lease(self)
-
-    def _take(self) -> memoryview:
         with self._lock:
             if not self._free:
                 self._wait()
             self._lent += 1
-            return self._free.pop()
+            buffer = self._free.pop()
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._free.append(buffer)
+                self._lent -= 1
+                if self._waiting:
+                    self._changed.notify()
 
     def _wait(self) -> None:
         self._waiting += 1
@@ -115,13 +109,6 @@ class BufferPool:
                 raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
         finally:
             self._waiting -= 1
-
-    def _give_back(self, buffer: memoryview) -> None:
-        with self._lock:
-            self._free.append(buffer)
-            self._lent -= 1
-            if self._waiting:
-                self._changed.notify()
 
     def check(self) -> None:
         """AssertionError if a buffer is lost or lent twice."""

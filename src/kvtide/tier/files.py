@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.base import Buffer
-from kvtide.tier.record import PAGE_BYTES
+from kvtide.tier.buffers import ALIGN_BYTES
+
+__all__ = ["Files"]
 
 _MODE = 0o644
 
@@ -139,7 +141,7 @@ class Files:
         return os.fstat(descriptor).st_nlink == 0
 
     def next_data(self, descriptor: int, offset: int) -> int | None:
-        """Return where the next written bytes at or behind `offset` begin, None if there are none."""
+        """Return where the next written bytes at or after `offset` begin, None if there are none."""
         try:
             return os.lseek(descriptor, offset, os.SEEK_DATA)
         except OSError as error:
@@ -219,7 +221,7 @@ class Files:
     def _rest(self, descriptor: int, parts: Sequence[Buffer], count: int) -> list[Buffer]:
         """Return what a transfer of `count` bytes left over."""
         rest: list[Buffer] = []
-        if count % PAGE_BYTES:
+        if count % ALIGN_BYTES:
             # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
             self.use_page_cache(descriptor)
         for part in parts:

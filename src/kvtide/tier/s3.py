@@ -30,10 +30,10 @@ from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _Result = TypeVar("_Result")
 
@@ -63,7 +63,7 @@ class _Counted(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Which object a part is of: its size and its entity tag, None where the store gives none."""
+    """The object that a part is of: its size and its entity tag, None where the store gives none."""
 
     size: int
     e_tag: str | None
@@ -161,7 +161,7 @@ class S3Tier:
             self._note(is_hit=False)
             return None
         except BaseError as error:
-            # A range behind the object's end is refused, in words that differ from store to store.
+            # A range after the object's end is refused, in words that differ from store to store.
             if offset == 0 or (self._size(object_id) or stop) > offset:
                 raise self._fault(error) from error
             return 0
@@ -172,7 +172,7 @@ class S3Tier:
         return stop - offset
 
     def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
-        """Read what comes behind the first part, some parts at a time. TierUnavailable if it is of another object."""
+        """Read what comes after the first part, some parts at a time. TierUnavailable if it is of another object."""
         offsets = range(PART_BYTES, len(view), PART_BYTES)
         workers = self._workers
         if workers is None:

@@ -15,6 +15,8 @@ from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
+__all__ = ["RangeSource", "read_heads"]
+
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
 Take = Callable[[memoryview], bool]
@@ -38,7 +40,7 @@ class RangeSource(Protocol):
 
 
 class Sliceable(Protocol):
-    """What a tier that is read in slices is asked for."""
+    """The one verb of a tier that is read in slices."""
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """See `Tier`."""

@@ -25,8 +25,8 @@ from kvtide.tier.seal import sealed, split_seal
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:
+    from kvtide.tier.http.records import RecordsClient
     from kvtide.tier.ram.device import DeviceMemory
-    from kvtide.tier.records import RecordsClient
     from kvtide.tier.stack.invalidation import Invalidations
 
 _DEVICE = "device://"
@@ -288,7 +288,7 @@ def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> 
     if not servers or not own:
         return None
     # What servers need is imported for a store that has one.
-    from kvtide.tier.records import records_clients
+    from kvtide.tier.http.records import records_clients
     from kvtide.tier.stack.invalidation import Invalidations
 
     def clients() -> list[RecordsClient]:

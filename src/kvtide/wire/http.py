@@ -55,7 +55,7 @@ class ResponseHead(NamedTuple):
 
 
 class _Collector:
-    """What llhttp tells while it reads a head."""
+    """The parts of a head as llhttp calls them out."""
 
     def __init__(self) -> None:
         self.target = b""

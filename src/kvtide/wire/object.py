@@ -51,7 +51,7 @@ assert tuple(range(len(_KINDS))) == _KINDS
 
 
 class SectionEntry(NamedTuple):
-    """What an object's section table says of one section: its place in the object, and the checksum of its bytes."""
+    """One row of an object's section table: the section's place in the object, and the checksum of its bytes."""
 
     id: SectionId
     offset: int
@@ -185,7 +185,7 @@ def pack_object(
 def pack_around(
     packed: memoryview, meta: BlockMeta, codec_id: str, section_id: SectionId, quality: float = 0.0
 ) -> None:
-    """Make an object of one section whose bytes lie behind `head_bytes(1)` already: write what comes before them."""
+    """Make an object of one section whose bytes lie after `head_bytes(1)` already: write what comes before them."""
     body = packed[head_bytes(1) :]
     entry = SectionEntry(section_id, head_bytes(1), len(body), xxhash.xxh3_128_digest(body))
     packed[HEADER_BYTES : head_bytes(1)] = entry.to_bytes()
@@ -222,7 +222,7 @@ def _header_checksum(data: memoryview, section_count: int) -> bytes:
 
 
 class ObjectLabel(NamedTuple):
-    """What listings need of an object's header, as it stands there."""
+    """The fields of an object's header that listings need, as they stand there."""
 
     codec: bytes
     parent: bytes

@@ -1,4 +1,4 @@
-"""What the server's requests mean (docs/protocol.md): paths, ranges, tags, and the JSON of the smaller ones."""
+"""Meaning of the server's requests (docs/protocol.md): paths, ranges, tags, and the JSON of the smaller ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ExistsRoute(NamedTuple):
 
 
 class ListRoute(NamedTuple):
-    """The objects of a namespace, at most `limit` of them, whose keys come behind `after`."""
+    """The objects of a namespace, at most `limit` of them, whose keys come after `after`."""
 
     namespace: Namespace
     after: bytes
@@ -238,7 +238,7 @@ class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
-    """Which of the keys are present, and how many are before the first absent one."""
+    """The keys that are present, and how many are before the first absent one."""
 
     present: list[bool]
     leading: int

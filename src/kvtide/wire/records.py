@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 RECORD_BYTES_MAX = 1024
-# Records in one answer; whoever wants more asks again from behind the last one.
+# Records in one answer; whoever wants more asks again from after the last one.
 CHANGES_MAX = 256
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

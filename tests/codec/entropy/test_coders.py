@@ -13,7 +13,8 @@ import xxhash
 from numpy.typing import NDArray
 from tests.codec.entropy.cases import COUNT_ROWS, counts_of, draw_symbols, one_table, runs_for
 
-from kvtide.codec.entropy import ESCAPE, EntropyCoder, EscapeMap, Escapes, PrefixCoder, RansCoder, Runs, Streams
+from kvtide.codec.entropy import ESCAPE, EntropyCoder, EscapeMap, Escapes, RansCoder, Runs, Streams
+from kvtide.codec.published.integers import PrefixCoder
 from kvtide.errors import CorruptPayload
 
 CODERS: list[EntropyCoder] = [RansCoder(), PrefixCoder()]

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 
+from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged import identity
-from kvtide.engines.paged.loads import WriteGate
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings
 
 
 @pytest.fixture

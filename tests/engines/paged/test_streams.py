@@ -15,11 +15,10 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import CellOrder, Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
-from kvtide.engines.paged.orders import StreamOrder
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings, StreamOrder
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.store import Cache, PendingBlock, cache_for
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 

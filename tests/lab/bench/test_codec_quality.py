@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate.judge import QualityJudge
-from kvtide.engines.profiles import installed_profiles
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import codec_quality
 from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run
@@ -98,7 +98,7 @@ def test_foreign_file_is_refused(subject: Subject, tmp_path: Path, content: byte
 
 
 def test_codec_that_is_not_there_is_refused(subject: Subject) -> None:
-    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, got 'zip'"):
+    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, cachegen-snippet, got 'zip'"):
         judged(subject, None, ("raw", "zip"))
 
 

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from kvtide.codec.entropy import PrefixCoder, RansCoder
+from kvtide.codec.entropy import RansCoder
+from kvtide.codec.published.integers import PrefixCoder
 from kvtide_lab.bench import codec_speed
 
 

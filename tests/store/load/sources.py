@@ -19,12 +19,12 @@ from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job
 from kvtide.store.placing import FaultGuard
-from kvtide.testing.strategies import block_meta
-from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.testing import block_meta
+from kvtide.tier.base import Buffer, ObjectInfo
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.source import Take, read_range_of_any
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, Section, SectionId, SectionKind
+from kvtide.types import ObjectId, Section, SectionId, SectionKind, TierStats
 from kvtide.wire import StoredObject, pack_object, parse_object
 
 LAYOUT = BlockLayout(layers=2, tokens=10, kv_heads=1, head_dim=4, dtype=KVDtype.FLOAT32)

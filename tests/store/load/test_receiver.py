@@ -20,7 +20,7 @@ from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
 from kvtide.store.load import arrival
 from kvtide.store.load.receiver import OfferOutcome, Receiver, Usable
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
 from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame

@@ -13,7 +13,7 @@ from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
 from kvtide.importance import packing_orders
 from kvtide.store.load.sparse import SparseLoad
-from kvtide.testing.strategies import block_meta, smooth_bits
+from kvtide.testing import block_meta, smooth_bits
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object, parse_object

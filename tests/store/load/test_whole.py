@@ -21,7 +21,7 @@ from kvtide.errors import CorruptPayload
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import LoadReport, MissReason, Whole
 from kvtide.store.load import whole as loading
-from kvtide.testing.strategies import smooth_bits
+from kvtide.testing import smooth_bits
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 
 # Pages must be crossed: a piece begins in the midst of one.

@@ -1,8 +1,7 @@
 """Entropy coders behind one interface: symbols below 32 to bytes and back, under static tables (docs/codec.md)."""
 
-from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, Runs, Streams
+from kvtide.codec.entropy.base import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, Runs, Streams, check_counts
 from kvtide.codec.entropy.escape import EscapeMap, count_values
-from kvtide.codec.entropy.prefix import PrefixCoder
 from kvtide.codec.entropy.rans import RansCoder, RansTables
 
 __all__ = [
@@ -12,10 +11,10 @@ __all__ = [
     "EntropyTables",
     "EscapeMap",
     "Escapes",
-    "PrefixCoder",
     "RansCoder",
     "RansTables",
     "Runs",
     "Streams",
+    "check_counts",
     "count_values",
 ]

@@ -1,4 +1,4 @@
-"""What every entropy coder offers: counts make tables, tables code streams; the bytes depend on nothing else."""
+"""The interface of entropy coders: counts make tables, tables code streams; the bytes depend on nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Baselines: the codecs that papers describe, CacheGen and chunkwise quantising, and the fit of their profiles."""
 
-from kvtide.codec.published.cachegen import CachegenCodec
-from kvtide.codec.published.chunkwise import ChunkwiseCodec
-from kvtide.codec.published.fit import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published.cachegen import PROFILE_KINDS, CachegenCodec, ChunkwiseCodec, ProfileFitter
 from kvtide.codec.published.integers import CODERS
 from kvtide.codec.published.snippet import SnippetCodec
 

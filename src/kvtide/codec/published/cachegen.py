@@ -5,6 +5,10 @@ anchor, in steps of a share of their standard deviation, coarser in deeper layer
 channel).
 Anchors are the base, and the deltas of each position in the group a refinement that needs no other one: a token whose
 delta is not here takes its anchor's values.
+
+`ChunkwiseCodec` is the simplified one that LMCache ships: every token scaled by its largest magnitude, no deltas.
+Unlike the original it has a guard for tokens of zeros, names its bins for any number of layers, and may keep its
+distributions in a profile. `ProfileFitter` fits the profiles of both from blocks of a model's cache, in bounded memory.
 """
 
 from __future__ import annotations
@@ -12,17 +16,27 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockLayout
+from kvtide.block import BlockBits, BlockLayout, check_bits
+from kvtide.codec.base import layer_section_ids, layer_views
 from kvtide.codec.profile import Profile
-from kvtide.codec.published.integers import CODERS, Distribution, IntegerRuns
-from kvtide.codec.published.shared import LayerHead, Part, ProfiledCodec, read_scales
+from kvtide.codec.published.integers import (
+    CODERS,
+    VALUE_MAX,
+    Distribution,
+    IntegerRuns,
+    Integers,
+    fit_distribution,
+    value_counts,
+)
+from kvtide.codec.published.shared import LayerHead, ProfiledCodec, SectionPart, distribution_arrays, read_scales, split
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -45,6 +59,16 @@ SECTION_TABLES_MAX = 1 << 16
 
 # level, coder of the deltas' distributions, zero, steps of K and V, bytes of these distributions
 _PREFIX = struct.Struct("<BBHffI")
+
+
+# Bins of the finer and of the coarser layers. Level 3 has those of LMCache 0.5.6: of 32 layers, the first 10 of K and
+# the first 2 of V are finer.
+CHUNKWISE_LEVELS = {1: (128, 64), 2: (64, 32), 3: (32, 16)}
+# KL divergence of the next token at each level, in nats: as cachegen's.
+_CHUNKWISE_QUALITY = {1: 0.0028, 2: 0.0122, 3: 0.0647}
+FINE_SHARES = (10 / 32, 2 / 32)
+FEW_LAYERS = 10
+_CHUNKWISE_PREFIX = struct.Struct("<BBH")
 
 
 def layer_step(deviation: float, layer: int, layers: int, level: int) -> float:
@@ -85,16 +109,16 @@ class CachegenCodec(ProfiledCodec):
         super().__init__(level, LEVEL_QUALITY, coder, profile)
         self.coarser = tuple(coarser)
 
-    def parts(self, layout: BlockLayout) -> list[list[Part]]:
+    def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return an anchor section a layer, and one for each position of deltas; see ProfiledCodec."""
         channels, found = layout.kv_heads * layout.head_dim, []
         anchors = IntegerRuns(2, channels, _groups(layout))
         for layers in delta_layers(layout):
-            parts = [Part(_anchor_id(layer), range(layer, layer + 1), 0, anchors) for layer in layers]
+            parts = [SectionPart(_anchor_id(layer), range(layer, layer + 1), 0, anchors) for layer in layers]
             for position in range(1, min(GROUP_TOKENS, layout.tokens)):
                 tokens = len(range(position, layout.tokens, GROUP_TOKENS))
                 runs = IntegerRuns(1, 2 * len(layers) * channels, tokens)
-                parts.append(Part(_delta_id(position, layers), layers, position, runs))
+                parts.append(SectionPart(_delta_id(position, layers), layers, position, runs))
             found.append(parts)
         return found
 
@@ -164,3 +188,140 @@ def _anchor_id(layer: int) -> SectionId:
 
 def _delta_id(position: int, layers: range) -> SectionId:
     return SectionId(SectionKind.DELTA, position, layers.start, layers.stop)
+
+
+def half_bins(layer: int, which: int, layers: int, level: int) -> int:
+    """Return the largest symbol of K (`which` 0) or V (1) of a layer: bins b give -(b/2 - 1) … b/2 - 1."""
+    fine, coarse = CHUNKWISE_LEVELS[level]
+    is_fine = layers < FEW_LAYERS or layer < round(FINE_SHARES[which] * layers)
+    return (fine if is_fine else coarse) // 2 - 1
+
+
+class ChunkwiseCodec(ProfiledCodec):
+    """The codec; see ProfiledCodec for level, coder and profile."""
+
+    codec_id = "chunkwise-1"
+    group_tokens = 1
+
+    def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
+        super().__init__(level, _CHUNKWISE_QUALITY, coder, profile)
+
+    def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
+        """Return one section a layer; see ProfiledCodec."""
+        runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
+        return [
+            [SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in layer_section_ids(layout)
+        ]
+
+    def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
+        """See `half_bins`."""
+        return half_bins(layer, which, layout.layers, level)
+
+    def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
+        """Return any step: there are no deltas."""
+        return 1.0
+
+    def name(self, level: int, position: int) -> str:
+        """Return the name of a level's distributions."""
+        return f"share.{level}"
+
+    def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
+        """Return level and scales; see ProfiledCodec."""
+        return _CHUNKWISE_PREFIX.pack(self.level, 0, 0) + scales
+
+    def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
+        """Return what `pack_head` packed; see ProfiledCodec."""
+        numbers_start = _CHUNKWISE_PREFIX.size + 2 * 2 * layout.tokens
+        if len(data) <= numbers_start:
+            raise CorruptPayload(f"layer {layer}: expected more than {numbers_start} bytes, got {len(data)}")
+        level, zero, zeros = _CHUNKWISE_PREFIX.unpack_from(data)
+        if level not in CHUNKWISE_LEVELS or zero or zeros:
+            raise CorruptPayload(f"layer {layer}: chunkwise has no level {level}")
+        scales = read_scales(data[_CHUNKWISE_PREFIX.size : numbers_start])
+        return LayerHead(level, (1.0, 1.0), scales, None, data[numbers_start:])
+
+
+# Yields (name of the distribution, numbers of one of K and V of a layer: (channels, symbols)).
+_Splitter = Callable[["ProfileFitter", int, int, NDArray[np.uint8]], Iterator[tuple[str, Integers]]]
+
+
+def _cachegen(
+    fitter: ProfileFitter, layer: int, which: int, values: NDArray[np.uint8]
+) -> Iterator[tuple[str, Integers]]:
+    layout = fitter.layout
+    deviation = float(fitter.deviation[layer, which])
+    for level in LEVELS:
+        step = float(np.float32(layer_step(deviation, layer, layout.layers, level)))
+        found = split(values, layout, GROUP_TOKENS, ANCHOR_HALF, step)
+        yield f"delta.{level}", found.deltas
+    yield "anchor", found.anchors
+
+
+def _chunkwise(
+    fitter: ProfileFitter, layer: int, which: int, values: NDArray[np.uint8]
+) -> Iterator[tuple[str, Integers]]:
+    layout = fitter.layout
+    for level in CHUNKWISE_LEVELS:
+        yield f"share.{level}", split(values, layout, 1, half_bins(layer, which, layout.layers, level)).anchors
+
+
+_SPLITTERS: dict[str, _Splitter] = {"cachegen": _cachegen, "chunkwise": _chunkwise}
+PROFILE_KINDS = tuple(_SPLITTERS)
+
+
+class ProfileFitter:
+    """Counts what a codec would code, block by block, and makes tables of the counts in the end.
+
+    Steps follow the standard deviations of the first text's blocks, which must be given to `scale` before `add`.
+    """
+
+    def __init__(self, kind: str, model: str, layout: BlockLayout) -> None:
+        if kind not in _SPLITTERS:
+            raise ValueError(f"profiles are made for {', '.join(_SPLITTERS)}, got {kind!r}")
+        self.layout = layout
+        self.deviation: NDArray[np.float32] = np.zeros((layout.layers, 2), dtype=np.float32)
+        self._kind = kind
+        self._model = model
+        self._blocks = 0
+        self._counts: dict[str, NDArray[np.uint32]] = {}
+
+    def scale(self, blocks: list[BlockBits]) -> None:
+        """Set the steps from the root mean square of these blocks' deviations. ValueError for none."""
+        if not blocks:
+            raise ValueError("calibration needs at least one full block, got none")
+        squares = np.zeros((self.layout.layers, 2))
+        for bits in blocks:
+            for layer, values in enumerate(layer_views(bits)):
+                for which, half in enumerate(values.reshape(2, -1)):
+                    squares[layer, which] += delta_deviation(half, self.layout) ** 2
+        self.deviation = np.sqrt(squares / len(blocks)).astype(np.float32)
+
+    def add(self, bits: BlockBits) -> None:
+        """Count a block. ValueError if it is not of the layout; UnencodableBlock if a value is not finite."""
+        check_bits(bits, self.layout)
+        assert self.deviation.any(), "scale before add"
+        for layer, values in enumerate(layer_views(bits)):
+            for which, half in enumerate(values.reshape(2, -1)):
+                for name, numbers in _SPLITTERS[self._kind](self, layer, which, half):
+                    self._count(name, layer, which, numbers)
+        self._blocks += 1
+
+    def _count(self, name: str, layer: int, which: int, numbers: Integers) -> None:
+        shape = (self.layout.layers, 2, len(numbers), 2 * VALUE_MAX + 1)
+        if name not in self._counts:
+            self._counts[name] = np.zeros(shape, dtype=np.uint32)
+        self._counts[name][layer, which] += value_counts(numbers).astype(np.uint32)
+
+    def profile(self, texts: int) -> Profile:
+        """Return the profile of all blocks counted. ValueError if there were none."""
+        if not self._blocks:
+            raise ValueError("calibration needs at least one full block, got none")
+        arrays: dict[str, NDArray[Any]] = {"deviation": self.deviation}
+        for name, counts in self._counts.items():
+            by_layer = [
+                fit_distribution(layer.reshape(-1, layer.shape[-1]).astype(np.uint64), 0, is_open=True)
+                for layer in counts
+            ]
+            arrays |= distribution_arrays(name, by_layer)
+        tokens = self._blocks * self.layout.tokens
+        return Profile.make(self._kind, self._model, self.layout, (texts, tokens), arrays)

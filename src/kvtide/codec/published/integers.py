@@ -15,16 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, PrefixCoder, RansCoder, Runs
+from kvtide import _native
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, RansCoder, Runs, check_counts
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
-
-# What a payload may name; the position is stored.
-CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
 
 SHIFT_MAX = 6
 # Values below this in magnitude may have symbols; all others are escapes, whatever the shift.
 VALUE_MAX = 511
+# Bits of the longest prefix code.
+LENGTH_MAX = 10
 _CENTRE = 15
 _ESCAPE_BITS = 16
 _HEADER = struct.Struct("<BBHII")
@@ -33,9 +33,67 @@ _STREAM = struct.Struct("<II")
 Integers = NDArray[np.int16]
 
 
+class PrefixTables(EntropyTables):
+    """Code lengths, and the codes and look-up tables that follow from them."""
+
+    def __init__(self, lengths: NDArray[np.uint8], path: str | None = None) -> None:
+        """lengths: (tables, 32), 0 for no code, at most 10, each row a complete code, else ValueError."""
+        self._lengths = np.array(lengths, dtype=np.uint8, order="C")
+        self._lengths.flags.writeable = False
+        super().__init__("prefix", _native.PrefixTables(self._lengths), len(self._lengths), path)
+
+    @property
+    def lengths(self) -> NDArray[np.uint8]:
+        """Return (tables, 32), read-only."""
+        return self._lengths
+
+    @property
+    def weights(self) -> NDArray[np.uint64]:
+        """Return counts that give these tables; see EntropyTables."""
+        return np.where(self._lengths > 0, np.uint64(1 << LENGTH_MAX) >> self._lengths.astype(np.uint64), np.uint64(0))
+
+    def to_bytes(self) -> bytes:
+        """Return the tables in the form that `PrefixCoder.parse` reads."""
+        return _native.prefix_write_tables(self._lengths).tobytes()
+
+
+class PrefixCoder:
+    """Makes tables of prefix codes (docs/codec.md, "prefix"): a symbol always has the same bits, so anyone decodes it.
+
+    Larger than rANS: about 3 % at 2 to 3 bits a symbol, and never below one bit.
+    """
+
+    name = "prefix"
+
+    def __init__(self, path: str | None = None) -> None:
+        """`path` chooses an instruction set for all tables, None the fastest."""
+        self._path = path
+
+    def build(self, counts: NDArray[np.uint64]) -> PrefixTables:
+        """Return a table for each row of counts; see EntropyCoder."""
+        check_counts(counts)
+        lengths = np.zeros(counts.shape, dtype=np.uint8)
+        _native.prefix_lengths(np.ascontiguousarray(counts), lengths)
+        return PrefixTables(lengths, self._path)
+
+    def parse(self, data: bytes | memoryview, count: int) -> PrefixTables:
+        """Return the tables that `to_bytes` wrote; see EntropyCoder."""
+        # Every table takes at least 18 bits, which bounds what a claimed count can make us allocate.
+        if count < 0 or count * 18 > len(data) * 8:
+            raise CorruptPayload(f"prefix: {count} tables can't be in {len(data)} bytes")
+        lengths = np.zeros((count, SYMBOLS), dtype=np.uint8)
+        if not _native.prefix_read_tables(np.frombuffer(data, dtype=np.uint8), lengths):
+            raise CorruptPayload(f"prefix: {len(data)} bytes are not {count} tables")
+        return PrefixTables(lengths, self._path)
+
+
+# What a payload may name; the position is stored.
+CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
+
+
 @dataclass(frozen=True, slots=True)
 class IntegerRuns:
-    """How numbers lie: (streams, runs, symbols); each run of a stream has a distribution of its own."""
+    """The order of numbers: (streams, runs, symbols); each run of a stream has a distribution of its own."""
 
     streams: int
     runs: int
@@ -185,16 +243,6 @@ def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
     return planes
 
 
-def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
-    """Return the numbers that `encode_integers` coded: (streams, runs, symbols).
-
-    CorruptPayload unless `data` is exactly that, or if it needs shared distributions and there are none.
-    """
-    coded = CodedIntegers.parse(data, runs.streams)
-    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
-    return found
-
-
 def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distribution: Distribution) -> Integers:
     """Return the numbers of several pieces with the same runs and distributions: (pieces, streams, runs, symbols).
 
@@ -214,7 +262,7 @@ def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distributio
 
 
 class CodedIntegers(NamedTuple):
-    """Coded numbers cut into their parts; `low` has what comes behind the escapes."""
+    """Coded numbers cut into their parts; `low` has what comes after the escapes."""
 
     coder: int
     tables: memoryview | None
@@ -260,7 +308,7 @@ class CodedIntegers(NamedTuple):
         return shared
 
     def planes(self, shifts: NDArray[np.uint8], symbols: int) -> list[memoryview]:
-        """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set behind a plane."""
+        """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set after a plane."""
         cursor, planes = _Cursor(self.low, 0), []
         for bits in plane_bits(shifts, symbols):
             planes.append(cursor.take(-(-bits // 8)))

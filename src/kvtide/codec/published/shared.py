@@ -101,7 +101,7 @@ def split(values: NDArray[np.uint8], layout: BlockLayout, group_tokens: int, hal
     return found
 
 
-class Part(NamedTuple):
+class SectionPart(NamedTuple):
     """The numbers of one section: of which layers, at which position in their groups (0: anchors), how they lie."""
 
     id: SectionId
@@ -111,7 +111,7 @@ class Part(NamedTuple):
 
 
 class LayerHead(NamedTuple):
-    """What stands in front of a layer's anchors. `deltas`: the deltas' own distributions, None if they are shared."""
+    """The prefix of a layer's anchors. `deltas`: the deltas' own distributions, None if they are shared."""
 
     level: int
     steps: tuple[float, float]
@@ -123,7 +123,7 @@ class LayerHead(NamedTuple):
 class CodedPart(NamedTuple):
     """A part's coded numbers, and what they are coded under."""
 
-    part: Part
+    part: SectionPart
     coded: CodedIntegers
     distribution: Distribution
 
@@ -169,7 +169,7 @@ class ProfiledCodec(ABC):
         return self._profile is None or self._profile.fits(layout)
 
     @abstractmethod
-    def parts(self, layout: BlockLayout) -> list[list[Part]]:
+    def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return a block's sections: lists of layers that share some, the anchors of each layer first."""
 
     @abstractmethod
@@ -220,7 +220,7 @@ class ProfiledCodec(ABC):
         return anchors + deltas
 
     def _encode_layer(
-        self, layout: BlockLayout, part: Part, values: NDArray[np.uint8], own: list[Distribution]
+        self, layout: BlockLayout, part: SectionPart, values: NDArray[np.uint8], own: list[Distribution]
     ) -> tuple[Section, Integers]:
         """Return the anchors' section and the deltas (2 * channels, deltas); their distribution goes to `own`."""
         layer, halves = part.layers.start, values.reshape(2, -1)
@@ -239,7 +239,7 @@ class ProfiledCodec(ABC):
         coded = encode_integers(anchors, part.runs, distribution, is_shared=shared is not None)
         return Section(part.id, self.pack_head(steps, scales, own[-1] if own else None) + coded), deltas
 
-    def _encode_deltas(self, part: Part, deltas: Integers, own: Distribution | None) -> Section:
+    def _encode_deltas(self, part: SectionPart, deltas: Integers, own: Distribution | None) -> Section:
         distribution = own or self.shared(part, self.level, self.coder)
         assert distribution is not None, "a profile, or distributions of the block's own"
         numbers = np.ascontiguousarray(deltas[None, :, part.position - 1 :: self.group_tokens - 1])
@@ -267,7 +267,7 @@ class ProfiledCodec(ABC):
         for parts in all_parts:
             yield self._coded_layers(layout, [(part, by_id[part.id]) for part in parts if part.id in by_id])
 
-    def _coded_layers(self, layout: BlockLayout, parts: Sequence[tuple[Part, memoryview]]) -> CodedLayers:
+    def _coded_layers(self, layout: BlockLayout, parts: Sequence[tuple[SectionPart, memoryview]]) -> CodedLayers:
         heads: list[LayerHead] = []
         found: list[CodedPart] = []
         for part, data in parts:
@@ -311,7 +311,7 @@ class ProfiledCodec(ABC):
                 how = (self.group_tokens, self.half(layout, layer, which, head.level), head.steps[which])
                 _native.restore_groups(*numbers_of, *how, layout.dtype.code, values)
 
-    def shared(self, part: Part, level: int, coder: int) -> Distribution | None:
+    def shared(self, part: SectionPart, level: int, coder: int) -> Distribution | None:
         """Return the profile's distributions of a part, None without a profile."""
         return self._shared.get(self.name(level, part.position), part.layers, coder) if self._shared else None
 

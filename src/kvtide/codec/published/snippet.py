@@ -1,4 +1,4 @@
-"""What the author of CacheGen says the encoder does (the experiment log's snippet): groups of five tokens.
+"""The encoder as CacheGen's author describes it (the experiment log's snippet): groups of five tokens.
 
 The first token of a group and the differences of the others to it are quantised alike: each token of a layer's keys or
 values in steps of its own largest magnitude. Differences have 128 bins up to layer 4, 16 up to layer 24, then 12.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
-from kvtide.codec.published.chunkwise import ChunkwiseCodec
+from kvtide.codec.published.cachegen import ChunkwiseCodec
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
 

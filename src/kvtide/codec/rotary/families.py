@@ -1,4 +1,4 @@
-"""Which dims of which layers' keys a model rotates by its config, and how fast, for every way that models stretch RoPE.
+"""The rotated dims of a model's keys by its config, and their speeds, for every way that models stretch RoPE.
 
 Frequencies are computed in float64 and rounded once, so that every machine has the same float32 numbers.
 """
@@ -72,7 +72,7 @@ def _dynamic(_parameters: RopeParameters, dims: int, theta: float, context_token
 
 
 def _proportional(parameters: RopeParameters, dims: int, theta: float, _context_tokens: int) -> Frequencies:
-    # All dims count as rotated, but the pairs behind the share stand still.
+    # All dims count as rotated, but the pairs after the share stand still.
     pairs = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
     values = np.where(np.arange(dims // 2) < pairs, _plain(dims, theta), 0.0)
     return _steady(values / parameters.get("factor", 1.0))
@@ -145,7 +145,7 @@ ROPE_TYPES: Mapping[str, Callable[[RopeParameters, int, float, int], Frequencies
 
 
 class Pairs(IntEnum):
-    """Which two dims turn together. The numbers are stored."""
+    """The two dims that turn together. The numbers are stored."""
 
     HALVES = 0  # i and i + rotated / 2, as Llama and GPT-NeoX
     NEIGHBOURS = 1  # 2 i and 2 i + 1, as GPT-J
@@ -165,7 +165,7 @@ class RopeOfModel(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """What configs of a family leave unsaid: their classes' defaults."""
+    """Defaults of a family's config classes, for what configs leave unsaid."""
 
     pairs: Pairs = Pairs.HALVES
     theta: float = 10_000.0

@@ -42,7 +42,7 @@ class RotaryTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How a model rotates the keys that it caches: dims `[dim_start, dim_stop)` of each head, in pairs.
+    """A model's rotation of the keys that it caches: dims `[dim_start, dim_stop)` of each head, in pairs.
 
     kinds: frequencies that layers may have. layer_kinds: which of them each layer has; none if all have the first.
     ValueError if these don't fit each other.

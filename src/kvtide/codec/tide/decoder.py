@@ -17,7 +17,7 @@ from kvtide.errors import CorruptPayload
 
 
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
-    """Write the layers that a base and the refinements behind it hold. CorruptPayload if they do not fit each other."""
+    """Write the layers that a base and the refinements after it hold. CorruptPayload if they do not fit each other."""
     section, base = split_base(run[0], target.bits.shape)
     steps = section.steps
     if len(run) > steps.refinements + 1:

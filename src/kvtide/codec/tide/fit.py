@@ -25,7 +25,7 @@ from kvtide.codec.tide.values import KeyRotation, StoredLayers, load_values
 
 
 class Cost(NamedTuple):
-    """What a profile may spend: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""
+    """The budget of a profile: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""
 
     group_layers: int
     fine: int

@@ -48,7 +48,7 @@ TOP_CENTRE = 15
 
 
 class Mode:
-    """How a plane's rows are coded; the numbers are the native kernels'."""
+    """The way a plane's rows are coded; the numbers are the native kernels'."""
 
     TOP = 0
     DIGIT = 1

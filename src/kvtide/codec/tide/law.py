@@ -35,14 +35,14 @@ _Ints = NDArray[np.int64]
 
 
 class Purpose(IntEnum):
-    """What follows the hit: text that goes on, or an answer that copies a passage from anywhere in the hit."""
+    """The text after the hit: one that goes on, or an answer that copies a passage from anywhere in the hit."""
 
     GOES_ON = 0
     COPIES = 1
 
 
 class Powers(NamedTuple):
-    """How a loss grows with the curve's KL: its power below, between and above KNOTS."""
+    """The growth of a loss with the curve's KL: its power below, between and above KNOTS."""
 
     fine: float
     middle: float
@@ -51,7 +51,7 @@ class Powers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PositionLaw:
-    """How loss depends on position, for one purpose. ValueError for numbers that are no law.
+    """Loss by position, for one purpose. ValueError for numbers that are no law.
 
     Weights are losses where the curve has KNOTS[0]. sink: of the first SINK_TOKENS together. passage: of the block that
     an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the first
@@ -127,7 +127,7 @@ DEFAULT_POSITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LossLaw:
-    """Predicts the KL of answers behind a hit of one codec, and chooses what to read of it.
+    """Predicts the KL of answers after a hit of one codec, and chooses what to read of it.
 
     Blocks are given by how many refinements of theirs are kept: 0 is the base alone, `refinements` the whole object,
     `refinements + 1` a block without error. positions: by Purpose. losses and sizes: the curve's KL, and bytes in any
@@ -211,7 +211,7 @@ class LossLaw:
         value = np.tensordot(shares, lost, axes=1)
         slopes = np.zeros((len(size), self.refinements))
         for kept in range(self.refinements):
-            # The best that this step or a longer one gains: a poor step must not hold up a good one behind it.
+            # The best that this step or a longer one gains: a poor step must not hold up a good one after it.
             gains = value[:, kept, None] - value[:, kept + 1 :]
             slopes[:, kept] = (gains / np.maximum(size[:, kept + 1 :] - size[:, kept, None], 1e-9)).max(axis=1)
         rising = -np.minimum.accumulate(slopes, axis=1)

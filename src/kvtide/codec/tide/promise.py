@@ -1,4 +1,4 @@
-"""What a profile promises of an encoded block, and whether the block keeps it.
+"""A profile's promise about encoded blocks, and the check that a block keeps it.
 
 Calibration measured quality on coefficients that have the profile's scales, coded at a step. All squares are of steps:
 the unit in which the profile's weights share errors out among layers, K and V.
@@ -33,14 +33,14 @@ LOUD_SHARE_MAX = 1 / 16
 
 
 class Promise(NamedTuple):
-    """What each token of a group has in the mean: a squared error of at most `error`, coded values of this variance."""
+    """The mean of each token of a group: a squared error of at most `error`, coded values of this variance."""
 
     error: float
     spread: float
 
 
 class Seen(NamedTuple):
-    """What was found of a group of a block, summed over the tokens that were coded, and how many these are."""
+    """Measured sums of a group of a block over the tokens that were coded, and how many these are."""
 
     error: float
     spread: float

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What goes back to values at once: the rows [start, stop) of some layers, and how values follow from them.
+    """Rows [start, stop) of some layers that go back to values at once, and how values follow from them.
 
     As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is.
     """
@@ -51,7 +51,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RangeRows:
-    """Where each group's components stand, and the scale of each row."""
+    """The place of each group's components, and the scale of each row."""
 
     places: list[Place]
     scales: Units

@@ -33,14 +33,14 @@ class Steps(NamedTuple):
 
 
 class SectionBytes(NamedTuple):
-    """What every section has."""
+    """The fields of every section."""
 
     steps: Steps
     lists: CodedLists
 
 
 class Loudness(NamedTuple):
-    """Which part each token belongs to, and how many units louder than usual each part is."""
+    """The part that each token belongs to, and how many units louder than usual each part is."""
 
     parts: NDArray[np.uint8]
     gains: NDArray[np.int64]
@@ -72,7 +72,7 @@ class Apart(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What a base section has besides."""
+    """The further fields of a base section."""
 
     loudness: Loudness
     apart: Apart

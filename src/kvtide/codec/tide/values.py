@@ -27,7 +27,7 @@ NativeTurns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8],
 
 
 class KeyRotation:
-    """How keys of a block's tokens turn, forth or back: tables are made once for all layers that turn alike."""
+    """The rotation of a block's keys, forth or back: tables are made once for all layers that turn alike."""
 
     def __init__(self, meta: BlockMeta, rotary: Rotary | None, is_back: bool) -> None:
         """is_back: to before RoPE."""

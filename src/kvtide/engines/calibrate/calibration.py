@@ -1,6 +1,6 @@
 """Fits a tide profile to a model from texts: moments and gradients; counts; then what the model says of the result.
 
-Each text's share is added to a state that is written aside after it, so that a calibration that was stopped goes on.
+Each text's share is added to a state that is then written to a file, so that a calibration that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -17,16 +17,29 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from kvtide.block import BlockLayout
+from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide import COSTS, THIRD, Moments, Steps, TideCodec, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide import (
+    APART_TOKENS,
+    COSTS,
+    THIRD,
+    Moments,
+    Steps,
+    TideCodec,
+    TideCounts,
+    draft_profile,
+    finished_profile,
+)
 from kvtide.engines.calibrate.judge import QualityJudge, block_metas
-from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.transformers import block_bits
 from kvtide.errors import UnsupportedModel
 
-# Tokens behind each text by whose gradients sensitivity is measured, and that quality is judged on.
+# Labels drawn from the model's own distribution, as the Fisher information wants it.
+_SAMPLES = 2
+
+
+# Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
 GRADIENT_TOKENS = 64
 JUDGED_TOKENS = 128
 # One text in six is not fitted on but judged on.
@@ -37,13 +50,55 @@ _CURVE_REFINEMENTS = 4
 # Held-out texts that take this much more than fitted ones: more text is wanted.
 OVERFIT_RATIO = 1.25
 _SEED = 1
-
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
 
 
+def cache_sensitivity(
+    model: Any,
+    past: DynamicCache,
+    continuation: Sequence[int],
+    rotary: Rotary | None,
+    generator: torch.Generator,
+) -> NDArray[np.float64]:
+    """Return the mean squared gradient of sampled tokens' log-likelihood by cached values: (layers, 2, channels).
+
+    Keys are those before RoPE. past: a cache of the text before `continuation`; it is not changed. The first tokens,
+    which tide keeps whole, are left out. The model's weights are told not to ask for gradients.
+    """
+    leaves: list[torch.Tensor] = []
+    copy = DynamicCache(config=model.config)
+    for source, target in zip(past.layers, copy.layers, strict=True):
+        keys, values = (tensor.detach().clone().requires_grad_(True) for tensor in (source.keys, source.values))
+        target.lazy_initialization(keys, values)
+        target.keys, target.values = keys, values
+        leaves += [keys, values]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    logits = model(torch.tensor([continuation]), past_key_values=copy, use_cache=True).logits[0].float()
+    likelihood = logits.log_softmax(-1)
+    total: list[NDArray[np.float64]] = [np.zeros(1)] * len(leaves)
+    for sample in range(_SAMPLES):
+        drawn = torch.multinomial(likelihood.detach().exp(), 1, generator=generator)
+        loss = likelihood.gather(-1, drawn).sum()
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=sample + 1 < _SAMPLES)
+        for i, gradient in enumerate(gradients):
+            total[i] = total[i] + _square(gradient, None if i % 2 else rotary, i // 2)
+    return np.stack(total).reshape(len(past.layers), 2, -1) / _SAMPLES
+
+
+def _square(gradient: torch.Tensor, rotary: Rotary | None, layer: int) -> NDArray[np.float64]:
+    """Return the mean square of a gradient by channel, turned back as the keys are."""
+    by_token = gradient[0].float().transpose(0, 1).contiguous().numpy()
+    if rotary is not None:
+        turned = rotary.inverse_tables(0, len(by_token), layer)
+        by_token = rotary.load(by_token.view(np.uint32), KVDtype.FLOAT32, turned)
+    squares: NDArray[np.float64] = (by_token[APART_TOKENS:].astype(np.float64) ** 2).mean(axis=0).reshape(-1)
+    return squares
+
+
 class CurvePoint(msgspec.Struct, frozen=True):
-    """What a step costs and what the model then says, on texts that were not fitted on."""
+    """The cost of a step and the model's loss with it, on texts that were not fitted on."""
 
     step_units: int
     bits_per_element: float
@@ -71,7 +126,7 @@ class TideCalibration:
     def __init__(
         self, model: Any, name: str, cost: str, texts: Sequence[Sequence[int]], layout: BlockLayout, partial: Path
     ) -> None:
-        """texts: token ids; those too short for a block and what is judged behind it are left out.
+        """texts: token ids; those too short for a block and what is judged after it are left out.
 
         ValueError if none is left, or for an unknown cost. UnsupportedModel for keys that can't be turned back.
         """

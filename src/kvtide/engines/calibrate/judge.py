@@ -84,7 +84,7 @@ class CodedContext(NamedTuple):
 
 
 class CacheVerdict(NamedTuple):
-    """What one context says about one decoded cache. KL in nats, of the exact next-token distribution against ours."""
+    """The loss of one decoded cache on one context. KL in nats, of the exact next-token distribution against ours."""
 
     kl: float
     nll_change: float
@@ -205,7 +205,7 @@ class QualityJudge:
         return past
 
     def _say(self, blocks: list[BlockBits], ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits after each of `ids` but the last, behind these blocks: (tokens - 1, vocabulary)."""
+        """Return the logits of each of `ids` but the last, following these blocks: (tokens - 1, vocabulary)."""
         with torch.inference_mode():
             output = self._model(torch.tensor([ids[:-1]]), past_key_values=self._past(blocks), use_cache=True)
         logits: torch.Tensor = output.logits[0].float()

@@ -24,7 +24,7 @@ from kvtide.codec.published.integers import (
     join_integers,
     plane_bits,
 )
-from kvtide.codec.published.shared import CodedLayers, Part, ProfiledCodec
+from kvtide.codec.published.shared import CodedLayers, ProfiledCodec, SectionPart
 from kvtide.engines.gpu.kernels import ALIGNMENT, Kernels, Staging, address
 from kvtide.engines.gpu.rans import (
     CODES_BYTES,
@@ -144,7 +144,7 @@ def _plane_starts(distribution: Distribution, symbols: int) -> list[int]:
 
 
 def _fill_positions(
-    positions: NDArray[np.void], part: Part, layout: BlockLayout, on: _OnDevice, numbers: int, planes: int
+    positions: NDArray[np.void], part: SectionPart, layout: BlockLayout, on: _OnDevice, numbers: int, planes: int
 ) -> None:
     """Write where the numbers of each half of a part's layers are. positions: those of the halves."""
     channels, symbols = layout.kv_heads * layout.head_dim, part.runs.symbols
@@ -280,7 +280,7 @@ class _Encoding:
         self._codec = codec
         self._layout = layout
         self.steps = [[codec.step(layout, layer, which, None) for which in range(2)] for layer in range(layout.layers)]
-        self._parts: list[tuple[Part, Distribution]] = []
+        self._parts: list[tuple[SectionPart, Distribution]] = []
         for part in (part for parts in codec.parts(layout) for part in parts):
             distribution = codec.shared(part, codec.level, codec.coder)
             assert distribution is not None, "a profile"

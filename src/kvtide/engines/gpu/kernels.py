@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.config import cache_home
-from kvtide.engines.gpu.cubins import kept_kernels
+from kvtide.engines.gpu.program import kept_kernels
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 
@@ -30,7 +30,7 @@ Part = NDArray[Any] | bytes | memoryview
 
 
 class Opened(ABC):
-    """Opens at the `with` and closes behind it."""
+    """Opens at the `with` and closes after it."""
 
     @abstractmethod
     def open(self) -> None:
@@ -63,7 +63,7 @@ def device_faults() -> Iterator[None]:
 
 
 class Budget(NamedTuple):
-    """How much of the device kernels may take: blocks that run at a time, of 256 threads or 128.
+    """The share of the device that kernels may take: blocks that run at a time, of 256 threads or 128.
 
     Kernels walk their jobs in a loop, so that any number is right; fewer blocks leave more to the engine.
     """
@@ -94,16 +94,16 @@ class Kernels(Protocol):
         """Return a context in which torch queues on the kernels' stream too."""
 
     def follow(self) -> None:
-        """Put what is queued from now on behind what torch's current stream has queued so far: the engine's work."""
+        """Put what is queued from now on after what torch's current stream has queued so far: the engine's work."""
 
     def finish(self) -> None:
         """Wait for all that is queued."""
 
     def mark(self) -> Any:
-        """Return an event behind all that is queued, None where nothing has to be waited for."""
+        """Return an event after all that is queued, None where nothing has to be waited for."""
 
     def wait_for(self, event: Any) -> None:
-        """Put what is queued from now on behind an event."""
+        """Put what is queued from now on after an event."""
 
     def copies(self) -> DeviceStream:
         """Return a new stream for copies to or from the device."""
@@ -125,7 +125,7 @@ class Staging:
         self._room: torch.Tensor | None = None
 
     def add(self, array: Part) -> int:
-        """Return where the array will lie, behind `base`. Contiguous arrays are not copied before `send`."""
+        """Return where the array will lie, after `base`. Contiguous arrays are not copied before `send`."""
         assert self._room is None, "add before base"
         start = self._size
         self._parts.append((start, array))
@@ -133,7 +133,7 @@ class Staging:
         return start
 
     def add_all(self, parts: Sequence[Part], sizes: Sequence[int]) -> NDArray[np.uint64]:
-        """Return where each of many parts of so many bytes will lie, behind `base`."""
+        """Return where each of many parts of so many bytes will lie, after `base`."""
         assert self._room is None, "add before base"
         rooms = _room_for(np.array(sizes, dtype=np.int64))
         starts: NDArray[np.int64] = self._size + np.cumsum(rooms) - rooms
@@ -166,7 +166,7 @@ class Staging:
 
 
 def _room_for(size: Any) -> Any:
-    # Something is always readable behind an array.
+    # Something is always readable after an array.
     return (size + ALIGNMENT) // ALIGNMENT * ALIGNMENT
 
 
@@ -235,7 +235,7 @@ class CudaKernels(Opened, DeviceStream):
         _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers.ctypes.data, 0))
 
     def follow(self) -> None:
-        """Go behind torch's current stream; see Kernels."""
+        """Go after torch's current stream; see Kernels."""
         assert self._stream is not None, "follow before open"
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 

@@ -18,12 +18,10 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.gpu.blocks import BlockCopier
-from kvtide.engines.gpu.decoding import DeviceDecoder
-from kvtide.engines.gpu.encoding import BlockEncoder, DeviceCodec
+from kvtide.engines.gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
-from kvtide.engines.gpu.targets import PageTarget, page_target
+from kvtide.engines.gpu.targets import BlockCopier, PageTarget, page_target
 from kvtide.engines.paged import Captured, DevicePages, PagePool
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
@@ -87,7 +85,7 @@ class KernelPages:
         self._on_close()
 
     def follow(self) -> None:
-        """Put what is written from now on behind what the engine has queued; see PagePool."""
+        """Put what is written from now on after what the engine has queued; see PagePool."""
         with device_faults():
             self._plain.follow()
             self._after = self._kernels.at_current().mark()

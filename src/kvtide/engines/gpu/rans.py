@@ -44,7 +44,7 @@ class DeviceRans:
             staging.add(self._tables.frequencies.astype(np.uint16))
             with self._kernels.queue():
                 room = torch.empty(count * (LANES_BYTES + CODES_BYTES), dtype=torch.uint8, device=self._kernels.device)
-            # Queued memory is reused behind what uses it on the same stream.
+            # Queued memory is reused after what uses it on the same stream.
             sent = staging.send()
             args = (address(sent), address(room), address(room) + count * LANES_BYTES, count)
             self._kernels.launch("rans_tables", args, warp_blocks(count), THREADS)
@@ -58,7 +58,7 @@ class DeviceRans:
 
 
 class Packed(NamedTuple):
-    """What lay at the ends of rooms, side by side, and where each ends; queued."""
+    """The ends of rooms put side by side, and where each ends; queued."""
 
     data: torch.Tensor
     starts: torch.Tensor

@@ -29,7 +29,7 @@ PLANS_MAX = 512
 
 
 class DeviceBlock:
-    """A block under way. Sections may come in any order; those behind a gap wait for it to close.
+    """A block under way. Sections may come in any order; those after a gap wait for it to close.
 
     fault: why its sections can't be decoded, as far as the host sees it.
     """

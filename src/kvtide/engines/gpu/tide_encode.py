@@ -26,8 +26,7 @@ from kvtide.engines.gpu.kernels import Staging, address
 from kvtide.engines.gpu.rans import THREADS, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_jobs import PARTS, SECTION, extent_of
-from kvtide.engines.gpu.tide_model import TILE, DeviceModel
-from kvtide.engines.gpu.tide_sums import TOKEN_BYTES, loud_columns, per_token, seen_of
+from kvtide.engines.gpu.tide_model import TILE, TOKEN_BYTES, DeviceModel, loud_columns, per_token, seen_of
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -87,7 +86,7 @@ class _Range(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """What the device found of ranges: tokens apart, loudness, how well the profile fits."""
+    """The device's findings about ranges: tokens apart, loudness, how well the profile fits."""
 
     apart: NDArray[np.uint32]  # (ranges, tokens)
     parts: NDArray[np.uint8]  # (ranges, tokens)
@@ -118,7 +117,7 @@ class DeviceTideEncoder:
     def encode(self, blocks: Sequence[PagedBlock]) -> list[list[Section] | UnencodableBlock]:
         """Return each block's sections, or why it has none.
 
-        Pages are read behind what torch's current stream has queued, and must not change before the return.
+        Pages are read after what torch's current stream has queued, and must not change before the return.
         ValueError for a block that is not whole.
         """
         tokens = self._source.layout.tokens

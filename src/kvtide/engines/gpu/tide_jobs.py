@@ -1,4 +1,4 @@
-"""What the kernels of tide are told: one record for each section to decode, one for each group of layers to write."""
+"""Arguments of the tide kernels: one record for each section to decode, one for each group of layers to write."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _aligned(size: int) -> int:
 
 
 class Extent(NamedTuple):
-    """What a section takes besides its bytes: items of all lists, planes, bytes of cursors, items and run starts."""
+    """Room that a section takes besides its bytes: items of all lists, planes, bytes of cursors, items, run starts."""
 
     items: int
     planes: int
@@ -69,7 +69,7 @@ def extent_of(scales: Units, tokens: int, base_units: int, refinement: int) -> E
 
 
 class GroupRecords(NamedTuple):
-    """What is the same for all blocks: a record for each group of a range at a step."""
+    """Kernel arguments of one layer range at one step, shared by all blocks. One row a group."""
 
     rows: NDArray[np.void]
     layers: NDArray[np.uint64]  # before each group in the range

@@ -1,23 +1,19 @@
-"""What connectors to paged engines share: pages to blocks and back, what to load and store, and whether it pays.
+"""The common parts of connectors to paged engines: pages to blocks and back, load and store orders, the judge.
 
 No engine is imported here: all of it is tested without one.
 """
 
-from kvtide.engines.paged.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.identity import files_fingerprint
 from kvtide.engines.paged.orders import StepCommands, WorkerReport
 from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import Namespaces
-from kvtide.engines.paged.settings import ConnectorSettings
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 
 __all__ = [
     "Captured",
     "CellOrder",
-    "ChunkStore",
-    "ConnectorSettings",
     "DevicePages",
     "HostPages",
     "LoadOutcome",
@@ -29,7 +25,6 @@ __all__ = [
     "WorkerHalf",
     "WorkerReport",
     "cell_order",
-    "chunk_layout",
     "files_fingerprint",
     "keys_values",
 ]

@@ -46,7 +46,7 @@ class DevicePages:
         """Do nothing: the pages are the engine's."""
 
     def follow(self) -> None:
-        """Put what is written from now on behind what torch's current stream has queued."""
+        """Put what is written from now on after what torch's current stream has queued."""
         self._after = DeviceStream.current(self._device).mark()
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:

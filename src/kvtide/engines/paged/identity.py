@@ -1,4 +1,4 @@
-"""Whose cache it is: a digest of a model's weight files and settings. Reads every byte of them, once for each file."""
+"""A digest of a model's weight files and settings. Reads every byte of them, once for each file."""
 
 from __future__ import annotations
 

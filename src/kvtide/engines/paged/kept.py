@@ -1,4 +1,4 @@
-"""Blocks of late as the engine's pages hold them, in this process: a load is a copy, without a tier and a codec.
+"""The last blocks as the engine's pages hold them, in this process: a load is a copy, without a tier and a codec.
 
 Invariant: never more than `bytes_max`; what was used last goes last.
 """

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec
+from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.orders import LoadOrder
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
 from kvtide.store.load import Guarded
 from kvtide.types import ObjectId, Section
-
-
-class WriteGate:
-    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
-
-    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.is_closed = False
-        self._writers = 0
-
-    @contextmanager
-    def enter(self) -> Iterator[bool]:
-        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
-        with self.changed:
-            is_in = not self.is_closed
-            self._writers += is_in
-        try:
-            yield is_in
-        finally:
-            with self.changed:
-                self._writers -= is_in
-                if self.is_closed:
-                    self.changed.notify_all()
-
-    def close(self) -> None:
-        """Let nobody in any more; return when nobody is inside. Idempotent."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._writers == 0)
 
 
 class PageLoad:
@@ -149,12 +115,12 @@ class PageLoad:
         self._gate.close()
 
     def unfilled(self, blocks: int) -> tuple[int, ...]:
-        """Return the pages behind the first `blocks` blocks."""
+        """Return the pages after the first `blocks` blocks."""
         return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
 
 
 class StreamedPages:
-    """The engine's pages behind those that are kept, as what a stream is appended to. It computes nothing."""
+    """The engine's pages after those that are kept, as what a stream is appended to. It computes nothing."""
 
     def __init__(self, load: PageLoad, kept: int) -> None:
         self._load = load

@@ -1,9 +1,10 @@
-"""What the scheduler half tells the worker half, and what it hears back. Values only; they cross processes."""
+"""Messages between the scheduler half and the worker half. Values only; they cross processes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvtide.engines.settings import StreamOrder
 from kvtide.types import BlockKey, ObjectId
 
 
@@ -13,13 +14,6 @@ class BlockRef(NamedTuple):
     ids: tuple[ObjectId, ...]
     parents: tuple[BlockKey, ...]
     start: int
-
-
-class StreamOrder(NamedTuple):
-    """When a streamed load ends: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
-
-    within_s: float
-    quality: float | None = None
 
 
 class LoadOrder(NamedTuple):
@@ -62,14 +56,14 @@ class StepCommands(NamedTuple):
 
 
 class LoadTiming(NamedTuple):
-    """How long a load took for how many tokens; one that was given up is extrapolated."""
+    """Seconds that a load took for so many tokens; one that was given up is extrapolated."""
 
     tokens: int
     seconds: float
 
 
 class WorkerReport(NamedTuple):
-    """What a worker found out in a step.
+    """A worker's findings of a step.
 
     `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
     `rough`: requests whose blocks came rougher than the store has them.

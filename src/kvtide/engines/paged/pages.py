@@ -23,7 +23,7 @@ Cells = NDArray[Any]
 
 
 class CellOrder(Enum):
-    """What the cell of one page and head holds.
+    """The order of the values in the cell of one page and head.
 
     SPLIT: for each token its key, then its value. TRANSPOSED_KEYS: keys as (head_dim, tokens), then values as
     (tokens, head_dim), whatever the array's shape says.
@@ -63,7 +63,7 @@ class PagePool(Protocol):
         """Give back what the pages took besides. Idempotent."""
 
     def follow(self) -> None:
-        """Put what is written from now on behind what the calling thread, the engine's, has queued on a device."""
+        """Put what is written from now on after what the calling thread, the engine's, has queued on a device."""
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`, from `skip_pages` pages into the block on; done on return."""

@@ -12,8 +12,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, StreamOrder, WorkerReport
+from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
+from kvtide.engines.settings import StreamOrder
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
 from kvtide.types import BlockKey
@@ -29,7 +30,7 @@ ROUGH_MAX = 1 << 18
 
 
 class ScheduledRequest(NamedTuple):
-    """What the engine runs of one request in a step. `pages` is asked for only if there is something to store."""
+    """One request's share of a step. `pages` is asked for only if there is something to store."""
 
     request: str
     tokens: Sequence[int]
@@ -94,7 +95,7 @@ class SchedulerHalf:
         is_latest: bool = False,
         stream: StreamOrder | None = None,
     ) -> int | None:
-        """Return how many tokens behind `computed_tokens` are worth loading; None to be asked again soon.
+        """Return how many tokens after `computed_tokens` are worth loading; None to be asked again soon.
 
         The last token always runs: its logits are the answer's next token. Nothing is changed by asking. For the latest
         servers are asked, and copies of this machine don't count. stream: how a request that streams would, from its
@@ -193,7 +194,7 @@ class SchedulerHalf:
         self._loads.append(order)
 
     def _stream(self, sequence: TrackedSequence, stop: int) -> StreamOrder | None:
-        """Return what is left for a streamed load, less what computing behind it takes."""
+        """Return what is left for a streamed load, less what computing after it takes."""
         if sequence.stream is None:
             return None
         (until_s, quality), prefill = sequence.stream, self.cache.judge.prefill()
@@ -236,7 +237,7 @@ class SchedulerHalf:
         sequence.settled = full
 
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
-        """Tell whether any of the blocks is rough in the engine's pages; those behind it are then.
+        """Tell whether any of the blocks is rough in the engine's pages; those after it are then.
 
         The engine hands pages from one request to the next by itself.
         """
@@ -265,7 +266,7 @@ class SchedulerHalf:
         for request in report.failed:
             if request in self._sequences:
                 self._sequences[request].may_load = False
-                # What the step itself was to store, had its load not failed, is there once it is computed anew.
+                # What the step itself was to store, had its load not failed, is there once it is computed again.
                 self._sequences[request].settled = 0
         for request in report.rough:
             if request in self._sequences:

@@ -16,15 +16,9 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.kept import KeptBlocks
 from kvtide.engines.paged.loads import PageLoad, StreamedPages
-from kvtide.engines.paged.orders import (
-    BlockRef,
-    LoadTiming,
-    StepCommands,
-    StoreOrder,
-    StreamOrder,
-    WorkerReport,
-)
+from kvtide.engines.paged.orders import BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.paged.pages import LayeredPages, PagePool
+from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
@@ -88,7 +82,7 @@ class WorkerHalf:
     def start(self, orders: StepCommands) -> None:
         """Start the step's loads."""
         self._step = orders.step
-        # Once the scheduler has heard of it, the engine computes anew what was not filled.
+        # Once the scheduler has heard of it, the engine computes again what was not filled.
         self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
         has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
@@ -127,7 +121,7 @@ class WorkerHalf:
             self._changed.notify_all()
 
     def _load_rest(self, load: PageLoad, kept: int) -> LoadReport:
-        """Load what comes behind the blocks that were kept; those count as loaded."""
+        """Load what comes after the blocks that were kept; those count as loaded."""
         metas = [self._meta(block, load.order.is_latest) for block in load.order.blocks[kept:]]
         left_s = max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
         if load.order.stream is not None:
@@ -214,7 +208,7 @@ class WorkerHalf:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
         gaps: set[str] = set()
         for order in orders.stores:
-            # What was computed on top of pages that were never filled is no cache of anything, and nothing behind a gap
+            # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
             meta = self._meta(order.block)

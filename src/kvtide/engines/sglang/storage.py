@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout
+from kvtide.engines.chunks import ChunkStore, chunk_layout
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 
 # What the factory reads of the options, or hands to every backend; the rest is ours.
@@ -72,7 +73,7 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
         return found
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into tensors; None for the first that is not there and all behind it."""
+        """Read pages into tensors; None for the first that is not there and all after it."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(target is None for target in targets):
             raise ValueError(f"every page needs a tensor to be read into, got {len(keys)} keys")

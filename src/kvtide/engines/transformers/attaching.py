@@ -14,9 +14,9 @@ from kvtide.engines.transformers.fingerprint import NamespaceSettings, model_lay
 from kvtide.engines.transformers.learning import Learner
 from kvtide.engines.transformers.selective import SELECTED_QUALITY, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamSettings
+from kvtide.evict import ScoreRanking
 from kvtide.plan import CHUNK_TOKENS
 from kvtide.store import cache_for
-from kvtide.tier import ScoreRanking
 
 
 def attach(
@@ -39,7 +39,7 @@ def attach(
 
     store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
     default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
-    the first of the `profiles` that fits the model. Tide needs one (`engines.profiles.installed_profiles()` lists
+    the first of the `profiles` that fits the model. Tide needs one (`engines.installed_profiles()` lists
     them), others keep tables in payloads without.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed` unless it is given, and needs a

@@ -37,7 +37,7 @@ def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
 
 
 class ObservedPrefix:
-    """What the first pass behind a prefix attends to in it, for who learns from uses. Answers are as without it."""
+    """Attention of the first pass after a prefix to its tokens, for learning from uses. Answers are as without it."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -88,7 +88,7 @@ def grouped_attention(
 
 
 class WeightRoom:
-    """Memory for the weights of one layer after the other: taking 3 MiB anew takes as long as filling them."""
+    """Memory for the weights of one layer after the other: 3 MiB of fresh memory take as long as filling them."""
 
     def __init__(self) -> None:
         self._room: torch.Tensor | None = None

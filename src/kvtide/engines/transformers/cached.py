@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _Tokens = np.ndarray[Any, Any]
 
 BLOCK_TOKENS = 256
-# Tokens of an answer behind a selected prefix before it is copied for each.
+# Tokens of an answer after a selected prefix before it is copied for each.
 ANSWER_ROOM = 256
 # Shorter runs say more about the machine's mood than about its prefill speed.
 PREFILL_SAMPLE_TOKENS_MIN = 128
@@ -47,9 +47,9 @@ PREFILL_GUESS = 1000.0
 
 
 class GenerateReport(NamedTuple):
-    """What the cache did for the last call. `bypass` names the reason if it was left out.
+    """The cache's part in the last call. `bypass` names the reason if it was left out.
 
-    streamed: the decision and what came of it, where blocks are streamed. selected: what was loaded of the restored
+    streamed: the decision and its outcome, where blocks are streamed. selected: what was loaded of the restored
     tokens, where only a part was.
     """
 

@@ -93,7 +93,7 @@ def _probe(model: Any, tokens: list[int]) -> Any:
 
 
 class NamespaceSettings(NamedTuple):
-    """What besides the model decides which blocks it may use.
+    """Settings besides the model that decide which blocks it may use.
 
     fingerprint: the user's, for the model as it was when it got its cache.
     """
@@ -120,7 +120,7 @@ def model_layout(model: Any, block_tokens: int) -> BlockLayout:
 
 
 class ModelIdentity:
-    """Where a live model's blocks belong: their layout and namespace, kept up with changes of the model.
+    """A live model's layout and namespace, kept up with changes of the model.
 
     `refusal` says why its cache can't be named or restored now, None if it can. UnsupportedModel at the beginning, as
     in `model_shape`.

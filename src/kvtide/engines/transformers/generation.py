@@ -1,4 +1,4 @@
-"""What the cache must know of a call of `generate`: whether it can help, how to restore, when a token is there."""
+"""Facts about a call of `generate`: whether the cache can help, how to restore, when a token is there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEMORY_S = 600.0
 
 
 class RestoreWay(Enum):
-    """How a prefix is loaded."""
+    """A way to load a prefix."""
 
     PART = "in part"
     WHOLE = "whole"

@@ -1,4 +1,4 @@
-"""What an engine learns from what its prompts attend to: uses saved and blocks packed anew, in the background.
+"""Learning from an engine's attention to its prompts: uses saved and blocks repacked, in the background.
 
 Invariant: at most one task waits or runs; what comes meanwhile is counted in memory or not at all.
 """

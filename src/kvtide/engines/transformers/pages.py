@@ -20,12 +20,12 @@ class RestoredRoom:
     """Room for the restored blocks of all layers, in the shape that the engine wants."""
 
     def __init__(self, layout: BlockLayout, blocks: int, spare_tokens: int = 0) -> None:
-        """spare_tokens: room for what comes behind the blocks, which then need not be copied for it."""
+        """spare_tokens: room for what comes after the blocks, which then need not be copied for it."""
         self._layout = layout
         self._spare_tokens = spare_tokens
         tokens = blocks * layout.tokens + spare_tokens
         shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
-        # numpy asks for huge pages, torch does not: touching 90 MiB anew takes 16 ms instead of 65.
+        # numpy asks for huge pages, torch does not: touching 90 MiB of fresh memory takes 16 ms instead of 65.
         self._room = np.empty(shape, dtype=layout.bits_dtype)
 
     def write(self, position: int, bits: BlockBits) -> None:
@@ -53,7 +53,7 @@ class RestoredRoom:
 
 
 class _Roomy(DynamicLayer):  # type: ignore[misc]
-    """A layer that grows in place while there is room behind its tokens; the usual one copies all of them each time."""
+    """A layer that grows in place while there is room after its tokens; the usual one copies all of them each time."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()

@@ -55,14 +55,14 @@ KeySource = Callable[[int], Floats]
 
 
 class Rest(Enum):
-    """What becomes of tokens that are not selected: they stay rough, or are left out (the paper)."""
+    """The fate of tokens that are not selected: they stay rough, or are left out (the paper)."""
 
     BASE = "base"
     DROP = "drop"
 
 
 class SparseSettings(NamedTuple):
-    """How much of a prefix is loaded exactly, and how that is chosen.
+    """The share of a prefix that is loaded exactly, and how that is chosen.
 
     by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
     that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
@@ -85,7 +85,7 @@ class SparseSettings(NamedTuple):
 
 
 class SelectedLayers(NamedTuple):
-    """What a selection did: whether it fell back to the whole, share of the tokens loaded exactly, bytes read."""
+    """The outcome of a selection: whether it fell back to the whole, share of the tokens loaded exactly, bytes read."""
 
     is_fallback: bool
     tokens_share: float
@@ -106,7 +106,7 @@ def kept_tokens(prefix: int) -> NDArray[np.int64]:
 
 
 class _Wanted(NamedTuple):
-    """What a layer is to have exactly, and what of it is being read."""
+    """The chunks that a layer is to have exactly, and those being read."""
 
     chunks: NDArray[np.int64]
     selected: NDArray[np.int64]

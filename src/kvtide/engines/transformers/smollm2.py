@@ -36,7 +36,7 @@ def _gguf_file() -> Path:
 def converted_folder() -> Path:
     """Return the folder of the float32 model, converting it first if need be (under a minute).
 
-    Written aside and renamed, so that two processes may do it at once. ValueError if the package is not installed.
+    Two processes may do it at once: it is written elsewhere and renamed. ValueError if the package is not installed.
     """
     folder = cache_home() / "models" / f"{MODEL_NAME}-float32"
     if (folder / "config.json").is_file():

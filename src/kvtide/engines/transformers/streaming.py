@@ -17,7 +17,7 @@ from kvtide.store.load.job import LoadRequest
 
 
 class StreamSettings(NamedTuple):
-    """When a load ends. ValueError from `checked` for values that are out of range.
+    """The end of a load: time and quality. ValueError from `checked` for values that are out of range.
 
     start_within_s: seconds from the call until the model starts with what has come, at worst the roughest form of a
     block; None for no deadline. quality: KL divergence, in nats, at which it starts earlier; None for that of the
@@ -92,7 +92,7 @@ class StreamedPrefill:
         return self._filled()
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        """Compute tokens [start, stop) behind those that are there. False, and nothing changed, if no longer wanted."""
+        """Compute tokens [start, stop) after those that are there. False, and nothing changed, if no longer wanted."""
         past = self._filled()
         assert past.get_seq_length() == start
         past.is_wanted = is_wanted
@@ -113,7 +113,7 @@ class StreamedPrefill:
                 layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
     def first_token(self, ids: Sequence[int]) -> int:
-        """Run what of `ids` is behind the tokens that are there; return the most likely next token."""
+        """Run what of `ids` is after the tokens that are there; return the most likely next token."""
         past = self._filled()
         rest = torch.tensor([list(ids[past.get_seq_length() :])], device=self._model.device)
         with torch.inference_mode():
@@ -121,7 +121,7 @@ class StreamedPrefill:
         return int(output.logits[0, -1].argmax())
 
     def append(self, block: int, bits: BlockBits) -> None:
-        """Put a loaded block behind what is there; the bits are copied."""
+        """Put a loaded block after what is there; the bits are copied."""
         waiting_tokens = len(self._waiting) * self._layout.tokens
         assert self._past.get_seq_length() + waiting_tokens == block * self._layout.tokens
         self._waiting.append(bits.copy())

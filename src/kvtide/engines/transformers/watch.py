@@ -1,4 +1,4 @@
-"""What a live model's KV cache depends on, as a digest, and a cheap look at each call whether it has changed.
+"""A digest of everything that a live model's KV cache depends on, and a cheap look at each call for changes.
 
 Invariant: two models share a digest only if config, every weight, every buffer and every module's numbers are the same.
 """
@@ -30,7 +30,7 @@ _TRUSTED_PACKAGES = {"accelerate", "torch", "transformers"}
 SAMPLE_ELEMENTS = 16
 SAMPLE_ROUNDS = 16
 _GOLDEN_RATIO = 0.6180339887
-# Behind the last value, so that one more or less shows.
+# After the last value, so that one more or less shows.
 _END = object()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -25,16 +25,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, LayeredCodec
 from kvtide.config import Limits
-from kvtide.engines.paged import (
-    ConnectorSettings,
-    LoadOutcome,
-    ScheduledRequest,
-    SchedulerHalf,
-    StepCommands,
-    WorkerHalf,
-    WorkerReport,
-)
-from kvtide.engines.profiles import installed_profiles
+from kvtide.engines import installed_profiles
+from kvtide.engines.paged import LoadOutcome, ScheduledRequest, SchedulerHalf, StepCommands, WorkerHalf, WorkerReport
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import page_pool, served_model
 from kvtide.engines.vllm.stats import LoadMetrics, LoadStats
 from kvtide.store import Cache, cache_for
@@ -49,14 +42,14 @@ LATEST_OPTION = "kvtide_force_latest"
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for us
-    """What travels to the workers with a step."""
+    """Commands that travel to the workers with a step."""
 
     orders: StepCommands
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What travels back."""
+    """Reports that travel back from the workers."""
 
     report: WorkerReport
 
@@ -122,7 +115,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind the computed ones to load, or None to be asked again, and whether aside."""
+        """Return the tokens to load after the computed ones, None to be asked again, and whether between steps."""
         if not _is_plain(request):
             return 0, False
         salt = (request.cache_salt or "").encode()
@@ -211,7 +204,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.start(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for what this step loads of a layer; loads aside of steps wait for nobody."""
+        """Wait for what this step loads of a layer; nobody waits for loads between steps."""
         self.worker.wait_layer(self._layers[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM says of the model that it serves: shape and identity of its cache, or why kvtide can't serve it."""
+"""Shape and identity of the cache of a model that vLLM serves, or why kvtide can't serve it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 import vllm
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import VLLM_VERSIONS
-from kvtide.engines.paged import (
-    CellOrder,
-    ConnectorSettings,
-    HostPages,
-    Namespaces,
-    PagePool,
-    cell_order,
-    files_fingerprint,
-)
+from kvtide.engines.paged import CellOrder, HostPages, Namespaces, PagePool, cell_order, files_fingerprint
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 

@@ -1,4 +1,4 @@
-"""What loads brought, as vLLM's log (`KV Transfer metrics`) and its Prometheus endpoint show it."""
+"""Blocks that loads brought, for vLLM's log (`KV Transfer metrics`) and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed fo
     """Counts of one interval: sums, over workers and steps."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:

@@ -14,7 +14,9 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtide.engines.paged import ChunkStore, ConnectorSettings, chunk_layout, files_fingerprint
+from kvtide.engines.chunks import ChunkStore, chunk_layout
+from kvtide.engines.paged import files_fingerprint
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import model_folder
 from kvtide.errors import UnsupportedModel
 

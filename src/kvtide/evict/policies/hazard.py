@@ -1,4 +1,4 @@
-"""How likely a run is used again, by what it is and its age, learned online; and what holding it on is worth.
+"""The likelihood that a run is used again, by its kind and age, learned online; and the worth of keeping it.
 
 Ages fall into bins. For each kind of run and bin two decaying counts are kept: runs that reached the bin, and runs that
 were used in it; their quotient is the hazard (Kaplan and Meier's estimate of survival, in pieces). Kinds with little
@@ -43,7 +43,7 @@ _Counts = NDArray[np.float64]
 
 
 class Kind(NamedTuple):
-    """What a run is: its role in requests, and for those of a session (`is_session`) turn and bucket of new blocks."""
+    """The kind of a run: its role in requests, and for those of a session (`is_session`) turn and new blocks."""
 
     role: str
     level: int

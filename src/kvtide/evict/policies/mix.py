@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Blocks that each shadow holds at most.
 SHADOW_BLOCKS_MAX = 8192
-# Another policy rules once its shadow's hit rate, of late, is higher by this.
+# Another policy rules once its shadow's recent hit rate is higher by this.
 SWITCH_GAIN = 0.002
 # Hits fade to a half over requests of as many blocks as this many caches hold, and not before so many requests.
 _HALF_LIFE_CACHES = 8
@@ -103,7 +103,7 @@ class _Follower(EvictionPolicy):
 
 
 class MixPolicy(EvictionPolicy):
-    """Evicts as the policy does whose shadow has hit most of late."""
+    """Evicts as the policy does whose shadow has hit most lately."""
 
     splits_tail = True
 

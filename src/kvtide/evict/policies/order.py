@@ -132,7 +132,7 @@ class PolicyOrder(EvictionOrder):
                 self._waiting.setdefault(parent, set()).add(object_id)
 
     def leave(self, object_id: ObjectId) -> None:
-        """Forget an object; those behind it in its prefix stay, as objects without one."""
+        """Forget an object; those after it in its prefix stay, as objects without one."""
         with self._lock:
             if object_id in self._parents and self._forget(object_id) and self._tree is not None:
                 # Deepest first: the first to leave is the end of its prefix.

@@ -72,7 +72,7 @@ class SlruPolicy(HeapPolicy):
 
 
 class LfuPolicy(HeapPolicy):
-    """Ranks by the number of uses while known; what was evicted starts anew."""
+    """Ranks by the number of uses while known; what was evicted starts over."""
 
     def priority(self, run: Run) -> float:
         """Return the number of uses, and the latest one as a fraction."""

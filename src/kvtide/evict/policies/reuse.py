@@ -1,6 +1,6 @@
 """Holds what is likely to be used soonest, for its age and its place in a session; learned online, from the past alone.
 
-A session is seen in the tree: a request that goes on behind most of an earlier one is that one's next turn. Runs of a
+A session is seen in the tree: a request that goes on after most of an earlier one is that one's next turn. Runs of a
 session share its fate, so that they share its kind: the turn, and how much that turn brought. Runs used more often than
 their session's turns explain are shared by sessions. The last block of a request is a run of its own: where prompts
 end inside a block it is never used again, which is learned like everything else.
@@ -56,7 +56,7 @@ class _Queue:
 
 
 class _Trace:
-    """What the policy knows of a run: `reach` blocks had the latest request that used it, its session's turn `turn`.
+    """The policy's memory of a run: `reach` blocks had the latest request that used it, its session's turn `turn`.
 
     A run that is counted (`weight` 1) stands for its request; other runs of the same request would count it twice.
     """

@@ -1,4 +1,4 @@
-"""One request on a connection: who asks, on whose account, how often, when it is its turn, and its answer."""
+"""One request on a connection: who asks, on whose account, how often, when it is its turn, its body and its answer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from kvtide.errors import RequestRefused
+from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.auth import Caller
 from kvtide.server.http.connection import Connection
 from kvtide.server.http.doors import ADDRESS_MARK, SHARED_ADDRESSES, ConnectionLimits, Guest, account_of
 from kvtide.server.http.shares import HEALTH, STRANGERS, Rates, Turns
 from kvtide.server.live import Live
-from kvtide.server.settings import ProgressBudget
+from kvtide.server.settings import ProgressBudget, ServerLimits
+from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import PageRoute, Route, deadline_ms, parse_target, urgency
 
@@ -27,6 +31,14 @@ _WITHOUT_LENGTH = frozenset({204, 304})
 Headers = Sequence[tuple[str, str | int]]
 # Addresses, names without a dot and those below localhost: nobody can own one on the Internet.
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
+
+
+_SIZE_MIN = 64 << 10
+# Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
+_STEPS = 4
+# Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
+_FIRST_BYTES = 4 << 20
+_GROWTH = 4
 
 
 @dataclass(slots=True)
@@ -61,7 +73,7 @@ class Exchange:
 
     @property
     def start_deadline_s(self) -> float | None:
-        """When the answer must have begun, if ever. RequestRefused (400) if the request says nonsense about it."""
+        """The latest time for the answer to begin, if any. RequestRefused (400) if the request says nonsense of it."""
         asked_ms = deadline_ms(self.head.headers)
         return None if asked_ms is None else self.arrived_s + asked_ms / 1000
 
@@ -72,7 +84,7 @@ class Exchange:
 
     @property
     def share(self) -> str:
-        """Whose share of the link it takes where no tenant is known: the address; the connection where all have one."""
+        """The sharer of the link where no tenant is known: the address, or the connection where all have that one."""
         if not self.owner.startswith(ADDRESS_MARK):
             return ""
         return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
@@ -146,7 +158,7 @@ class Exchange:
 
 
 class AllowedHosts:
-    """Which web pages may ask a server that asks nobody for a token: its own. All may where tokens protect it.
+    """The web pages that may ask a server without tokens: its own. All may where tokens protect it.
 
     A name that an attacker owns may lead to this machine (DNS rebinding), and then a browser takes us for the
     attacker's own site. It still says the name: as Host, and as Origin where a page of another site asks.
@@ -169,11 +181,12 @@ class AllowedHosts:
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
-    def __init__(self, live: Live, doors: ConnectionLimits, turns: Turns, sites: AllowedHosts) -> None:
+    def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop, is_checked: bool) -> None:
+        """is_checked: web pages of other sites may not ask, see AllowedHosts."""
         self._live = live
-        self._sites = sites
+        self._sites = AllowedHosts(is_checked)
         self._doors = doors
-        self._turns = turns
+        self._turns = Turns(loop)
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
         self._stranger_rates = Rates(lambda: live.limits.stranger_requests_s_max)
 
@@ -214,3 +227,142 @@ class Reception:
     def charge(self, exchange: Exchange, count: int) -> None:
         """Count so many requests more: their owner waits for its next one until its rate has paid for them."""
         self._rates.owe(exchange.owner, exchange.stream.now_s(), count)
+
+
+def _buffer_bytes(size: int) -> int:
+    """Return the size of the buffer that a body of `size` bytes gets."""
+    if size <= _SIZE_MIN:
+        return _SIZE_MIN
+    step = 1 << max((size - 1).bit_length() - _STEPS.bit_length(), 0)
+    return -(-size // step) * step
+
+
+class BodyBuffers:
+    """Lends buffers of at most `bytes_max` in sum, `tenant_bytes_max` to a tenant. Thread-safe; never waits.
+
+    Who has no name may have them all.
+    """
+
+    def __init__(self, bytes_max: int, tenant_bytes_max: int | None = None) -> None:
+        if bytes_max <= 0 or (tenant_bytes_max is not None and tenant_bytes_max <= 0):
+            raise ValueError(f"bounds of the body buffers must be positive, got {bytes_max}, {tenant_bytes_max}")
+        self._bytes_max = bytes_max
+        # One buffer of the largest body that fits is always allowed, rounded up as it is.
+        self._tenant_bytes_max = bytes_max if tenant_bytes_max is None else _buffer_bytes(tenant_bytes_max)
+        self._tenants: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._free: dict[int, list[memoryview]] = {}
+        self._free_bytes = 0
+        self._lent_bytes = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """Return the bytes that are lent now."""
+        return self._lent_bytes
+
+    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
+        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if there is none for it.
+
+        QueueFull if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that however
+        many tenants take what they may, the next one finds some. `returning_bytes` of what the tenant holds don't
+        count: they come back when the new buffer is here.
+        """
+        wanted = _buffer_bytes(size)
+        with self._lock:
+            held = self._tenants.get(tenant, 0) - returning_bytes
+            share = min(self._tenant_bytes_max, self._bytes_max - self._lent_bytes - wanted + returning_bytes)
+            if tenant and held + wanted > share:
+                if not held:
+                    return None
+                raise QueueFull(f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held")
+            free = self._free.get(wanted)
+            if free:
+                self._free_bytes -= wanted
+                self._lend(wanted, tenant)
+                return free.pop()
+            if self._lent_bytes + wanted > self._bytes_max:
+                return None
+            self._make_room(wanted)
+            self._lend(wanted, tenant)
+        return aligned_buffer(wanted)
+
+    def _lend(self, size: int, tenant: str) -> None:
+        self._lent_bytes += size
+        if tenant:
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
+
+    def _make_room(self, wanted: int) -> None:
+        """Let go of free buffers until `wanted` more bytes fit."""
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self._lent_bytes + self._free_bytes + wanted > self._bytes_max:
+                self._free[size].pop()
+                self._free_bytes -= size
+
+    def give_back(self, buffer: memoryview, tenant: str = "") -> None:
+        """Take a buffer back, as `take` returned it to this tenant."""
+        with self._lock:
+            self._lent_bytes -= len(buffer)
+            if tenant:
+                self._tenants[tenant] -= len(buffer)
+                if not self._tenants[tenant]:
+                    del self._tenants[tenant]
+            self._free_bytes += len(buffer)
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off."""
+        with self._lock:
+            assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
+            assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
+            assert self._lent_bytes >= sum(self._tenants.values())
+            assert all(0 < held <= self._bytes_max for held in self._tenants.values())
+            assert self._free_bytes + self._lent_bytes <= self._bytes_max
+
+
+class ReceivedBody(NamedTuple):
+    """A whole body in a buffer. `give_back` gives that back; call it once, from any thread."""
+
+    view: memoryview
+    give_back: Callable[[], None]
+
+
+def take_buffer(buffers: BodyBuffers, size: int, tenant: str, held_bytes: int = 0) -> memoryview:
+    """Return a buffer, for one of `held_bytes` that the tenant gives back next.
+
+    RequestRefused: 429 if the tenant has its share, 503 if all are in use.
+    """
+    try:
+        buffer = buffers.take(size, tenant, held_bytes)
+    except QueueFull as error:
+        raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+    if buffer is None:
+        raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
+    return buffer
+
+
+async def receive(exchange: Exchange, buffers: BodyBuffers, limits: ServerLimits, size: int) -> ReceivedBody:
+    """Read a request's body of `size` bytes.
+
+    RequestRefused (429, 503) if there is no room for it, TimeoutError if it comes too slowly.
+    """
+    tenant, pace = exchange.caller.tenant, limits.pace(exchange.stream.now_s())
+    await exchange.expect_body(pace)
+    # Two buffers are held while one is copied.
+    first = size if size + size // _GROWTH >= limits.buffer_bytes_max else min(size, _FIRST_BYTES)
+    buffer, done = take_buffer(buffers, first, tenant), 0
+    try:
+        while True:
+            stop = min(size, len(buffer))
+            await exchange.stream.read_into(buffer[done:stop], pace)
+            done = stop
+            if done == size:
+                break
+            larger = take_buffer(buffers, min(size, _GROWTH * len(buffer)), tenant, len(buffer))
+            copy_bytes(larger[:done], buffer[:done])
+            buffers.give_back(buffer, tenant)
+            buffer = larger
+    except BaseException:
+        buffers.give_back(buffer, tenant)
+        raise
+    exchange.note_received(size)
+    return ReceivedBody(buffer[:size], partial(buffers.give_back, buffer, tenant))

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.errors import QueueFull, RequestRefused
-from kvtide.server.http.connection import Connection
-from kvtide.server.http.mover import Body, BodyProgress, Following
+from kvtide.server.http.connection import Body, BodyProgress, Connection, Following
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
@@ -163,7 +162,7 @@ class Sender:
         raise TimeoutError
 
     async def _granted(self, send: Send, order: SendOrder, position: int) -> _Run:
-        """Wait for a slice; go on behind it, up to a bound, if nobody else waits for a slot."""
+        """Wait for a slice; go on after it, up to a bound, if nobody else waits for a slot."""
         piece = await self._slice(send, order)
         settings, size = self.scheduler.settings, piece.size
         is_alone = not self._waiting and self._has_slots(send.owner.tenant, 0)
@@ -188,7 +187,7 @@ class Sender:
         (run.piece,) = self.scheduler.grant(now_s)
 
     def _has_slots(self, tenant: str, count: int) -> bool:
-        """Whether so many slices of this tenant would fit beside those that go out. Those without tokens are one."""
+        """True if so many slices of this tenant would fit beside those that go out. Those without tokens are one."""
         settings, loads = self.scheduler.settings, self.scheduler.loads()
         held = count + sum(load.in_flight_slices for load in loads if load.tenant == tenant)
         return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
@@ -321,7 +320,7 @@ def _is_cached(file: FilePart, part: ByteRange) -> bool:
 
 
 def _warm(file: FilePart, count: int, count_ahead: int) -> None:
-    """Wait until a part is in the page cache; the disk goes on with what comes behind it."""
+    """Wait until a part is in the page cache; the disk goes on with what comes after it."""
     os.posix_fadvise(file.descriptor, file.offset, count_ahead, os.POSIX_FADV_WILLNEED)
     for at in range(0, count, _WARM_STEP_BYTES):
         os.pread(file.descriptor, 1, file.offset + at)

@@ -1,4 +1,4 @@
-"""What owners (tenants, addresses) may have of a server at a time: amounts, turns, requests a second, threads.
+"""Shares of a server that owners (tenants, addresses) may have: amounts, turns, requests a second, threads.
 
 Invariant: what is free goes to the owners who wait in turn, however many of their requests wait; no owner that made up
 many names, or sends many requests, makes another wait for more than its own share.
@@ -21,7 +21,7 @@ STRANGERS = "(strangers)"
 HEALTH = "(health)"
 # More of them save passes of the loop, at some 20 us each, and make the others wait for as many.
 REQUESTS_A_PASS = 4
-# Owners whose requests are counted before all counts begin anew.
+# Owners whose requests are counted before all counts start over.
 _OWNERS_MAX = 1024
 # So few are kept without a look at whether they are full again.
 _KNOWN_MIN = 64
@@ -116,7 +116,7 @@ class Shares:
 
 
 class Turns:
-    """Gives turns on one event loop. Counts begin anew in the pass behind the one in which an owner had all of its."""
+    """Gives turns on one event loop. Counts start over in the pass after the one in which an owner had all of its."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,8 +1,7 @@
-"""What operators see: metrics, logs, health, pages."""
+"""The operators' view: metrics, logs, health, pages."""
 
 from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, AccessLog, write_log
-from kvtide.server.observe.health import Health
-from kvtide.server.observe.pages import PAGES, Observability, Observatory
+from kvtide.server.observe.pages import PAGES, Health, Observability, Observatory
 from kvtide.server.observe.status import Outlook
 
 __all__ = [

@@ -55,8 +55,8 @@ class AccessLine(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class LeftOut(msgspec.Struct, frozen=True):
-    """How many lines there was no room for since the last such line: of callers that were let in, and of strangers."""
+class OmittedLines(msgspec.Struct, frozen=True):
+    """Lines without room since the last such line: of callers that were let in, and of strangers."""
 
     time_s: float
     left_out: int
@@ -74,7 +74,7 @@ class AuditLine(msgspec.Struct, frozen=True):
 
 
 def write_log(logger: str, path: Path) -> None:
-    """Let a logger's lines go to a file, opened anew if somebody moves it away. OSError if it can't be written."""
+    """Let a logger's lines go to a file, opened again if somebody moves it away. OSError if it can't be written."""
     handler = WatchedFileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.getLogger(logger)
@@ -129,13 +129,13 @@ class AccessLog:
         """Say how many lines were left out, if any were."""
         known, strangers = self._left_out.values()
         if known or strangers:
-            line = LeftOut(round(self._clock.wall_s(), 3), known, strangers)
+            line = OmittedLines(round(self._clock.wall_s(), 3), known, strangers)
             _access.info("%s", msgspec.json.encode(line).decode())
             self._left_out = dict.fromkeys(self._left_out, 0)
 
 
 class EventKind(StrEnum):
-    """What happened to a block, or by an invalidation to all of a namespace."""
+    """The kind of change of a block, or by an invalidation of all of a namespace."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -163,7 +163,7 @@ class Position(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a reader gets: first `[gap_start, gap_stop)` that it missed, if any, then events, then where to go on.
+    """A reader's next events: first `[gap_start, gap_stop)` that it missed, if any, then events and where to go on.
 
     A gap without numbers to name, after a restart of the server, has `gap_start` 0.
     """

@@ -1,4 +1,4 @@
-"""What `/v1/status` and `/v1/history` say: counters, tiers, scheduler, the servers around it, an hour of samples.
+"""Contents of `/v1/status` and `/v1/history`: counters, tiers, scheduler, the servers around it, an hour of samples.
 
 Invariant: there are at most `_FINE_MAX + _COARSE_MAX` samples, in the order of time: one for each of the last minutes'
 5 s, one a minute before.
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.server.member import Member
 from kvtide.server.metrics import Metrics, NamespaceStatus, TenantTotals
 from kvtide.server.regions import Region
 from kvtide.server.scheduler import Scheduler, TenantLoad
-from kvtide.tier import TierStats
-from kvtide.tier.pool import PoolServer
+from kvtide.tier.pool import Member, PoolServer
+from kvtide.types import TierStats
 
 SAMPLE_S = 5.0
 _FINE_MAX = 120

@@ -1,4 +1,4 @@
-"""Who asks whom about records: a region its centre, at intervals and where it must; a new centre its regions.
+"""Records between a region and its centre, asked at intervals and where it must; a new centre asks its regions.
 
 Invariant: everything that the centre wrote before `as_of_s` is in the region's records, and the centre knows of every
 invalidation that the region knew of when it met the centre of this epoch. A centre whose records may be incomplete says
@@ -19,7 +19,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records
 from kvtide.tier import LastingFault, Repeater
-from kvtide.tier.records import RecordsClient, backed_up, raise_to
+from kvtide.tier.http.records import RecordsClient, backed_up, raise_to
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
 from kvtide.wire.records import Record, RecordName
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 POLL_S = 1.0
-# Whoever wants the latest while another compares all with a centre that has begun anew waits for that so long.
+# Whoever wants the latest while another compares all with a centre that has started over waits for that so long.
 COMPARING_S_MAX = 2.0
 # Starts of the centre while it is asked once.
 EPOCHS_MAX = 3
@@ -97,7 +97,7 @@ class CentralRecords:
             self._asked_s, self.as_of_s = asked_s, as_of_s
 
     def _follow(self) -> bool:
-        """Take over what is new. False if the centre has begun anew: it may know less than it did, or than we do."""
+        """Take over what is new. False if the centre has started over: it may know less than it did, or than we do."""
         epoch, after = self._heard
         if not epoch:
             return False
@@ -197,7 +197,7 @@ class CentralRecords:
 
     @property
     def is_needed(self) -> bool:
-        """Whether records are missing here, so that nothing is to be served before the centre was asked."""
+        """True if records are missing here, so that nothing is to be served before the centre was asked."""
         return not self._records.is_complete
 
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a region has stored and the centre has not: numbered, in a file, so that a restart goes on where it was.
+"""The objects that a region has stored and the centre has not: numbered, in a file, so that a restart goes on.
 
 Stored namespaces stand in it with what they are called, since the centre is asked by that name. Invariant: an object
 is forgotten only after the centre has it, nobody wants it, or the bound is passed (then it is counted).
@@ -16,7 +16,7 @@ from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 
 PENDING_MAX = 1 << 18
-# The file is written anew when it has more records than this: 73 bytes each.
+# The file is written again when it has more records than this: 73 bytes each.
 RECORDS_MAX = 4 * PENDING_MAX
 # Sequence number, stored namespace, key, kind. A name takes two: generation, stored and own namespace; then the tenant.
 _RECORD = struct.Struct("<Q32s32sB")
@@ -41,7 +41,7 @@ class Manifest:
         self.dropped = 0
 
     def open(self) -> None:
-        """Read what waits, and write it anew without what is done. OSError if that can't be done."""
+        """Read what waits, and write it again without what is done. OSError if that can't be done."""
         with self._lock:
             data = Files().content(self._path, _FILE_BYTES_MAX) if self._path.exists() else b""
             # A record that a crash cut off is of an object that is stored once more or misses.
@@ -137,7 +137,7 @@ class Manifest:
                 self._rewrite()
 
     def _rewrite(self) -> None:
-        """Write what waits anew, without what is done, and go on behind it."""
+        """Write again what waits, without what is done, and go on after it."""
         used = {object_id.namespace for object_id in self._pending}
         self._names = {stored: name for stored, name in self._names.items() if stored in used}
         names = [_packed_name(*each) for each in self._names.items()]

@@ -34,7 +34,7 @@ RECORDS_TENANT_MAX = 1024
 RECORDS_RESERVED = 16
 # Removed records that regions are still told of.
 REMOVED_MAX = 1024
-# The file is written anew when it has more lines than this.
+# The file is written again when it has more lines than this.
 LINES_MAX = 8 * RECORDS_MAX
 _ALL_MAX = 4 * RECORDS_MAX + REMOVED_MAX
 _SUM_CHARACTERS = 16
@@ -44,7 +44,7 @@ _COMPLETE = b'{"is_complete":true}'
 
 
 class WriteCondition(NamedTuple):
-    """What a conditional write wants of the record that is there, as ETags: If-Match and If-None-Match."""
+    """The condition of a write on the record that is there, as ETags: If-Match and If-None-Match."""
 
     if_match: str = ""
     if_none_match: str = ""
@@ -85,7 +85,7 @@ class Records:
         self.on_raised: Callable[[Namespace], None] = lambda namespace: None
 
     def open(self) -> None:
-        """Read the file, and write it anew without what is out of date. OSError if that can't be done."""
+        """Read the file, and write it again without what is out of date. OSError if that can't be done."""
         if self._path is None:
             return
         with self._lock:
@@ -259,7 +259,7 @@ class Records:
             del self._records[place]
 
     def _append(self, records: Sequence[Record]) -> None:
-        """Write records behind the others, then make them visible. RequestRefused (503) if the disk won't."""
+        """Write records after the others, then make them visible. RequestRefused (503) if the disk won't."""
         if self._file is not None and records:
             self._write(b"".join(map(_packed, records)))
             self._lines += len(records)
@@ -285,7 +285,7 @@ class Records:
                 self.on_raised(Namespace(bytes.fromhex(record.name)))
 
     def _rewrite(self) -> None:
-        """Write aside what is valid, rename, and go on behind it."""
+        """Write what is valid to a new file, rename it, and go on after it."""
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_name(self._path.name + ".new")

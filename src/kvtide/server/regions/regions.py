@@ -22,12 +22,11 @@ from kvtide.server.regions.central import CentralRecords, Recovery
 from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
 from kvtide.tier import Repeater
-from kvtide.tier.base import Batched, Buffer, Tier
+from kvtide.tier.base import Batched, Buffer, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import PeerSettings, http_tier
-from kvtide.tier.records import records_clients
+from kvtide.tier.http.records import records_clients
 from kvtide.tier.stack import TierStack
-from kvtide.tier.wrap import WrappedTier
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
 from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
@@ -137,7 +136,7 @@ class Synchroniser:
 
     @property
     def waiting(self) -> int:
-        """How many objects the centre has not got yet."""
+        """The number of objects that the centre has not got yet."""
         return len(self._manifest)
 
     def open(self) -> None:
@@ -235,7 +234,7 @@ def read_whole(
 
 
 class Latest:
-    """Who may have what we lack: for a region the centre, which asks the other regions; for the centre its regions."""
+    """Servers that may have what we lack: for a region the centre, which asks others; for the centre its regions."""
 
     def __init__(self, sources: Sequence[Tier], store: Tier, settings: RegionSettings) -> None:
         self._sources = list(sources)
@@ -284,7 +283,7 @@ class Latest:
 
 
 class Region:
-    """What a server knows of other regions: a centre `latest` alone, a regional server also what leads to the centre.
+    """A server's links to other regions: a centre has `latest` alone, a regional server also its centre's.
 
     `store` is what requests are answered from, `local` the part of it that is here. Records and names are the
     server's, which opens and closes them.

@@ -1,4 +1,4 @@
-"""What is scheduled, and whose turn it is.
+"""Units of scheduling, and policies that say whose turn it is.
 
 A **send** is one response body on its way to one client, a **slice** the part of it that holds a send slot, a **flow**
 all that one owner has to send: a tenant, or a client's address on a server that asks nobody for a token. Policies
@@ -23,7 +23,7 @@ _CREDIT_SLICES = 8
 
 
 class Owner(NamedTuple):
-    """Who shares the send slots: a tenant, or an address where nobody shows a token and `tenant` tells nobody apart."""
+    """A sharer of the send slots: a tenant, or an address where nobody shows a token."""
 
     tenant: str
     address: str = ""
@@ -75,7 +75,7 @@ class Slice:
 
 
 class Flow:
-    """What one owner has to send. Lives from its first send until it has none left.
+    """One owner's sends that wait. Lives from its first send until it has none left.
 
     A client's sends keep their order and one of them is under way at a time, so that bodies never mix on a connection.
     """
@@ -102,7 +102,7 @@ class Flow:
 
     @property
     def is_ready(self) -> bool:
-        """Whether some client could be sent to."""
+        """True if some client could be sent to."""
         return bool(self._heads)
 
     def head(self) -> Send:
@@ -110,7 +110,7 @@ class Flow:
         return min(self._heads.values(), key=lambda send: (-send.priority, send.turn))
 
     def add(self, send: Send) -> None:
-        """Queue a send behind its client's others."""
+        """Queue a send after its client's others."""
         self.sends += 1
         self.queues.setdefault(send.client, deque()).append(send)
         self._refresh(send.client)
@@ -222,7 +222,7 @@ class DrrPolicy(SendPolicy):
         self._quantum_bytes = quantum_bytes
         # What each flow may still send at this visit, the flow whose turn it is first.
         self._deficits: OrderedDict[Flow, float] = OrderedDict()
-        self._left = _Left()
+        self._left = _Absent()
 
     def enter(self, flow: Flow) -> None:
         """Put the flow last, with one quantum less what it had overdrawn: debts are kept, claims are not."""
@@ -260,7 +260,7 @@ class VtcPolicy(SendPolicy):
     def __init__(self, slice_bytes: int) -> None:
         self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
         self._served: dict[Flow, float] = {}
-        self._left = _Left()
+        self._left = _Absent()
         self._highest = 0.0
 
     def enter(self, flow: Flow) -> None:
@@ -285,8 +285,8 @@ class VtcPolicy(SendPolicy):
         return max(self._served[flow], self._highest - self._credit_bytes / flow.weight)
 
 
-class _Left(dict[Owner, float]):
-    """What owners without anything to send had, the last `_LEFT_OWNERS_MAX` that left."""
+class _Absent(dict[Owner, float]):
+    """Credits of owners without anything to send, the last `_LEFT_OWNERS_MAX` that left."""
 
     def note(self, owner: Owner, value: float) -> None:
         self[owner] = value

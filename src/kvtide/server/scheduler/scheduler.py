@@ -1,4 +1,4 @@
-"""Who may send next: a fixed number of send slots, shared between owners by a policy.
+"""A fixed number of send slots, shared between owners by a policy that says who may send next.
 
 No I/O, no threads, no clock of its own: the caller serialises its calls and passes the time. Invariant: every byte that
 was enqueued is sent, in flight, waiting or dropped, and never two of these.
@@ -20,7 +20,7 @@ WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to share, and every bound of the scheduler. ValueError for one that is not positive."""
+    """The policy of sharing, and every bound of the scheduler. ValueError for one that is not positive."""
 
     policy: str = "vtc"
     slots: int = 8
@@ -51,7 +51,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class TenantLoad(NamedTuple):
-    """What one tenant, or one address without a token, has in the scheduler."""
+    """The sends of one tenant, or of one address without a token, in the scheduler."""
 
     tenant: str
     waiting_sends: int
@@ -95,7 +95,7 @@ class Scheduler:
         ]
 
     def enqueue(self, tenant: str, client: str, size: int, now_s: float, priority: int = 0, address: str = "") -> Send:
-        """Queue a body of `size` bytes behind the others of its client, which is one connection.
+        """Queue a body of `size` bytes after the others of its client, which is one connection.
 
         The owner is the tenant, or where nobody shows a token the client's address. A higher priority goes before the
         owner's other clients and takes nothing from other owners. QueueFull if the owner has as much here as it may;

@@ -1,4 +1,4 @@
-"""What every way of loading works on, and the rules for each: quality, place, corrupt and absent objects, pins.
+"""Means that all ways of loading share, and the rules for each: quality, place, corrupt and absent objects, pins.
 
 Invariant: what is handed out has passed every check of the object format and belongs to the block asked for.
 """
@@ -50,7 +50,7 @@ class Guarded(Protocol):
 
 
 class MissReason(Enum):
-    """Why a block was not loaded."""
+    """The reason why a block was not loaded."""
 
     ABSENT = "absent"
     CORRUPT = "corrupt"
@@ -76,7 +76,7 @@ class LoadReport(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was loaded so far. damaged: loaded from the sections that were good."""
+    """Blocks loaded so far. damaged: loaded from the sections that were good."""
 
     blocks: int
     damaged: int
@@ -84,7 +84,7 @@ class Loaded(NamedTuple):
 
 
 class LoadBuffers(NamedTuple):
-    """What loading one block works in: its object as it is stored, and its bits."""
+    """Memory for loading one block: its object as it is stored, and its bits."""
 
     layout: BlockLayout
     stored: memoryview

@@ -30,7 +30,7 @@ Put = Callable[[BlockMeta, bytes], bool]
 
 
 class PartialLoad(NamedTuple):
-    """What a load has received of its objects, and the numbers of those that the engine has from there."""
+    """The bytes that a load has received of its objects, and the numbers of those that the engine has from there."""
 
     objects: Sequence[StoredObject]
     receiver: Receiver

@@ -1,4 +1,4 @@
-"""What a load is about: the objects of a run of blocks, cut into chunks and steps that a plan can name."""
+"""The subject of a load: the objects of a run of blocks, cut into chunks and steps that a plan can name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ObjectRange(NamedTuple):
 
 
 class LoadRequest(NamedTuple):
-    """When the engine should start, in seconds from now, at which loss at once, and how fast it computes."""
+    """A start for the engine, in seconds from now, the loss at which it may start at once, and how fast it computes."""
 
     prefill: PrefillSpeed
     deadline_s: float
@@ -36,7 +36,7 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FetchJob:
-    """A request with the bytes behind it: `pieces[chunk][step]` of `objects`."""
+    """A request with its bytes: `pieces[chunk][step]` of `objects`."""
 
     request: Request
     objects: tuple[StoredObject, ...]

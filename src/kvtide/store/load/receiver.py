@@ -22,7 +22,7 @@ RECEIVE_BYTES_MAX = 4 << 30
 
 
 class OfferOutcome(Enum):
-    """What became of what was offered."""
+    """The fate of bytes that were offered."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"

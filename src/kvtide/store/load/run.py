@@ -1,4 +1,4 @@
-"""Runs a plan for real: several ranges in flight, planned anew for each chunk, ended at the deadline.
+"""Runs a plan for real: several ranges in flight, planned again for each chunk, ended at the deadline.
 
 The caller's thread computes what the plan gives to the engine; a few threads fetch meanwhile. Invariant: a byte that
 was handed over is never asked for again.
@@ -29,7 +29,7 @@ class Engine(Protocol):
     """Computes tokens on top of what it has; called from the caller's thread."""
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        """Compute tokens [start, stop) behind those that it has.
+        """Compute tokens [start, stop) after those that it has.
 
         `is_wanted` is cheap: asked between two layers, so that no time is lost once the engine should start. False if
         it said no and the tokens are not computed.
@@ -53,7 +53,7 @@ class FetchLimits:
 
 
 class FetchReport(NamedTuple):
-    """How a load went.
+    """The course of a load.
 
     kl: inf unless every chunk is usable, or left to the engine for good. faults: reads that ended early or brought
     damaged bytes. reasons: why things were asked for, or given to the engine, and how many. damaged: objects of which
@@ -169,7 +169,7 @@ class FetchRun:
         return soonest_s if wanted else None
 
     def _replan(self) -> bool:
-        """Plan anew; tell whether that gave the engine or the link anything to do."""
+        """Plan again; tell whether that gave the engine or the link anything to do."""
         plan = self._policy.plan(self._job.request, self._progress)
         self._queue, self._reason = deque(plan.fetches), plan.reason
         if self._clock.monotonic_s() >= self._give_up_s:
@@ -195,7 +195,7 @@ class FetchRun:
                 self._touch()
                 if is_whole:
                     self._arrive(flight.fetch)
-                # What was planned before this came is planned anew.
+                # What was planned before this came is planned again.
                 self._queue.clear()
                 self._changed.notify_all()
 

@@ -1,7 +1,7 @@
 """A prefix of which only some chunks are loaded: the rough base of all tokens first, then chunks as they are asked for.
 
 Invariant: what is handed out was verified and belongs to the block asked for. A chunk that is damaged, or of an object
-that was packed anew meanwhile, is left out: its tokens stay rough.
+that was repacked meanwhile, is left out: its tokens stay rough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 # Reading and decoding a base take about as long on a disk of 200 MB/s and two cores: neither is to wait for the other.
 DECODE_THREADS = 2
 READ_THREADS = 2
-# Bases that are read before the first leading chunks, so that decoding never waits for one behind these longer reads.
+# Bases that are read before the first leading chunks, so that decoding never waits for one after these longer reads.
 BASES_AHEAD = 4
 # Blocks that are read before the first of them is decoded.
 OPENING_MAX = 12
@@ -99,7 +99,7 @@ class SparseLoad:
         """Load heads and bases of the leading blocks; return how many there are. `sink` has got their rough values.
 
         It ends before the first block that is absent, damaged, coarser than `quality_max` or of another codec; the
-        sink, which is called in several threads, may have got some behind that. Of each block that was packed anew the
+        sink, which is called in several threads, may have got some after that. Of each block that was repacked the
         leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
         # They read chunks later on: those of one layer come before those of the next.
@@ -128,7 +128,7 @@ class SparseLoad:
         return len(self._parts)
 
     def read_from(self, tier: Tier) -> None:
-        """Read chunks there from now on, and count anew."""
+        """Read chunks there from now on, and count again."""
         self._tier, self.read_bytes = tier, 0
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class SparseLoad:
                 isinstance(error, CorruptPayload)
                 and self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
             ):
-                # It was not packed anew meanwhile.
+                # It was not repacked meanwhile.
                 self._on_corrupt(part.meta.id, error)
             return None
         return ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)

@@ -1,4 +1,4 @@
-"""What the engine computes before it is known what can be loaded, handed over without losing any of it."""
+"""Prefill that the engine begins before it is known what can be loaded, handed over without losing any of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class StreamStart:
-    """What was found, and what to do: `load` is under way, or None if the rest is the engine's.
+    """The blocks found, and the load: under way, or None if the rest is the engine's.
 
     decision: None if there is nothing to load. stored_tokens: those that could be loaded.
     """

@@ -45,13 +45,13 @@ class StreamEngine(Engine, Protocol):
     """An engine that takes loaded blocks too; called from the thread that loads."""
 
     def append(self, block: int, bits: BlockBits) -> None:
-        """Put a loaded block behind what is there; the bits are valid during the call only."""
+        """Put a loaded block after what is there; the bits are valid during the call only."""
 
 
 class StreamedReport(NamedTuple):
-    """What became of a run of blocks.
+    """The outcome of streaming a run of blocks.
 
-    tokens: usable ones from the start on, computed or loaded; what is behind them is the engine's. kl: what the loaded
+    tokens: usable ones from the start on, computed or loaded; what is after them is the engine's. kl: what the loaded
     ones cost, in nats. ready_s: until the engine had all of it. decision: None if there was nothing to load.
     stored_tokens: those that could have been loaded, computed or not. loaded: blocks that were appended. fetch: None if
     nothing was loaded. is_whole: whether what was loaded has all its refinements.
@@ -136,7 +136,7 @@ class Streamed:
 
 
 def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamedReport) -> None:
-    """Count what became of the blocks' tokens: loaded, computed although stored, or stored nowhere."""
+    """Count the blocks' tokens by their fate: loaded, computed although stored, or stored nowhere."""
     namespace, full_tokens = metas[0].id.namespace, len(metas) * metas[0].layout.tokens
     if report.decision is not None:
         loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
@@ -302,7 +302,7 @@ class _Stream:
 class StreamedLoad:
     """A job that runs from the first moment on, into an engine in `finish`.
 
-    What is loaded is decoded and appended before what the engine computes behind it.
+    What is loaded is decoded and appended before what the engine computes after it.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class StreamedLoad:
         begun: Sequence[int] = (),
         give_up_s: float = math.inf,
     ) -> None:
-        """computed, begun: chunks that the engine has, and those behind them that it is computing.
+        """computed, begun: chunks that the engine has, and those after them that it is computing.
 
         give_up_s: when nothing more is fetched, by the clock.
         """

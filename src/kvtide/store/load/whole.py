@@ -46,7 +46,7 @@ class _LayeredBlock:
 class Whole(NamedTuple):
     """The strategy that brings whole blocks. With `layers`, those of a codec that keeps layers apart come by layers.
 
-    `sections` is offered a block before it is decoded for `sink`. Blocks behind the first missing one may reach the
+    `sections` is offered a block before it is decoded for `sink`. Blocks after the first missing one may reach the
     sinks too, even after the load has returned: they don't count.
     """
 
@@ -210,6 +210,6 @@ class _WholeLoad:
 
 
 def _piece_ends(layout: BlockLayout) -> list[int]:
-    """Return the layer behind each piece of a block."""
+    """Return the stop of each piece of a block, a layer."""
     step = max(1, PIECE_BYTES // layout.layer_bytes)
     return [*range(step, layout.layers, step), layout.layers]

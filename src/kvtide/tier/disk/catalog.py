@@ -1,19 +1,28 @@
-"""Which objects the segment log holds and where: the in-memory index. It does no I/O.
+"""The objects that the segment log holds and their places (`Catalog`), and those of them that may leave it.
 
-Invariant: an object's bytes are counted once, those of its newest copy, however many the log has.
+The ancestors of what is being stored stay (`Lineage`); where an order ranks the objects, the segment goes that has most
+of what leaves first (`GivenUp`). It does no I/O.
+Invariants: an object's bytes are counted once, those of its newest copy, however many the log has. An object that was
+given up is still read until its segment goes; a use takes it back.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvtide.tier.record import RecordHeader
-from kvtide.types import BlockKey, ObjectId
+from kvtide.evict import EvictionOrder
+from kvtide.tier.disk.record import RecordHeader, record_bytes
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import ObjectLabel
 
-if TYPE_CHECKING:
-    from kvtide.tier.disk.eviction import GivenUp
+# A segment goes when this share of its bytes was given up; the rest moves where there is room.
+_GIVEN_UP_SHARE = 0.5
+REFUSED_MAX = 4096
+# Where an object is: its segment and its bytes there.
+PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -145,3 +154,135 @@ class Catalog:
             assert len(by_id) == len(by_segment)
             assert self._used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
             assert all(self._by_segment.values()) and all(self._by_id.values())
+
+
+class Lineage:
+    """Follows parents through a catalog, across the last REFUSED_MAX blocks that were refused. Its owner locks.
+
+    Example: blocks A, B, C of a prompt are stored, D found no room and was refused. The ancestors of E, whose parent is
+    D, are A, B and C all the same, because what was refused is remembered with its ancestors.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._refused: OrderedDict[ObjectId, frozenset[BlockKey]] = OrderedDict()
+
+    def ancestors(self, namespace: Namespace, label: ObjectLabel) -> frozenset[BlockKey]:
+        """Return the keys of the stored blocks before the one that this label is of."""
+        found: set[BlockKey] = set()
+        while label.start > 0:
+            parent = ObjectId(namespace, BlockKey(label.parent))
+            entry = self._catalog.find(parent)
+            if entry is None:
+                refused = self._refused.get(parent, frozenset())
+                return refused.union(found) if found else refused
+            # Starts fall, so that this ends whatever labels say.
+            if entry.header.label.start >= label.start:
+                break
+            found.add(parent.key)
+            label = entry.header.label
+        return frozenset(found)
+
+    def note_refused(self, object_id: ObjectId, ancestors: frozenset[BlockKey]) -> None:
+        """Remember a block that found no room, so that those after it don't push out its ancestors."""
+        if ancestors:
+            self._refused[object_id] = ancestors
+            self._refused.move_to_end(object_id)
+            while len(self._refused) > REFUSED_MAX:
+                self._refused.popitem(last=False)
+
+
+class GivenUp:
+    """An order, and the objects that it gave up already. Safe to use from several threads."""
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self._order = order
+        self._lock = threading.RLock()
+        # With the parent and the size that they entered with.
+        self._given_up: dict[ObjectId, tuple[BlockKey, int]] = {}
+        self._entered: dict[ObjectId, tuple[BlockKey, int]] = {}
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether requests matter to the order."""
+        return self._order.hears_requests
+
+    def __contains__(self, object_id: ObjectId) -> bool:
+        return object_id in self._given_up
+
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Note a request, and take back what it asks for."""
+        with self._lock:
+            self._order.note_request(namespace, keys)
+            for key in keys if self._given_up else ():
+                self._take_back(ObjectId(namespace, key))
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Note a read, and take the object back."""
+        with self._lock:
+            self._take_back(object_id)
+            self._order.note_use(object_id)
+
+    def _take_back(self, object_id: ObjectId) -> None:
+        found = self._given_up.pop(object_id, None)
+        if found is not None:
+            self._order.enter(object_id, *found)
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Rank an object."""
+        with self._lock:
+            self._entered[object_id] = (parent, size)
+            self._order.enter(object_id, parent, size)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget an object."""
+        with self._lock:
+            self._entered.pop(object_id, None)
+            if self._given_up.pop(object_id, None) is None:
+                self._order.leave(object_id)
+
+    def segments(self, sizes: dict[int, int], place_of: PlaceOf, may_go: Callable[[ObjectId], bool]) -> list[int]:
+        """Give up objects until a segment is due; return the segments that have any, those with most first.
+
+        sizes: the bytes of each segment that may go.
+        """
+        # Never while this lock is held: the catalog, which knows the places, calls here under its own.
+        given_up = Counter[int]()
+        with self._lock:
+            before = list(self._given_up)
+        for object_id in before:
+            _count(given_up, place_of(object_id), sizes)
+        leaving = self._order.victims(may_go)
+        try:
+            while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
+                with self._lock:
+                    gone = next(leaving, None)
+                    if gone is None:
+                        break
+                    self._given_up[gone] = self._entered[gone]
+                _count(given_up, place_of(gone), sizes)
+        finally:
+            with self._lock:
+                leaving.close()
+        return sorted(given_up, key=lambda number: -given_up[number] / sizes[number])
+
+
+def _count(given_up: Counter[int], place: tuple[int, int] | None, sizes: Collection[int]) -> None:
+    if place is not None and place[0] in sizes:
+        given_up[place[0]] += record_bytes(place[1])
+
+
+def bytes_of(entries: list[CatalogEntry]) -> int:
+    """Return the bytes that entries take with their headers."""
+    return sum(record_bytes(entry.header.size) for entry in entries)
+
+
+def fitting(entries: list[CatalogEntry], room: int) -> list[CatalogEntry]:
+    """Return the leading entries whose records fit into `room` bytes."""
+    kept = []
+    for entry in entries:
+        room -= record_bytes(entry.header.size)
+        if room < 0:
+            break
+        kept.append(entry)
+    return kept

@@ -18,8 +18,8 @@ import xxhash
 
 from kvtide.outcomes import Decided, decisions_text, parse_decisions
 from kvtide.tier.disk.catalog import CatalogEntry
+from kvtide.tier.disk.record import RecordHeader, SegmentHeader
 from kvtide.tier.files import Files
-from kvtide.tier.record import RecordHeader, SegmentHeader
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 

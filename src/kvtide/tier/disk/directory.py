@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtide.errors import TierUnavailable
+from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk.catalog import Catalog, CatalogEntry
 from kvtide.tier.disk.checkpoint import SegmentSummary, pack_checkpoint, parse_checkpoint
 from kvtide.tier.disk.opened import OpenSegments
-from kvtide.tier.disk.segment import Scan, scan_segment, segment_name, segment_number
-from kvtide.tier.files import FileInfo, Files
-from kvtide.tier.record import (
-    PAGE_BYTES,
+from kvtide.tier.disk.record import (
     RecordHeader,
     RecordState,
     SegmentHeader,
@@ -32,6 +30,8 @@ from kvtide.tier.record import (
     parse_segment_header,
     record_bytes,
 )
+from kvtide.tier.disk.segment import Scan, scan_segment, segment_name, segment_number
+from kvtide.tier.files import FileInfo, Files
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 def side_file_bytes_max(bytes_max: int) -> int:
     """Return the bound of each file beside the segments; there are four: journal, checkpoint, a new one of each."""
-    return max(PAGE_BYTES, min(16 << 20, bytes_max // 256))
+    return max(ALIGN_BYTES, min(16 << 20, bytes_max // 256))
 
 
 @dataclass(slots=True)
 class SegmentState:
-    """What we know of a segment: records before `tail` are in the catalog; `size` is what it takes on the disk."""
+    """The known state of a segment: records before `tail` are in the catalog; `size` is what it takes on the disk."""
 
     header: SegmentHeader | None
     tail: int
@@ -142,7 +142,7 @@ class SegmentDirectory:
     def add_mine(self, header: SegmentHeader, size: int) -> None:
         """Note a new segment that this process appends to: it is not scanned."""
         with self._lock:
-            self.segments[header.number] = SegmentState(header, PAGE_BYTES, size, size, is_mine=True)
+            self.segments[header.number] = SegmentState(header, ALIGN_BYTES, size, size, is_mine=True)
 
     def release_mine(self, number: int, tail: int) -> None:
         """Note that nobody appends to one's segment any more; with a tail of 0 it has been removed."""
@@ -191,7 +191,7 @@ class SegmentDirectory:
 
     def _scan(self, number: int, info: FileInfo) -> Scan | None:
         known = self.segments.get(number)
-        start = max(PAGE_BYTES, known.tail) if known else PAGE_BYTES
+        start = max(ALIGN_BYTES, known.tail) if known else ALIGN_BYTES
         try:
             return scan_segment(self._files, self.path(number), number, start)
         except FileNotFoundError:
@@ -260,7 +260,7 @@ class SegmentDirectory:
         except FileNotFoundError:
             return
         try:
-            page = memoryview(bytearray(PAGE_BYTES))
+            page = memoryview(bytearray(ALIGN_BYTES))
             # First: a checkpoint with another count is older than this removal, whatever becomes of it.
             self._count_removal(descriptor, page)
             self._files.read_full(descriptor, [page], offset)
@@ -306,7 +306,7 @@ class SegmentDirectory:
             except OSError:
                 continue
             try:
-                page = bytearray(PAGE_BYTES)
+                page = bytearray(ALIGN_BYTES)
                 self._files.read_full(descriptor, [memoryview(page)], 0)
             except OSError as error:
                 _log.debug("segment %d is scanned: %s", number, error)

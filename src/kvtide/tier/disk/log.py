@@ -20,21 +20,12 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
-from kvtide.tier.buffers import BufferPool, aligned_buffer
-from kvtide.tier.disk.catalog import Catalog, CatalogEntry
+from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer
+from kvtide.tier.disk.catalog import Catalog, CatalogEntry, GivenUp, Lineage, bytes_of, fitting
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
-from kvtide.tier.disk.eviction import GivenUp, Lineage, bytes_of, fitting
+from kvtide.tier.disk.record import RecordHeader, RecordState, SegmentHeader, align_up, record_bytes, stamp_ms
 from kvtide.tier.disk.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
 from kvtide.tier.files import Files
-from kvtide.tier.record import (
-    PAGE_BYTES,
-    RecordHeader,
-    RecordState,
-    SegmentHeader,
-    align_up,
-    record_bytes,
-    stamp_ms,
-)
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import ObjectLabel, object_label
 
@@ -70,7 +61,7 @@ class SegmentLog:
         self.catalog = Catalog(self.given_up)
         self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
-        self._segment_bytes = max(4 * PAGE_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
+        self._segment_bytes = max(4 * ALIGN_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
         self._clock = clock
         self._is_pinned = is_pinned
         self._on_evicted = on_evicted
@@ -192,7 +183,7 @@ class SegmentLog:
         try:
             seal = writer.append(header, body, self._pool)
         except OSError:
-            # What stands behind the tail now is unknown: nothing may follow it.
+            # What stands after the tail now is unknown: nothing may follow it.
             self._retire_writer()
             raise
         entry = CatalogEntry(header, now_ms, seal=seal)
@@ -210,7 +201,7 @@ class SegmentLog:
             self._directory.seal_abandoned()
             ancestors = self._lineage.ancestors(object_id.namespace, label)
             try:
-                writer = self._writer = self._new_writer(PAGE_BYTES + need, ancestors)
+                writer = self._writer = self._new_writer(ALIGN_BYTES + need, ancestors)
             except TierFull:
                 self._lineage.note_refused(object_id, ancestors)
                 raise
@@ -240,7 +231,7 @@ class SegmentLog:
         if size - max(0, excess) < need:
             what = "what it holds is in use, or the beginning of this prompt"
             raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
-        size -= max(0, excess) // PAGE_BYTES * PAGE_BYTES
+        size -= max(0, excess) // ALIGN_BYTES * ALIGN_BYTES
         number = self._directory.next_number()
         header = SegmentHeader(number, self._now_ms(), 0)
         writer = self._create(header, size, need, ancestors)

@@ -41,7 +41,7 @@ class OpenSegments:
             if held is not None:
                 held.users += 1
         if held is not None:
-            # A store that was removed, or made anew under the same name, is not the one that we have open.
+            # A store that was removed, or made again under the same name, is not the one that we have open.
             if not self._files.is_unlinked(held.descriptor):
                 return held
             self.drop(number)

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.base import Buffer, FilePart, LentObject
-from kvtide.tier.buffers import BufferPool, aligned_buffer, copy_bytes, is_aligned
+from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer, copy_bytes, is_aligned
 from kvtide.tier.disk.catalog import CatalogEntry
 from kvtide.tier.disk.opened import OpenSegments
-from kvtide.tier.files import Files
-from kvtide.tier.record import (
-    PAGE_BYTES,
+from kvtide.tier.disk.record import (
     RecordHeader,
     RecordState,
     SegmentHeader,
@@ -34,6 +32,7 @@ from kvtide.tier.record import (
     record_bytes,
     record_state,
 )
+from kvtide.tier.files import Files
 from kvtide.wire import HEADER_BYTES
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
@@ -46,7 +45,7 @@ _DIGITS = 12
 
 
 class Scan(NamedTuple):
-    """What a segment holds from `start` on. The next record would begin at `tail`."""
+    """The records that a segment holds from `start` on. The next record would begin at `tail`."""
 
     header: SegmentHeader | None
     records: list[RecordHeader]
@@ -65,7 +64,7 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_ours else None
 
 
-def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_BYTES) -> Scan:
+def scan_segment(files: Files, path: Path | str, number: int, start: int = ALIGN_BYTES) -> Scan:
     """Find the records from `start` on by their headers alone; removed ones are listed too.
 
     Where a header is damaged or was never written, the search goes on at the next written page that holds one. A
@@ -75,7 +74,7 @@ def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_
     try:
         # Headers are far apart: reading ahead would fetch bodies.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        page = bytearray(PAGE_BYTES)
+        page = bytearray(ALIGN_BYTES)
         files.read_full(descriptor, [memoryview(page)], 0)
         header = parse_segment_header(page)
         records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, start))
@@ -90,19 +89,19 @@ def scan_segment(files: Files, path: Path | str, number: int, start: int = PAGE_
 
 
 def _records(files: Files, descriptor: int, number: int, start: int) -> Iterator[RecordHeader]:
-    page = bytearray(PAGE_BYTES)
+    page = bytearray(ALIGN_BYTES)
     offset, last_sequence = start, -1
-    while files.read_full(descriptor, [memoryview(page)], offset) == PAGE_BYTES:
+    while files.read_full(descriptor, [memoryview(page)], offset) == ALIGN_BYTES:
         header = parse_record_header(page, number, offset)
         if header is not None and header.sequence > last_sequence:
             last_sequence = header.sequence
             offset += record_bytes(header.size)
             yield header
             continue
-        data = files.next_data(descriptor, offset + PAGE_BYTES)
+        data = files.next_data(descriptor, offset + ALIGN_BYTES)
         if data is None:
             return
-        offset = data // PAGE_BYTES * PAGE_BYTES
+        offset = data // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(slots=True)
@@ -115,7 +114,7 @@ class SegmentWriter:
     size: int
     direct: int
     cached: int
-    tail: int = PAGE_BYTES
+    tail: int = ALIGN_BYTES
     sequence: int = 0
 
     @classmethod
@@ -141,7 +140,7 @@ class SegmentWriter:
 
     @property
     def free_bytes(self) -> int:
-        """Return the room behind the last record."""
+        """Return the room after the last record."""
         return self.size - self.tail
 
     def is_lost(self) -> bool:
@@ -156,19 +155,19 @@ class SegmentWriter:
         with pool.lease() as staging:
             start = 0
             if is_aligned(view):
-                start = len(view) // PAGE_BYTES * PAGE_BYTES
+                start = len(view) // ALIGN_BYTES * ALIGN_BYTES
                 parts: list[Buffer] = [view[:start], _tail_page(staging, view[start:])]
-                self.files.write_full(self.direct, [part for part in parts if len(part)], self.tail + PAGE_BYTES)
+                self.files.write_full(self.direct, [part for part in parts if len(part)], self.tail + ALIGN_BYTES)
                 start = len(view)
             while start < len(view):
                 piece = view[start : start + STAGING_BYTES]
                 copy_bytes(staging[: len(piece)], piece)
                 end = align_up(len(piece))
                 staging[len(piece) : end] = bytes(end - len(piece))
-                self.files.write_full(self.direct, [staging[:end]], self.tail + PAGE_BYTES + start)
+                self.files.write_full(self.direct, [staging[:end]], self.tail + ALIGN_BYTES + start)
                 start += len(piece)
             # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
-            page = staging[-PAGE_BYTES:]
+            page = staging[-ALIGN_BYTES:]
             page[:] = pack_record_header(header)
             seal = header_seal(page)
             self.files.write_full(self.direct, [page], self.tail)
@@ -177,7 +176,7 @@ class SegmentWriter:
         return seal
 
     def close(self) -> bool:
-        """Give back the space behind the last record, and the lock. A segment without records is removed.
+        """Give back the space after the last record, and the lock. A segment without records is removed.
 
         What the segment holds is on the disk for good then, so that a power failure costs at most open segments.
         False if it holds nothing, or is lost.
@@ -201,9 +200,9 @@ def _tail_page(staging: memoryview, rest: memoryview) -> memoryview:
     """Return the page that holds the last bytes of a body and zeros; empty if the body ends at a page."""
     if not rest:
         return rest
-    page = staging[-PAGE_BYTES:]
+    page = staging[-ALIGN_BYTES:]
     page[: len(rest)] = rest
-    page[len(rest) :] = bytes(PAGE_BYTES - len(rest))
+    page[len(rest) :] = bytes(ALIGN_BYTES - len(rest))
     return page
 
 
@@ -230,18 +229,18 @@ class RecordReader:
         try:
             ends = self._ends.pop()
         except IndexError:
-            ends = aligned_buffer(2 * PAGE_BYTES)
+            ends = aligned_buffer(2 * ALIGN_BYTES)
         try:
             self._read(segment.descriptor, header.offset, ends, buffer, offset)
             seal = header_seal(ends)
             if seal == entry.seal:
                 return RecordState.LIVE
-            state = record_state(ends[:PAGE_BYTES], header)
+            state = record_state(ends[:ALIGN_BYTES], header)
             if state is RecordState.LIVE:
                 entry.seal = seal
             return state
         except (OSError, EOFError):
-            # Whatever it was: the next read shall meet a file opened anew.
+            # Whatever it was: the next read shall meet a file opened again.
             self._opened.drop(header.segment)
             raise
         finally:
@@ -249,13 +248,13 @@ class RecordReader:
             self._opened.give_back(segment)
 
     def _read(self, descriptor: int, at: int, ends: memoryview, buffer: memoryview, offset: int) -> None:
-        page = ends[:PAGE_BYTES]
-        if offset % PAGE_BYTES or not is_aligned(buffer):
+        page = ends[:ALIGN_BYTES]
+        if offset % ALIGN_BYTES or not is_aligned(buffer):
             self._read_part(descriptor, [page], at)
             with self._pool.lease() as scratch:
-                self._read_staged(descriptor, at + PAGE_BYTES, buffer, offset, scratch)
-        elif offset or len(buffer) % PAGE_BYTES or len(buffer) > PIECE_BYTES:
-            self._read_aligned(descriptor, at, page, buffer, offset, ends[PAGE_BYTES:])
+                self._read_staged(descriptor, at + ALIGN_BYTES, buffer, offset, scratch)
+        elif offset or len(buffer) % ALIGN_BYTES or len(buffer) > PIECE_BYTES:
+            self._read_aligned(descriptor, at, page, buffer, offset, ends[ALIGN_BYTES:])
         else:
             # Most reads: one call, of whole pages.
             self._read_part(descriptor, [page, buffer], at)
@@ -263,9 +262,9 @@ class RecordReader:
     def _read_aligned(
         self, descriptor: int, at: int, page: memoryview, buffer: memoryview, offset: int, last: memoryview
     ) -> None:
-        whole = len(buffer) // PAGE_BYTES * PAGE_BYTES
+        whole = len(buffer) // ALIGN_BYTES * ALIGN_BYTES
         last = last if whole < len(buffer) else last[:0]
-        body = at + PAGE_BYTES + offset
+        body = at + ALIGN_BYTES + offset
         starts = list(range(0, whole, PIECE_BYTES)) or [0]
         pieces = [[buffer[start : min(start + PIECE_BYTES, whole)]] for start in starts]
         pieces[-1].append(last)
@@ -274,7 +273,7 @@ class RecordReader:
         else:
             # One call takes the header and the beginning of the body.
             pieces[0].insert(0, page)
-            starts[0] = -PAGE_BYTES
+            starts[0] = -ALIGN_BYTES
         if len(pieces) == 1:
             self._read_part(descriptor, pieces[0], body + starts[0])
         else:
@@ -297,7 +296,7 @@ class RecordReader:
     def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int, scratch: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            lead = (offset + done) % PAGE_BYTES
+            lead = (offset + done) % ALIGN_BYTES
             count = min(len(buffer) - done, len(scratch) - lead)
             piece = scratch[: align_up(lead + count)]
             self._read_part(descriptor, [piece], body + offset + done - lead)
@@ -319,17 +318,17 @@ def lend_record(
     Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
     """
     descriptor = files.open(path, os.O_RDONLY)
-    body = expected.offset + PAGE_BYTES
-    pages = memoryview(bytearray(PAGE_BYTES + min(HEADER_BYTES, expected.size)))
+    body = expected.offset + ALIGN_BYTES
+    pages = memoryview(bytearray(ALIGN_BYTES + min(HEADER_BYTES, expected.size)))
     try:
         read = files.read_full if can_wait else files.read_cached
         is_whole = read(descriptor, [pages], expected.offset) == len(pages)
-        state = record_state(pages[:PAGE_BYTES], expected) if is_whole else None
+        state = record_state(pages[:ALIGN_BYTES], expected) if is_whole else None
     except BaseException:
         files.close(descriptor)
         raise
     if state is not RecordState.LIVE:
         files.close(descriptor)
         return state, None
-    head, release = bytes(pages[PAGE_BYTES:]), partial(files.close, descriptor)
+    head, release = bytes(pages[ALIGN_BYTES:]), partial(files.close, descriptor)
     return state, LentObject(expected.size, head, (), FilePart(descriptor, body), release)

@@ -1,18 +1,6 @@
-"""Objects on a kvtide server."""
+"""Objects on a kvtide server. `records` is imported by those who ask for the server's records."""
 
-from kvtide.tier.http.connection import HttpAnswer, Patience
-from kvtide.tier.http.peer import Call, Peer, PeerSettings
-from kvtide.tier.http.servers import servers_of
-from kvtide.tier.http.tier import OPERATION_S_MAX, HttpTier, http_tier
+from kvtide.tier.http.peer import PeerSettings
+from kvtide.tier.http.tier import HttpTier, http_tier
 
-__all__ = [
-    "OPERATION_S_MAX",
-    "Call",
-    "HttpAnswer",
-    "HttpTier",
-    "Patience",
-    "Peer",
-    "PeerSettings",
-    "http_tier",
-    "servers_of",
-]
+__all__ = ["HttpTier", "PeerSettings", "http_tier"]

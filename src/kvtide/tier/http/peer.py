@@ -120,7 +120,7 @@ class Call:
 
     @property
     def came(self) -> int:
-        """How many bytes are in `into` now, from its beginning on."""
+        """The number of bytes in `into` now, from its beginning on."""
         link = self._link
         return self.received + (link.received if link is not None else 0)
 

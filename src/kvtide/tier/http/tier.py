@@ -20,14 +20,13 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.outcomes import Decided, decisions_text
-from kvtide.tier.base import Buffer, ObjectInfo, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo
 from kvtide.tier.breaker import caller_deadline_s
-from kvtide.tier.http.connection import HttpAnswer, Patience
+from kvtide.tier.http.connection import HttpAnswer, Patience, asked_name, object_target, servers_of
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch
-from kvtide.tier.http.servers import asked_name, object_target, servers_of
 from kvtide.tier.source import Take, read_from_any
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,

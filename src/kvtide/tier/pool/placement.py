@@ -1,4 +1,4 @@
-"""Which servers of a pool keep a block: a map that every client and server computes alike, without asking anybody.
+"""Placement of blocks on a pool's servers: every client and server computes it alike, without asking anybody.
 
 A key falls into a slot; the servers are ranked for the slot by weighted rendezvous hashing, and the first `replicas` of
 them own it. Invariant: adding or removing a server moves only what it gets or had; maps with one epoch are equal.
@@ -31,7 +31,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_NAME_MAX)]
 
 
 class PlacementKind(StrEnum):
-    """How a key finds its servers. `mod` is what many start with: the key modulo the number of servers."""
+    """The way from a key to its servers. `mod` is what many start with: the key modulo the number of servers."""
 
     RENDEZVOUS = "rendezvous"
     MOD = "mod"
@@ -175,7 +175,7 @@ def _best(
 ) -> tuple[Table, Words]:
     """Return those of equal weight that hash highest for each slot, and their hashes: (at most replicas, slots) each.
 
-    One pass over the servers, so that thousands will do: behind the first few, few slots have a place for another.
+    One pass over the servers, so that thousands will do: past the first few, few slots have a place for another.
     """
     count = min(replicas, len(positions))
     table, hashes = np.zeros((count, len(numbers)), np.uint16), np.zeros((count, len(numbers)), np.uint64)

@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier, TierStats
+from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier
 from kvtide.tier.pool.membership import Membership, Watcher
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
 from kvtide.tier.source import Take, read_range_of_any
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

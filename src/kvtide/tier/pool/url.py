@@ -1,4 +1,4 @@
-"""What a pool's URL says: where its map comes from, and how its servers are reached.
+"""URLs of pools: where the map comes from, and how the servers are reached.
 
 `pool://HOST:PORT,HOST:PORT`, `pool+file:///PATH`, `pool+dns://NAME:PORT`, `pool+etcd://HOST:PORT[,…]/PREFIX`, and
 `pool+etcds://…` for etcd under TLS.
@@ -16,8 +16,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
-from kvtide.tier.pool.etcd import EtcdAccess, EtcdMembership
-from kvtide.tier.pool.membership import DnsMembership, FileMembership, Membership, StaticMembership, server_at
+from kvtide.tier.pool.membership import (
+    DnsMembership,
+    EtcdAccess,
+    EtcdMembership,
+    FileMembership,
+    Membership,
+    StaticMembership,
+    server_at,
+)
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import PoolTier
 

@@ -17,6 +17,8 @@ from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.ram.framed import FramedTier, Frames, Resident
 from kvtide.types import ObjectId
 
+__all__ = ["DeviceMemory", "DevicePiece", "DeviceTier"]
+
 _log = logging.getLogger(__name__)
 
 

@@ -19,10 +19,9 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder, RankedOrder
-from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, Offer, OnRemoved, Removals, TierStats
-from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.record import PAGE_BYTES
-from kvtide.types import BlockKey, ObjectId
+from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, Offer, OnRemoved, Removals
+from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
+from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import object_label
 
 FramesT = TypeVar("FramesT", bound="Frames")
@@ -39,14 +38,14 @@ class Span(NamedTuple):
 
 def frame_bytes_for(bytes_max: int) -> int:
     """Return a frame size: a page, more where there are so many that the last, half-empty frame does not matter."""
-    size = PAGE_BYTES
+    size = ALIGN_BYTES
     while size < _FRAME_BYTES_MAX and bytes_max // (2 * size) >= _FRAMES_WANTED:
         size *= 2
     return size
 
 
 class Frames:
-    """Which frames of at most `bytes_max` are whose, wherever they lie. Not thread-safe: its owner locks."""
+    """Frames of at most `bytes_max` and their holders, wherever they lie. Not thread-safe: its owner locks."""
 
     def __init__(self, bytes_max: int, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
@@ -161,8 +160,8 @@ class FramedTier(ABC, Generic[FramesT]):
     ) -> None:
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
-        if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % PAGE_BYTES):
-            raise ValueError(f"frame_bytes must be a multiple of {PAGE_BYTES}, got {frame_bytes}")
+        if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % ALIGN_BYTES):
+            raise ValueError(f"frame_bytes must be a multiple of {ALIGN_BYTES}, got {frame_bytes}")
         self._frame_bytes = frame_bytes or frame_bytes_for(bytes_max)
         self._bytes_max = bytes_max
         self._clock = clock

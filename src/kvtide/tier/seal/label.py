@@ -1,4 +1,4 @@
-"""What can be read of a sealed object without a key: that it is one, and the id of the key that sealed it."""
+"""The readable label of a sealed object: that it is one, and the id of the key that sealed it. Needs no key."""
 
 from __future__ import annotations
 

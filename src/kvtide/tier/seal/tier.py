@@ -41,23 +41,22 @@ from kvtide.tier.base import (
     Recorded,
     Replacing,
     Tier,
-    TierStats,
+    WrappedTier,
 )
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
 from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
 from kvtide.tier.source import Take, read_range
-from kvtide.tier.wrap import WrappedTier
-from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind
+from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
 
 # Plain bytes of a piece. Smaller ones cost calls (16 KiB: a fifth more CPU), larger ones are read for little.
 PIECE_BYTES = 64 << 10
-# Ids that could not be opened, so that they are misses at once and are stored anew.
+# Ids that could not be opened, so that they are misses at once and are stored again.
 UNOPENED_MAX = 4096
-# Buffers kept for the next reads and writes; at most so many threads go on without taking memory anew.
+# Buffers kept for the next reads and writes; at most so many threads go on without taking fresh memory.
 SCRATCHES_MAX = 8
 _PREFIX = struct.Struct("<8s16sQ")
 _SALT_BYTES = 16
@@ -95,7 +94,7 @@ class _Prefix(NamedTuple):
 
 
 class _Seal(NamedTuple):
-    """What all pieces of one written object share: their prefix, what they are bound to, the cipher."""
+    """The common parts of all pieces of one written object: prefix, associated data, cipher."""
 
     prefix: bytes
     bound: bytes
@@ -144,7 +143,7 @@ def _open_pieces(seal: _Seal, pieces: memoryview, buffer: memoryview, offset: in
 class SealedTier(WrappedTier):
     """Seals what goes into a tier by the newest key, and opens what comes out by any of the ring's.
 
-    What no key of ours has sealed is a miss; it is replaced when the block is stored anew. What is damaged is read as
+    What no key of ours has sealed is a miss; it is replaced when the block is stored again. What is damaged is read as
     zeros, for whoever checks it.
     """
 
@@ -200,7 +199,7 @@ class SealedTier(WrappedTier):
     def _open_range(self, object_id: ObjectId, pieces: memoryview, buffer: memoryview, offset: int) -> int | None:
         """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
         if len(pieces) < _OVERHEAD:
-            # Behind the end, or what is cut within its first piece: the reader gets too few bytes.
+            # After the end, or what is cut within its first piece: the reader gets too few bytes.
             return 0
         seal = self._seal_of(object_id, pieces)
         return None if seal is None else _open_pieces(seal, pieces, buffer, offset)

@@ -1,4 +1,4 @@
-"""What servers declare invalid leaves an engine's own tiers too (docs/protocol.md, "Records").
+"""Invalidations declared by servers, carried out in an engine's own tiers too (docs/protocol.md, "Records").
 
 Invariant: a namespace counts as dealt with only once none of its objects that were in the own tiers is left there, and
 none that was on its way there can come any more (generations.py).
@@ -19,7 +19,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.files import Files
-from kvtide.tier.records import RecordsClient
+from kvtide.tier.http.records import RecordsClient
 from kvtide.tier.stack.generations import Generations
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire.records import RecordKind
@@ -104,7 +104,7 @@ class Invalidations:
     def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
         found = client.changes(after)
         if found.version < after:
-            # It has lost its records: what it writes now is told anew.
+            # It has lost its records: what it writes now is told again.
             after, found = 0, client.changes()
         for each in found.records:
             if each.kind is RecordKind.GENERATION:

@@ -35,7 +35,6 @@ from kvtide.tier.base import (
     Replacing,
     Reporting,
     Tier,
-    TierStats,
     is_lender,
 )
 from kvtide.tier.buffers import aligned_buffer
@@ -43,7 +42,7 @@ from kvtide.tier.source import Take, read_range_of_any
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
 from kvtide.tier.stack.flight import Prefetcher, SingleFlight
 from kvtide.tier.stack.generations import Generations
-from kvtide.types import Namespace, ObjectId, wants_latest
+from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations

@@ -43,7 +43,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class ValkeyAddress(NamedTuple):
-    """Where a server listens."""
+    """A server's host and port."""
 
     host: str
     port: int
@@ -132,14 +132,14 @@ def _address(text: str, shown: str) -> ValkeyAddress:
 
 
 class _Topology(NamedTuple):
-    """What redis-py knows: a cluster, or the one server that there is."""
+    """The topology that redis-py knows: a cluster, or one server."""
 
     cluster: RedisCluster | None
     single: redis.Redis | None
     address: ValkeyAddress
 
 
-class _Link(NamedTuple):
+class _Connection(NamedTuple):
     """A connection of redis-py, and our way to speak on its socket."""
 
     connection: Any
@@ -169,7 +169,7 @@ class ValkeyNodes:
             **target.tls_settings(),
         }
         self._lock = threading.Lock()
-        self._idle: dict[ValkeyAddress, list[_Link]] = {}
+        self._idle: dict[ValkeyAddress, list[_Connection]] = {}
         self._lent: dict[ValkeyAddress, int] = {}
         self._breakers: dict[ValkeyAddress, Breaker] = {}
         self._topology: _Topology | None = None
@@ -195,9 +195,9 @@ class ValkeyNodes:
         self._refresher = None
         topology, self._topology = self._topology, None
         with self._lock:
-            idle, self._idle = [link for links in self._idle.values() for link in links], {}
-        for link in idle:
-            link.connection.disconnect()
+            idle, self._idle = [opened for each in self._idle.values() for opened in each], {}
+        for opened in idle:
+            opened.connection.disconnect()
         _close(topology)
 
     def owner(self, key: bytes) -> ValkeyAddress:
@@ -233,21 +233,21 @@ class ValkeyNodes:
         TierUnavailable if it can't be had, or fails meanwhile.
         """
         deadline_s = caller_deadline_s()
-        link = self._take(address, deadline_s)
+        opened = self._take(address, deadline_s)
         is_whole = False
         try:
-            link.resp.give_up_at(deadline_s)
-            yield link.resp
+            opened.resp.give_up_at(deadline_s)
+            yield opened.resp
             is_whole = True
             self._breaker(address).note_success()
         except OSError as error:
             raise self._fault(address, error, self._clock.monotonic_s() >= deadline_s - WAIT_S_MIN) from error
         finally:
-            self._give_back(address, link if is_whole else None)
+            self._give_back(address, opened if is_whole else None)
             if not is_whole:
-                link.connection.disconnect()
+                opened.connection.disconnect()
 
-    def _take(self, address: ValkeyAddress, deadline_s: float) -> _Link:
+    def _take(self, address: ValkeyAddress, deadline_s: float) -> _Connection:
         left_s = deadline_s - self._clock.monotonic_s()
         if left_s < WAIT_S_MIN:
             raise TierUnavailable(f"the caller's deadline passed before {address} could be asked")
@@ -258,13 +258,13 @@ class ValkeyNodes:
             if self._lent.get(address, 0) >= CONNECTIONS_MAX:
                 raise TierUnavailable(f"all {CONNECTIONS_MAX} connections to {address} are in use")
             self._lent[address] = self._lent.get(address, 0) + 1
-            link = idle.pop() if idle else None
-        if link is not None and link.is_ready():
-            return link
+            opened = idle.pop() if idle else None
+        if opened is not None and opened.is_ready():
+            return opened
         try:
-            if link is not None:
-                link.connection.disconnect()
-            return self._new_link(address, left_s / HANDSHAKE_WAITS)
+            if opened is not None:
+                opened.connection.disconnect()
+            return self._new_connection(address, left_s / HANDSHAKE_WAITS)
         except (RedisError, OSError) as error:
             self._give_back(address, None)
             is_late = isinstance(error, TimeoutError | redis.TimeoutError)
@@ -277,23 +277,23 @@ class ValkeyNodes:
                 self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
             return self._breakers[address]
 
-    def _new_link(self, address: ValkeyAddress, wait_s_max: float) -> _Link:
+    def _new_connection(self, address: ValkeyAddress, wait_s_max: float) -> _Connection:
         kind = redis.SSLConnection if self._target.is_tls else redis.Connection
         waits = {name: min(wait_s_max, self._settings[name]) for name in ("socket_timeout", "socket_connect_timeout")}
         settings = {**self._settings, **waits}
         connection: Any = kind(host=address.host, port=address.port, db=self._target.database, **settings)
         connection.connect()
         # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
-        return _Link(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
+        return _Connection(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
 
-    def _give_back(self, address: ValkeyAddress, link: _Link | None) -> None:
+    def _give_back(self, address: ValkeyAddress, opened: _Connection | None) -> None:
         with self._lock:
             self._lent[address] -= 1
-            if link is not None and not self._closing.is_set():
-                self._idle[address].append(link)
-                link = None
-        if link is not None:
-            link.connection.disconnect()
+            if opened is not None and not self._closing.is_set():
+                self._idle[address].append(opened)
+                opened = None
+        if opened is not None:
+            opened.connection.disconnect()
 
     def _fault(self, address: ValkeyAddress, error: Exception, is_cut: bool) -> TierUnavailable:
         breaker = self._breaker(address)

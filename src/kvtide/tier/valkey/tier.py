@@ -16,11 +16,11 @@ from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals, TierStats
+from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 REDIRECTS_MAX = 5
 # Commands under way on one connection, and servers that are asked at the same time, in batches.
@@ -158,7 +158,7 @@ class ValkeyTier:
         """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
 
         What is no string under our key is nobody's object: it is removed, and the commands are sent again.
-        A command is its name and what comes behind the key. A string that comes in reply is in `buffer`.
+        A command is its name and what comes after the key. A string that comes in reply is in `buffer`.
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]

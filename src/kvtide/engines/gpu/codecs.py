@@ -1,33 +1,40 @@
-"""Stored sections to an engine's pages for many callers: what comes while the device is busy goes together next.
+"""Codecs on the device, for many callers: stored sections decoded into an engine's pages, blocks of pages encoded.
 
+Work that comes while the device is busy goes together next.
 A thread feeds the device; a caller waits for its block. What the device can't do is the caller's to do otherwise.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from kvtide.block import BlockMeta
-from kvtide.codec import Codec
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec import Codec, LevelledCodec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.gpu.groups import DeviceGroups
 from kvtide.engines.gpu.kernels import Kernels, Opened, device_faults
-from kvtide.engines.gpu.targets import PageTarget, StoredBlock
+from kvtide.engines.gpu.targets import PageTarget, StoredBlock, block_target
 from kvtide.engines.gpu.tide import DeviceTide
+from kvtide.engines.gpu.tide_encode import TOKENS_MAX, DeviceTideEncoder, PagedBlock
 from kvtide.engines.gpu.tide_model import DeviceModel
-from kvtide.errors import DeviceFault
+from kvtide.errors import DeviceFault, UnencodableBlock
 from kvtide.types import Section
 
 # What is decoded together takes several times its blocks' size on the device while it lasts.
 BLOCKS_AT_ONCE = 16
+
+
+# Returns a block's sections, None if the device did not encode it.
+DeviceEncode = Callable[[Codec, BlockMeta, BlockBits], list[Section] | None]
 
 
 class _Job(NamedTuple):
@@ -66,7 +73,7 @@ class DeviceDecoder(Opened):
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], starts: NDArray[np.int64], after: Any
     ) -> bool:
-        """Write a block to its tokens' places behind an event, and return when it is there.
+        """Write a block to its tokens' places after an event, and return when it is there.
 
         False if it was not written: another codec, or the device says that something in it is wrong. DeviceFault if the
         device fails; nothing of the block is under way then.
@@ -127,3 +134,61 @@ class DeviceDecoder(Opened):
         if digest not in self._tides:
             self._tides[digest] = DeviceTide(DeviceModel(self._kernels, model), self._target)
         return self._tides[digest]
+
+
+class BlockEncoder:
+    """Encodes blocks of this machine's memory by lossy codecs. One thread at a time."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._groups: DeviceGroups | None = None
+        self._models: dict[bytes, DeviceModel] = {}
+
+    def encode(self, codec: Codec, meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
+        """Return a block's sections, None if that is left to the processor. UnencodableBlock as the codec's own."""
+        if isinstance(codec, ProfiledCodec):
+            self._groups = self._groups or DeviceGroups(self._kernels)
+            return self._groups.encode(codec, meta, bits)
+        model = codec.model if isinstance(codec, TideCodec) else None
+        if model is None or not model.profile.fits(meta.layout) or meta.layout.tokens > TOKENS_MAX:
+            return None
+        assert isinstance(codec, TideCodec)
+        digest = model.profile.digest
+        if digest not in self._models:
+            self._models[digest] = DeviceModel(self._kernels, model)
+        signed: Any = bits.view(f"<i{bits.itemsize}")
+        with self._kernels.queue():
+            block = torch.from_numpy(signed).to(self._kernels.device)
+            target = block_target(block, meta.layout)
+            encoder = DeviceTideEncoder(self._models[digest], target, codec.steps)
+            (found,) = encoder.encode([PagedBlock(meta, target.token_starts([0]))])
+        if isinstance(found, UnencodableBlock):
+            raise found
+        return found
+
+
+class DeviceCodec:
+    """A codec whose blocks a device encodes; what the device leaves, it encodes itself."""
+
+    def __init__(self, codec: Codec, encode: DeviceEncode) -> None:
+        self._codec = codec
+        self._encode = encode
+        self.codec_id = codec.codec_id
+        self.is_lossless = codec.is_lossless
+        self.quality = codec.quality
+        self.profile = codec.profile
+        levels = codec.coarser if isinstance(codec, LevelledCodec) else ()
+        self.coarser = tuple(DeviceCodec(level, encode) for level in levels)
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return the codec's own bound: it may have to do the work."""
+        return self._codec.scratch_bytes(layout)
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return the block's sections; see Codec."""
+        found = self._encode(self._codec, meta, bits)
+        return self._codec.encode(meta, bits) if found is None else found
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Decode as the codec does: on the processor."""
+        self._codec.decode(meta, sections, out)

@@ -1,19 +1,25 @@
-"""What a user tells a connector, checked before anything is opened."""
+"""A connector's options, checked before anything is opened."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from kvtide.config import Limits
-from kvtide.engines.paged.orders import StreamOrder
 
 # Half a block more or less decides what a prompt restores; shorter blocks cost objects.
 BLOCK_TOKENS_WANTED = 128
+
+
+class StreamOrder(NamedTuple):
+    """The end of a streamed load: after so many seconds, or once the KL divergence is reached (None: the codec's)."""
+
+    within_s: float
+    quality: float | None = None
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

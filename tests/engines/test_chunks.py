@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.engines.paged.chunks import chunk_layout
+from kvtide.engines.chunks import chunk_layout
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from kvtide.tier.pool import EtcdMembership, Membership, Placement, PoolMap, PoolServer, Watcher
+from kvtide.tier.pool.membership import EtcdMembership, Membership, Watcher
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.types import BlockKey
 
 _CLOSE_S_MAX = 5.0
 
 
 class Redirect(NamedTuple):
-    """Who keeps a block that this server does not keep, under which epoch."""
+    """The server that keeps a block in this one's place, and the epoch of the map that says so."""
 
     origin: str
     epoch: int
@@ -51,7 +52,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What this server is called in the pool."""
+        """The name of this server in the pool."""
         return self._me.name
 
     @property
@@ -61,7 +62,7 @@ class Member:
 
     @property
     def has_map(self) -> bool:
-        """Whether a map of the pool has come."""
+        """True once a map of the pool has come."""
         return self._placement is not None
 
     def redirect(self, key: BlockKey) -> Redirect | None:

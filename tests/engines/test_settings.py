@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings
 
 KERNELS: dict[str, object] = {"device_kernels": True}
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import xxhash
 
+from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
-
-# Records, headers and direct reads are aligned to this; every disk that we know takes it.
-PAGE_BYTES = 4096
 
 _RECORD_MAGIC = b"\x89KVREC\r\n"
 _SEGMENT_MAGIC = b"\x89KVSEG\r\n"
@@ -26,7 +24,7 @@ _RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
 _HEADER_BYTES = 256
-# The end of the year 9999: times behind it are a clock's fault.
+# The end of the year 9999: times after it are a clock's fault.
 _WALL_S_MAX = 253_402_300_799.0
 
 assert _RECORD.size == _CHECKED_BYTES
@@ -34,7 +32,7 @@ assert _SEGMENT.size == _CHECKED_BYTES
 
 
 class RecordState(IntEnum):
-    """Whether a record's object may be served. The numbers are stored."""
+    """The state of a record: whether its object may be served. The numbers are stored."""
 
     LIVE = 1
     REMOVED = 2
@@ -64,17 +62,17 @@ class SegmentHeader:
 
 
 def align_up(size: int) -> int:
-    """Return the next multiple of a page."""
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
+    """Return the next multiple of ALIGN_BYTES."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def record_bytes(size: int) -> int:
     """Return the bytes that a record of an object of this size takes: a header page and whole pages of body."""
-    return PAGE_BYTES + align_up(size)
+    return ALIGN_BYTES + align_up(size)
 
 
 def stamp_ms(wall_s: float) -> int:
-    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, behind 9999 its end."""
+    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, after 9999 its end."""
     return int(min(max(0.0, wall_s), _WALL_S_MAX) * 1000)
 
 
@@ -97,7 +95,7 @@ def pack_record_header(header: RecordHeader) -> bytes:
         header.label.start,
         b"",
     )
-    return (fields + xxhash.xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(ALIGN_BYTES, b"\0")
 
 
 def header_seal(page: bytes | memoryview) -> bytes:
@@ -128,7 +126,7 @@ def pack_segment_header(header: SegmentHeader) -> bytes:
     """Return the segment's first page."""
     fields = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0, header.number, header.created_ms, header.removals, b"")
     packed = _SEGMENT.pack(*fields)
-    return (packed + xxhash.xxh3_128_digest(packed)).ljust(PAGE_BYTES, b"\0")
+    return (packed + xxhash.xxh3_128_digest(packed)).ljust(ALIGN_BYTES, b"\0")
 
 
 def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:

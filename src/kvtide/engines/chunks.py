@@ -1,20 +1,22 @@
 """Chunks of an engine's bytes under the engine's own names: for hosts that hand over bytes and not tokens.
 
 A chunk's bytes are kept, not understood: keys and values may lie in it in any order, so that it takes a lossless codec.
+`WriteGate` keeps late writers out of memory that is the engine's again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
-from kvtide.engines.paged.loads import WriteGate
-from kvtide.engines.paged.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
@@ -32,6 +34,39 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int) -> BlockLayout:
     if rest or not heads:
         raise UnsupportedModel(f"a chunk of {chunk_bytes} bytes is not {layers} layers of {tokens} tokens")
     return BlockLayout(layers, tokens, heads, elements // heads, _UNIT)
+
+
+class WriteGate:
+    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
+
+    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._writers = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        with self.changed:
+            is_in = not self.is_closed
+            self._writers += is_in
+        try:
+            yield is_in
+        finally:
+            with self.changed:
+                self._writers -= is_in
+                if self.is_closed:
+                    self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more; return when nobody is inside. Idempotent."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._writers == 0)
 
 
 class ChunkStore:

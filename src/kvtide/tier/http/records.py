@@ -12,7 +12,9 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http import OPERATION_S_MAX, Call, HttpAnswer, Patience, Peer, PeerSettings, servers_of
+from kvtide.tier.http.connection import HttpAnswer, Patience, servers_of
+from kvtide.tier.http.peer import Call, Peer, PeerSettings
+from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
 from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
