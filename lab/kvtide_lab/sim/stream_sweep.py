@@ -25,7 +25,7 @@ LAW_TOKENS = 64
 
 
 class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and their engine. The defaults are a model of 8 billion parameters: 128 KiB of KV in 16 bits for each token.
+    """Requests and their engine. The defaults are a model of 8 billion parameters: 128 KiB of KV in 16 bits a token.
 
     kv_elements: of a token, 32 layers x 2 x 8 heads x 128. prefill_tokens_per_s: about 80 TFLOP/s of such a model, a
     card that is shared or of the middle class. prefill_double_at: where attention (0.52 MFLOP for each token before)
