@@ -77,6 +77,7 @@ ATTACH = (
         _LINK,
         Source.CACHEGEN,
     ),
+    Capability("never slower than computing, in transformers", "attach(model, …)", _HF, _LINK, Source.OURS),
     Capability(
         "anchors first, then deltas", 'codec="cachegen", policy="anchor-first"', _STREAM, _LINK, Source.CACHEGEN
     ),
@@ -192,6 +193,14 @@ VLLM = (
         _REAL_VLLM,
         Source.OFFLOADING,
         "tests/vllm/test_tiering.py::test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide",
+    ),
+    Capability(
+        "groups of any kind of layer, below vLLM's own offloading",
+        '"type": "KVTideTier"',
+        "docs/vllm.md: Below vLLM's own offloading",
+        _REAL_VLLM,
+        Source.OURS,
+        "tests/vllm/test_tiering.py::test_any_groups_of_layers_come_back_as_they_were",
     ),
     Capability(
         "kernels of our own on a GPU",

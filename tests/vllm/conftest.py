@@ -44,18 +44,21 @@ def tokens(model: Path) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def engine(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., AbstractContextManager[EngineProcess]]]:
-    """Start engines, each in a process of its own that is forked after the imports."""
-    python, log = Path(sys.executable), tmp_path_factory.mktemp("engine") / "log"
-    with EngineNursery(python, log) as nursery:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineNursery]:
+    """Engines that are forked after the imports."""
+    with EngineNursery(Path(sys.executable), tmp_path_factory.mktemp("engine") / "log") as found:
+        yield found
 
-        def start(transfer: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[EngineProcess]:
-            wide = {"max_num_batched_tokens": 4096, **options}
-            return EngineProcess(python, model, log, transfer, wide, nursery=nursery)
 
-        yield start
+@pytest.fixture(scope="session")
+def engine(model: Path, nursery: EngineNursery) -> Callable[..., AbstractContextManager[EngineProcess]]:
+    """Start engines, each in a process of its own."""
+
+    def start(transfer: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[EngineProcess]:
+        wide = {"max_num_batched_tokens": 4096, **options}
+        return EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery)
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed for us
-    """Copies pages between the engine's cache and the primary tier at once; one group of layers."""
+    """Copies pages between the engine's cache and the primary tier at once, one group of layers after the other."""
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:
         self._pages_per_chunk = pages_per_chunk
@@ -25,19 +25,24 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed
         pages = [each.tensor.view(torch.int8) for each in kv_caches.tensors]
         self._pages = [each.view(-1, size) for each, size in zip(pages, sizes, strict=True)]
         self._chunks = [region.create_next_worker_view(size * pages_per_chunk) for size in sizes]
-        (self._refs,) = kv_caches.group_data_refs
+        self._refs = kv_caches.group_data_refs
 
     def _copy(self, job_id: int, engine: Any, primary: Any, is_store: bool) -> bool:
         started_s, moved = time.monotonic(), 0
-        first = engine.block_indices[0] % self._pages_per_chunk
-        for position, page in enumerate(engine.block_ids.tolist(), first):
-            chunk, slot = divmod(position, self._pages_per_chunk)
-            for ref in self._refs:
-                pages = self._pages[ref.tensor_idx]
-                size = pages.shape[1]
-                row = self._chunks[ref.tensor_idx][int(primary.block_ids[chunk]), slot * size : (slot + 1) * size]
-                (row.copy_(pages[page]) if is_store else pages[page].copy_(row))
-                moved += size
+        taken, chunks = engine.block_ids.tolist(), primary.block_ids.tolist()
+        for refs, count, index in zip(self._refs, engine.group_sizes, engine.block_indices, strict=True):
+            first = index % self._pages_per_chunk
+            for position, page in enumerate(taken[:count], first):
+                chunk, slot = divmod(position, self._pages_per_chunk)
+                for ref in refs:
+                    pages = self._pages[ref.tensor_idx]
+                    size = pages.shape[1]
+                    row = self._chunks[ref.tensor_idx][chunks[chunk], slot * size : (slot + 1) * size]
+                    (row.copy_(pages[page]) if is_store else pages[page].copy_(row))
+                    moved += size
+            # Groups lie one behind the other, each from the begin of a chunk.
+            taken = taken[count:]
+            chunks = chunks[-(-(first + count) // self._pages_per_chunk) if count else 0 :]
         seconds = time.monotonic() - started_s
         self._done.append(TransferResult(job_id=job_id, success=True, transfer_size=moved, transfer_time=seconds))
         return True

@@ -14,11 +14,11 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvtide.block import BlockLayout
 from kvtide.engines.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged import files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import model_folder
-from kvtide.errors import UnsupportedModel
 
 TRANSFER_THREADS = 2
 
@@ -26,6 +26,8 @@ TRANSFER_THREADS = 2
 class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
     """A secondary tier of vLLM's. Options are those of the connector that concern the store. Faults are misses.
 
+    Chunks are opaque: keys and values of any kind of layer, windows, latents, states, whatever their element type. A
+    chunk's name says its group of layers, and a hit is vLLM's to judge.
     vLLM names chunks by its own hashes: set PYTHONHASHSEED, or a restarted engine finds nothing.
     """
 
@@ -41,14 +43,10 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
-        if len(config.groups) != 1:
-            raise UnsupportedModel(f"hybrid models are not supported: {len(config.groups)} groups of layers")
-        (group,) = config.groups
-        tokens = group.tokens_per_block * config.cache.blocks_per_chunk
         settings = ConnectorSettings.parse(options)
         self._store = ChunkStore(
             settings,
-            chunk_layout(self.block_size_bytes, len(group.layer_names), tokens),
+            _layout(config, self.block_size_bytes),
             settings.fingerprint.encode() or _fingerprint(config),
             f"vllm chunks of {self.block_size_bytes} bytes, world={config.parallel.world_size}",
         )
@@ -118,6 +116,15 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._store.cache.close()
 
 
+def _layout(config: Any, chunk_bytes: int) -> BlockLayout:
+    """Return the layout of a chunk: layers and tokens of a lone group, else bytes whose meaning differs by group."""
+    if len(config.groups) > 1:
+        return chunk_layout(chunk_bytes, 1, 1)
+    (group,) = config.groups
+    return chunk_layout(chunk_bytes, len(group.layer_names), group.tokens_per_block * config.cache.blocks_per_chunk)
+
+
 def _fingerprint(config: Any) -> bytes:
-    what = {"dtype": config.model.dtype, "layers": config.groups[0].layer_names, "page": config.kv_cache_layout}
+    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
+    what = {"dtype": config.model.dtype, "groups": groups, "page": config.kv_cache_layout}
     return files_fingerprint(model_folder(config.model.name), what)
