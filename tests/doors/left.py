@@ -66,7 +66,6 @@ LEFT = (
     Left(
         "items a second, measured", "kvtide-lab sim prompts", "the generator in front of a real engine", Source.PREFIX
     ),
-    Left("never slower than computing, in transformers", "attach(model, …)", "one judge for every engine", Source.OURS),
     Left(
         "fingerprint, queue and threads of vLLM",
         "fingerprint store_queue_bytes_max load_threads",

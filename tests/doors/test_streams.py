@@ -43,6 +43,10 @@ class World:
         answer(self._model, self._server.url, PROMPT, **self.options)
         self.whole_bytes = answer(self._model, self._server.url, PROMPT, **self.options).read_bytes
 
+    def answered(self, prompt: torch.Tensor) -> None:
+        """Have the server keep another prompt's blocks too."""
+        answer(self._model, self._server.url, prompt, **self.options)
+
     @contextmanager
     def attached(self, bytes_per_s: float, **options: Any) -> Iterator[CachedModel]:
         address = (self._server.address.host, self._server.address.port)
@@ -262,6 +266,24 @@ def test_streams_by_importance_learn_from_what_prompts_attend_to(world: World) -
         each is not None and each.shape == (meta.layout.layers, BLOCK) for each, meta in zip(scores, metas, strict=True)
     )
     assert np.mean([each for each in scores if each is not None]) == pytest.approx(1.0, abs=0.5)
+
+
+@door("never slower than computing, in transformers")
+def test_a_link_that_is_slower_than_computing_is_left_alone(world: World) -> None:
+    other = PROMPT.flip(1)
+    world.answered(other)
+    with world.attached(SLOW_BYTES_PER_S) as cached:
+        cached.cache.judge.note_prefill(0, RESTORED, 0.5)
+        cached.generate(PROMPT, max_new_tokens=2, do_sample=False)
+        first = cached.last
+        cached.cache.judge.note_prefill(0, RESTORED, 0.5)
+        cached.generate(other, max_new_tokens=2, do_sample=False)
+        second = cached.last
+        counted = parse_decisions(cached.cache.stats().decisions)
+    assert first is not None and second is not None
+    assert first.hit_tokens < RESTORED, "the link was not slow"
+    assert (second.hit_tokens, second.stored_bytes_read) == (0, 0)
+    assert counted[Decided(Choice.RECOMPUTE, Why.LINK_SLOWER)] == RESTORED
 
 
 def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from tests.store.load.sources import KL, STEP_BYTES, AnyOf, MadeSource, made_objects, parsed
 
 from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload
-from kvtide.plan import PrefillSpeed
+from kvtide.plan import PrefillSpeed, Progress, is_ready
 from kvtide.store.load.job import LoadRequest, ObjectRange, layered_job, level_job
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import read_heads, read_range
@@ -44,6 +45,16 @@ def test_levels_are_whole_bodies_of_other_objects() -> None:
 def test_chunks_that_are_not_whole_blocks_of_all_are_refused(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"whole blocks|chunks end|starts at token"):
         layered_job(STORED, spans, KL, WISH)
+
+
+@pytest.mark.parametrize(("goal", "raised"), [(0.01, True), (0.02, True), (0.005, False), (0.0, False)])
+def test_whole_objects_are_enough_for_the_goal_they_were_stored_for(goal: float, raised: bool) -> None:
+    # The law says that the newest block alone loses more than the codec's curve has for all.
+    by_block = np.array([[[0.2, 0.1, 0.01], [0.2, 0.1, 0.01], [0.2, 0.1, 0.01], [0.5, 0.3, 0.02]]])
+    job = layered_job(STORED, [(0, 20), (20, 40)], KL, WISH._replace(kl_goal=goal), by_block)
+    assert job.request.kl_goal == (pytest.approx(0.05) if raised else goal)
+    everything = Progress(0.1, (3, 3), (3, 3), is_layered=True)
+    assert is_ready(job.request, everything) is raised
 
 
 def test_wrong_number_of_losses_is_refused() -> None:

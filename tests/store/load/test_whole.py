@@ -188,6 +188,22 @@ def test_load_is_given_up_between_pieces(
     reader.check()
 
 
+def test_load_whose_pace_is_hopeless_ends_with_what_it_has(tmp_path: Path, open_cache: OpenCache) -> None:
+    metas, reader = filled(tmp_path, open_cache, 8)
+    released = threading.Event()
+
+    def slow(position: int, bits: BlockBits) -> None:
+        # Two at a time: eight blocks would take four times the deadline.
+        released.wait(1.2)
+
+    report = reader.load(metas, Whole(slow), deadline_s=1.5)
+    released.set()
+    assert report.reason is MissReason.DEADLINE
+    assert 1 <= report.blocks < 4, "it ended early, and what it has counts"
+    assert load(reader, metas, Layers()).blocks == 8
+    reader.check()
+
+
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_section_that_is_no_layer_is_refused(codec: str) -> None:
 

@@ -27,9 +27,10 @@ from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.keys import LatestKeys
+from kvtide.outcomes import Choice, Why
 from kvtide.plan import PrefillSpeed, policy_named
 from kvtide.store import BlockSource, Cache, PendingBlock
-from kvtide.store.load import Whole
+from kvtide.store.load import MissReason, Whole
 from kvtide.store.load.sparse import Sparse
 from kvtide.store.load.streamed import Streamed, StreamedReport
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -299,17 +300,24 @@ class CachedModel:
             found = self._stream(prompt, self._metas(prompt[:-1], is_latest), streaming)
             if found is not None:
                 return found
-        hits = self._match(prompt, is_latest)
-        self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * self.layout.tokens, self.namespace)
+        hits, block_tokens = self._match(prompt, is_latest), self.layout.tokens
+        self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * block_tokens, self.namespace)
         past = DynamicCache(config=self.model.config)
-        stored_bytes = 0
+        stored_bytes, judge, is_near = 0, self.cache.judge, self._is_near(prompt)
+        if hits and not is_near and not judge.is_load_faster(hits * block_tokens, started_s):
+            self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, hits * block_tokens, self.namespace)
+            hits = 0
         if hits:
             pages = RestoredRoom(self.layout, hits)
-            speed = self.cache.judge.prefill()
+            speed = judge.prefill()
             # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
-            recompute_s = speed.seconds(0, hits * self.layout.tokens) if speed is not None else None
+            recompute_s = speed.seconds(0, hits * block_tokens) if speed is not None else None
             metas = self._metas(prompt[:-1], is_latest)[:hits]
             report = self.cache.load(metas, Whole(pages.write), recompute_s)
+            now_s = self._clock.monotonic_s()
+            if not is_near and report.reason in (None, MissReason.DEADLINE):
+                # A load that was given up is extrapolated.
+                judge.note_load(hits * block_tokens, (now_s - started_s) * hits / max(1, report.blocks), now_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
         load_s = self._clock.monotonic_s() - started_s

@@ -15,6 +15,8 @@ from kvtide.errors import CorruptPayload
 from kvtide.plan import Chunk, PrefillSpeed, Request
 from kvtide.wire import StoredObject
 
+# Sums of losses may rise by so much.
+_ROUNDING = 1e-6
 _Spans = Sequence[tuple[int, int]]
 
 
@@ -86,7 +88,11 @@ def _by_place(request: Request, by_block: NDArray[np.float64]) -> Request:
         # Measured laws may rise by a rounding.
         falling = np.minimum.accumulate(span) * request.tokens / chunk.tokens
         chunks.append(replace(chunk, kl=tuple(falling.tolist())))
-    return replace(request, chunks=tuple(chunks))
+    whole = sum(chunk.tokens * chunk.kl[-1] for chunk in chunks) / request.tokens
+    # Whole objects are what was stored for this goal, whatever the law says of them: nothing better is waited for.
+    is_stored_for = request.kl_goal >= request.chunks[0].kl[-1] > 0
+    goal = max(request.kl_goal, whole * (1 + _ROUNDING)) if is_stored_for else request.kl_goal
+    return replace(request, chunks=tuple(chunks), kl_goal=goal)
 
 
 def losses_of(stored: StoredObject, codec: Codec | None) -> tuple[float, ...]:

@@ -20,6 +20,9 @@ from kvtide.wire import SectionEntry, head_bytes, parse_header, parse_object
 # As much of a block is read at a time where layers come one after the other: a disk is as fast with this as with more.
 PIECE_BYTES = 1 << 20
 
+# A load whose pace says that it will take so many times its deadline ends early, once this share of it is over.
+_LATE_FACTOR, _TRIED_SHARE = 1.5, 0.2
+
 # Offered a block's checked sections first; if it takes them, the block is not decoded for the sink.
 SectionSink = Callable[[int, Codec, Sequence[Section]], bool]
 # Called with the block's position, a layer, and from there on the values of one layer after the other, each
@@ -56,7 +59,7 @@ class Whole(NamedTuple):
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         """Bring blocks; see `Strategy`."""
-        report = _WholeLoad(access, self).run(metas, access.clock.monotonic_s() + deadline_s)
+        report = _WholeLoad(access, self, deadline_s).run(metas)
         access.decide(metas, report.blocks, report.reason)
         return report
 
@@ -64,14 +67,17 @@ class Whole(NamedTuple):
 class _WholeLoad:
     """One load, from the moment at which its blocks are queued for the threads."""
 
-    def __init__(self, access: LoadAccess, into: Whole) -> None:
+    def __init__(self, access: LoadAccess, into: Whole, deadline_s: float) -> None:
         self._access = access
         self._into = into
+        self._deadline_s = deadline_s
+        self._started_s = access.clock.monotonic_s()
 
-    def run(self, metas: Sequence[BlockMeta], give_up_s: float) -> LoadReport:
-        return self._leading(
-            self._begin_whole(metas) if self._into.layers is None else self._begin_layers(metas), give_up_s
-        )
+    def run(self, metas: Sequence[BlockMeta]) -> LoadReport:
+        return self._leading(self._begin_whole(metas) if self._into.layers is None else self._begin_layers(metas))
+
+    def _since_s(self) -> float:
+        return self._access.clock.monotonic_s() - self._started_s
 
     def _pool(self, object_id: ObjectId) -> ThreadPoolExecutor:
         access, near, far = self._access, self._access.workers.near, self._access.workers.far
@@ -81,26 +87,33 @@ class _WholeLoad:
         is_near = access.guarded("look up", partial(access.tiers.is_near, object_id), False)
         return near if is_near else far
 
-    def _leading(self, pending: Sequence[Sequence[Future[_Outcome]]], give_up_s: float) -> LoadReport:
+    def _leading(self, pending: Sequence[Sequence[Future[_Outcome]]]) -> LoadReport:
         """Wait for one block after the other; each is done with the last of its pieces, or with one that fails."""
         stored_bytes = 0
         for count, pieces in enumerate(pending):
             block_bytes = 0
             for piece in pieces:
                 try:
-                    outcome = piece.result(max(0.0, give_up_s - self._access.clock.monotonic_s()))
+                    outcome = piece.result(max(0.0, self._deadline_s - self._since_s()))
                 except FutureTimeoutError:
                     outcome = MissReason.DEADLINE
                 except CancelledError:
                     outcome = MissReason.CLOSED
                 if isinstance(outcome, MissReason):
-                    # Backwards: a piece that runs must not find the one before it cancelled under its feet.
-                    for rest in reversed([each for block in pending for each in block]):
-                        rest.cancel()
+                    _cancel(pending)
                     return LoadReport(count, stored_bytes, outcome)
                 block_bytes = outcome
             stored_bytes += block_bytes
+            if self._is_hopeless(count + 1, len(pending)):
+                _cancel(pending)
+                return LoadReport(count + 1, stored_bytes, MissReason.DEADLINE)
         return LoadReport(len(pending), stored_bytes, None)
+
+    def _is_hopeless(self, done: int, blocks: int) -> bool:
+        """Tell whether, at the pace so far, the load would end long after its deadline: its caller can begin now."""
+        since_s = self._since_s()
+        is_tried = since_s >= _TRIED_SHARE * self._deadline_s
+        return done < blocks and is_tried and since_s * blocks > _LATE_FACTOR * self._deadline_s * done
 
     # Whole blocks
 
@@ -207,6 +220,12 @@ class _WholeLoad:
             return False
         block.codec, block.entries = codec, stored.entries
         return last.offset + last.size <= len(data)
+
+
+def _cancel(pending: Sequence[Sequence[Future[_Outcome]]]) -> None:
+    # Backwards: a piece that runs must not find the one before it cancelled under its feet.
+    for piece in reversed([each for block in pending for each in block]):
+        piece.cancel()
 
 
 def _piece_ends(layout: BlockLayout) -> list[int]:
