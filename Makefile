@@ -45,7 +45,7 @@ wheels:
 
 # The documents as pages, in site/; a warning or a dead link fails.
 site: .venv/site
-	@$(BIN)/python tools/site.py
+	@$(BIN)/python tools/site_pages.py
 
 # Every command that the documents show, in a scratch home.
 newcomer: .venv/installed
