@@ -9,9 +9,8 @@ import pytest
 import newcomer
 
 FENCE = "```"
-RUN = [
-    page for page in newcomer.PAGES if any(map(newcomer.is_run, newcomer.blocks_of(page.read_text(encoding="utf-8"))))
-]
+BLOCKS = {page: list(newcomer.blocks_of(page.read_text(encoding="utf-8"))) for page in newcomer.PAGES}
+RUN = [page for page, blocks in BLOCKS.items() if any(map(newcomer.is_run, blocks))]
 
 
 @pytest.mark.parametrize("document", newcomer.PAGES, ids=lambda path: path.name)
