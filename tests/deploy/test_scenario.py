@@ -30,12 +30,15 @@ def yaml_of(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
 
 
-def answer(url: str) -> tuple[int, Any]:
+def answer(url: str) -> tuple[int, bytes]:
+    """Return status and body of an answer; status 0 while nobody listens."""
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
-            return response.status, json.load(response)
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        return error.code, error.read()
+    except OSError:
+        return 0, b""
 
 
 def arguments_of(command: list[str], places: dict[str, str]) -> list[str]:
@@ -66,6 +69,7 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
     }
     with subprocess.Popen([program, *(f"--{name}={value}" for name, value in flags.items())]) as process:
         try:
+            wait_until(lambda: answer(f"http://127.0.0.1:{port}/-/ready")[0] == 200, "Prometheus to be ready", 30)
             yield f"http://127.0.0.1:{port}/api/v1"
         finally:
             process.terminate()
@@ -76,15 +80,8 @@ def ask(prometheus_url: str, expression: str) -> list[Any]:
     for name, value in {"$instance": ".*", "$__rate_interval": "1m", "$__range": "5m"}.items():
         expression = expression.replace(name, value)
     status, found = answer(f"{prometheus_url}/query?{urllib.parse.urlencode({'query': expression})}")
-    assert status == 200, f"{expression}: {found}"
-    return list(found["data"]["result"])
-
-
-def is_up(prometheus_url: str, count: int) -> bool:
-    try:
-        return len(ask(prometheus_url, "up == 1")) == count
-    except OSError:
-        return False
+    assert status == 200, f"{expression}: {found!r}"
+    return list(json.loads(found)["data"]["result"])
 
 
 def pool_of_compose(stack: ExitStack, folder: Path) -> list[ServerProcess]:
@@ -110,14 +107,14 @@ def test_compose_scenario_serves_and_is_watched_and_a_dead_server_is_an_alert(tm
         tier.open()
         stack.callback(tier.close)
         assert all(tier.put_from(object_id(number), object_bytes(number)) for number in range(8))
-        wait_until(lambda: is_up(watcher, 3), "three targets", 30)
+        wait_until(lambda: len(ask(watcher, "up == 1")) == 3, "three targets", 30)
         wait_until(lambda: bool(ask(watcher, "kvtide_tier_objects > 0")), "objects", 30)
         panels = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))["panels"]
         for expression in (target["expr"] for panel in panels for target in panel["targets"]):
             ask(watcher, expression)
         servers[0].kill()
         assert [read_all(tier, number) for number in range(8)] == [object_bytes(number) for number in range(8)]
-        wait_until(lambda: is_up(watcher, 2), "a target that is down", 30)
+        wait_until(lambda: len(ask(watcher, "up == 1")) == 2, "a target that is down", 30)
         wait_until(lambda: bool(ask(watcher, 'ALERTS{alertname="KvtideDown"}')), "the alert", 30)
 
 
