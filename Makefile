@@ -1,6 +1,8 @@
 # make demo and make test do all the set-up themselves; .venv is made once and renewed when its inputs change.
 PYTHON ?= python3
 BIN := .venv/bin
+# What CMake looks for, unless one is named.
+COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -54,7 +56,8 @@ newcomer: .venv/installed
 # What the demo needs alone. Nothing is compiled to bytecode here: of thousands of modules few are imported, and those are then.
 .venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
-	@command -v $(or $(CXX),c++) >/dev/null || { echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1; }
+	@for each in $(COMPILERS); do command -v $$each >/dev/null && exit 0; done; \
+	echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --no-compile torch==2.13.0

@@ -117,6 +117,13 @@ def test_prometheus_files_are_checked(arguments: tuple[str, str, str]) -> None:
     tool("promtool", *arguments[:2], DEPLOY / arguments[2])
 
 
+def test_each_alert_says_what_to_do() -> None:
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    page = (DEPLOY.parent / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    named = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert named == {line.split("`")[1] for line in page.splitlines() if line.startswith("| `Kvtide")}
+
+
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     # What an alert says is not what this test is about.
