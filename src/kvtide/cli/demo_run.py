@@ -1,7 +1,7 @@
-"""Runs of the demo, each in a process of its own: load the model, answer, report. Started by `kvtide demo`.
+"""Runs of the demo, each in a process of its own: answer, report. Started by `kvtide demo`.
 
 Takes jobs on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has imported
-torch and computed nothing, so that six runs import it once.
+torch, loaded the model and computed nothing, so that six runs do that once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.clock import SystemClock
@@ -85,10 +86,25 @@ def _watch_layers(model: Any) -> None:
         layer.register_forward_hook(hook)
 
 
-def _run(job: DemoJob) -> DemoRun:
+class _Loaded(NamedTuple):
+    """The model, read by one thread: torch's own threads would be missing in a fork. `threads`: how many a run uses."""
+
+    tokenizer: Any
+    model: Any
+    threads: int
+
+
+def _load() -> _Loaded:
     _say("load model", 0, 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     folder = converted_folder()
-    tokenizer, model = load_tokenizer(folder), load_model(folder)
+    return _Loaded(load_tokenizer(folder), load_model(folder), threads)
+
+
+def _run(job: DemoJob, loaded: _Loaded) -> DemoRun:
+    tokenizer, model, threads = loaded
+    torch.set_num_threads(threads)
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
     # The first call in a process pays for warm-up that has nothing to do with caching.
@@ -134,12 +150,18 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -
 
 def main() -> None:
     """Do the jobs on stdin, one after the other, each in a child of this process."""
+    loaded: _Loaded | None = None
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
+        try:
+            loaded = loaded or _load()
+        except ValueError as error:
+            _tell(DemoWord(mistake=str(error)))
+            return
         child = os.fork()
         if child == 0:
             try:
-                _tell(DemoWord(result=_run(job)))
+                _tell(DemoWord(result=_run(job, loaded)))
             except ValueError as error:
                 _tell(DemoWord(mistake=str(error)))
             return
