@@ -10,23 +10,15 @@ import os
 import sys
 from collections.abc import Callable
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import torch
 
 from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
-from kvtide.engines.transformers import (
-    CachedModel,
-    attach,
-    converted_folder,
-    load_model,
-    load_tokenizer,
-    model_fingerprint,
-)
+from kvtide.engines.transformers import CachedModel, attach, load_to_fork, model_fingerprint
 
 _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 
@@ -86,25 +78,7 @@ def _watch_layers(model: Any) -> None:
         layer.register_forward_hook(hook)
 
 
-class _Loaded(NamedTuple):
-    """The model, read by one thread: torch's own threads would be missing in a fork. `threads`: how many a run uses."""
-
-    tokenizer: Any
-    model: Any
-    threads: int
-
-
-def _load() -> _Loaded:
-    _say("load model", 0, 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = converted_folder()
-    return _Loaded(load_tokenizer(folder), load_model(folder), threads)
-
-
-def _run(job: DemoJob, loaded: _Loaded) -> DemoRun:
-    tokenizer, model, threads = loaded
-    torch.set_num_threads(threads)
+def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
     # The first call in a process pays for warm-up that has nothing to do with caching.
@@ -150,18 +124,20 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -
 
 def main() -> None:
     """Do the jobs on stdin, one after the other, each in a child of this process."""
-    loaded: _Loaded | None = None
+    loaded: tuple[Any, Any] | None = None
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
         try:
-            loaded = loaded or _load()
+            if loaded is None:
+                _say("load model", 0, 1)
+                loaded = load_to_fork()
         except ValueError as error:
             _tell(DemoWord(mistake=str(error)))
             return
         child = os.fork()
         if child == 0:
             try:
-                _tell(DemoWord(result=_run(job, loaded)))
+                _tell(DemoWord(result=_run(job, *loaded)))
             except ValueError as error:
                 _tell(DemoWord(mistake=str(error)))
             return

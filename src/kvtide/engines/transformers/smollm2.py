@@ -102,6 +102,17 @@ def load_tokenizer(folder: Path | str) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def load_to_fork() -> tuple[Any, Any]:
+    """Return tokenizer and model, read by one thread: torch's own would be missing in a fork of this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        folder = converted_folder()
+        return load_tokenizer(folder), load_model(folder)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
