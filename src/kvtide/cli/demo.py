@@ -181,9 +181,9 @@ def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], los
 def _print(result: DemoResult) -> None:
     tide, cores = result.tide, os.cpu_count() or 1
     machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
-    restored = f"s in a new process that restores {result.hit_tokens:,} tokens from the store"
+    restored = f"s in a new process, {result.hit_tokens:,} tokens restored"
     lines = [
-        f"SmolLM2-135M reads a prompt of {result.prompt_tokens:,} tokens on {machine}:",
+        f"SmolLM2-135M, {result.prompt_tokens:,} tokens, on {machine}:",
         f"{result.cold_ttft_s:8.2f} s to the first token by a full prefill",
         f"{result.warm_ttft_s:8.2f} {restored}: [bold]{result.speedup:.1f} times faster[/]",
         f"           {result.codec}: {_same(result.identical_tokens)}; {format_bytes(result.raw_bytes)} in"
