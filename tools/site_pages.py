@@ -20,7 +20,7 @@ IMPORTED = re.compile(r"url\(\s*['\"]?(?:https?:)?//|@import\s+['\"](?:https?:)?
 
 
 class Page(HTMLParser):
-    """What a page has: names to link to, links, and addresses that a browser fetches."""
+    """A page: names to link to, links, and addresses that a browser fetches."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every program says of itself: its version, its help, a script that completes its commands."""
+"""Version, help and completion of every program."""
 
 from __future__ import annotations
 

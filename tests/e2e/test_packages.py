@@ -1,4 +1,4 @@
-"""What is installed: portable machine code, one line where there is no compiler."""
+"""The installed package: portable machine code, one line where there is no compiler."""
 
 from __future__ import annotations
 
