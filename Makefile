@@ -1,11 +1,13 @@
 # make demo and make test do all the set-up themselves; .venv is made once and renewed when its inputs change.
 PYTHON ?= python3
 BIN := .venv/bin
+# What CMake looks for, unless one is named.
+COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: check check-bytes check-rest demo test test-vllm lint bench install clean
+.PHONY: check check-bytes check-rest demo test test-vllm lint bench install wheels site newcomer clean
 
 demo: .venv/demo
 	$(BIN)/kvtide demo
@@ -39,9 +41,23 @@ bench: .venv/installed
 
 install: .venv/installed
 
+# What is released, in dist/. PYTHONS: interpreters to build with, 3.11 and a newer one; those on PATH if it is empty.
+wheels:
+	@$(PYTHON) tools/wheels.py $(PYTHONS)
+
+# The documents as pages, in site/; a warning or a dead link fails.
+site: .venv/site
+	@$(BIN)/python tools/site_pages.py
+
+# Every command that the documents show, in a scratch home.
+newcomer: .venv/installed
+	@$(BIN)/python tools/newcomer.py
+
 # What the demo needs alone. Nothing is compiled to bytecode here: of thousands of modules few are imported, and those are then.
 .venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
+	@for each in $(COMPILERS); do command -v $$each >/dev/null && exit 0; done; \
+	echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --no-compile torch==2.13.0
@@ -52,6 +68,12 @@ install: .venv/installed
 # And what tests and linters need.
 .venv/installed: .venv/demo
 	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,dev]"
+	@touch $@
+
+# And what builds the site and checks deploy/: the extras alone, since installing kvtide again would compile it again.
+EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+.venv/site: .venv/installed
+	@$(PIP) $$($(BIN)/python -c '$(EXTRAS); print(*extras["docs"], *extras["deploy"])')
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.
@@ -66,4 +88,4 @@ install: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-vllm build
+	rm -rf .venv .venv-vllm .venv-wheels build dist site

@@ -16,7 +16,7 @@ import wheel
 
 README = (wheel.ROOT / "README.md").read_text(encoding="utf-8")
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-BLOCKS = "\n".join(content for language, content in FENCED if not language)
+BLOCKS = "\n".join(content for language, content in FENCED if language in {"sh", "text"})
 APPS = {"kvtide": kvtide.cli.app.app, "kvtide-lab": kvtide_lab.cli.app.app}
 
 

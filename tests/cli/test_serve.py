@@ -56,7 +56,7 @@ def test_token_goes_with_its_digest() -> None:
 
 
 def test_example_configuration_is_valid() -> None:
-    settings = read_settings(ROOT / "examples/kvtide.toml", {})
+    settings = read_settings(ROOT / "deploy/kvtide.toml", {})
     assert [grant.tenant for grant in settings.grants] == ["search", "operators"]
     assert settings.sending.weights == {"search": 2.0}
 

@@ -6,7 +6,7 @@ from tests.doors.capability import Capability, Source
 
 _LOOK = "docs/commands.md: Look into a store"
 _MEASURE = "docs/commands.md: Measure and calibrate"
-_REGIONS = "docs/operations.md: Regions and a centre"
+_REGIONS = "docs/regions.md: Regions and a centre"
 _GRANTS = "docs/security.md: Who asks"
 _TINY = "tiny Llama, random weights"
 _REAL = "SmolLM2-135M"

@@ -9,12 +9,12 @@ _CLIENTS = "docs/operations.md: Clients"
 _LEAVES = "docs/operations.md: What leaves first"
 _VALKEY = "docs/operations.md: Valkey and Redis"
 _POOL = "docs/operations.md: A pool of kvtide servers"
-_REGIONS = "docs/operations.md: Regions and a centre"
+_REGIONS = "docs/regions.md: Regions and a centre"
 _BUCKETS = "docs/operations.md: Buckets: S3, Google, Azure"
-_SEALED = "docs/operations.md: Sealed stores"
+_SEALED = "docs/seal.md: Sealed stores"
 _SENDING = "docs/operations.md: Sharing a server's link"
 _QUOTAS = "docs/operations.md: Quotas"
-_WATCHING = "docs/operations.md: Watching a server"
+_WATCHING = "docs/monitoring.md: Watching a server"
 _GRANTS = "docs/security.md: Who asks"
 _PROCESS = "server process"
 _HEADERS = "docs/protocol.md: Request headers"
@@ -233,7 +233,7 @@ SERVE = (
     Capability(
         "dashboard, status and history", "GET /  GET /v1/status  GET /v1/history", _WATCHING, _PROCESS, Source.OURS
     ),
-    Capability("events", "GET /events", "docs/operations.md: Events", _PROCESS, Source.OURS),
+    Capability("events", "GET /events", "docs/monitoring.md: Events", _PROCESS, Source.OURS),
     Capability(
         "ranges, tags and look-ups by curl",
         "GET /v1/{namespace}/{key}",

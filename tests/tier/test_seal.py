@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from kvtide.wire import object_quality, parse_object
 from kvtide_lab.wrapped import Counting, Faulty
 
 pytest.importorskip("cryptography")
-from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
+from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, pieces, sealing_key_id
 from kvtide.tier.seal import tier as sealing
+from kvtide.tier.seal.label import HEAD_BYTES
 from kvtide.tier.seal.tier import SealedTier
 
-PIECE = sealing.PIECE_BYTES
+PIECE = pieces.PIECE_BYTES
 ONE, TWO, THREE = (f"{number:064x}" for number in (1, 2, 3))
 GOLDEN = Path(__file__).parents[1] / "golden" / "sealed-1.kvt"
 
@@ -141,6 +142,94 @@ def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) 
     assert came == plain[start:stop]
     assert not read_range(tier, object_id(2), start, stop, take)
     assert not read_range(tier, object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
+
+
+class Slow(DiskTier):
+    """A disk on which something happens before the read that begins behind the first part."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 26, SystemClock(), lambda key: False)
+        self.between: Callable[[], object] = lambda: None
+        self.reads = 0
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        self.reads += 1
+        if offset:
+            between, self.between = self.between, lambda: None
+            between()
+        return super().get_into(object_id, buffer, offset)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    monkeypatch.setattr(sealing, "AHEAD_PIECES", 2)
+    disk = Slow(tmp_path / "store")
+    disk.open()
+    yield disk
+    disk.close()
+
+
+@pytest.mark.parametrize("size", [1, PIECE, 2 * PIECE - 1, 2 * PIECE, 2 * PIECE + 1, 7 * PIECE + 17])
+@pytest.mark.parametrize("room", [2 * PIECE, 4 * PIECE, 9 * PIECE])
+def test_object_read_ahead_from_a_disk_is_the_plain_one(ring: Keyring, slow: Slow, size: int, room: int) -> None:
+    tier, plain, buffer = SealedTier(slow, ring), object_bytes(1, size), memoryview(bytearray(room))
+    tier.put_from(object_id(1), plain)
+    came = tier.get_into(object_id(1), buffer)
+    assert came == min(len(plain), room)
+    assert buffer[:came] == plain[:came]
+    assert slow.reads == -(-came // (2 * PIECE))
+    tier.check()
+
+
+def test_object_that_leaves_or_is_written_anew_while_it_is_read_is_a_miss_or_whole(ring: Keyring, slow: Slow) -> None:
+    tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
+
+    def write_anew() -> None:
+        tier.delete(object_id(1), "test")
+        tier.put_from(object_id(1), plain)
+
+    tier.put_from(object_id(1), plain)
+    slow.between = write_anew
+    assert read_all(tier, 1) == plain
+    slow.between = lambda: tier.delete(object_id(1), "test")
+    assert read_all(tier, 1) is None
+
+
+def test_fault_behind_the_first_part_is_a_fault_of_the_read(ring: Keyring, slow: Slow) -> None:
+    tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
+    tier.put_from(object_id(1), plain)
+
+    def fail() -> None:
+        raise TierUnavailable("a test")
+
+    slow.between = fail
+    with pytest.raises(TierUnavailable, match="a test"):
+        read_all(tier, 1)
+    assert read_all(tier, 1) == plain
+
+
+def test_read_that_meets_the_closing_of_the_tier_is_a_fault_and_it_opens_again(ring: Keyring, slow: Slow) -> None:
+    tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
+    tier.put_from(object_id(1), plain)
+    tier._ahead.shutdown()
+    with pytest.raises(TierUnavailable, match="closed"):
+        read_all(tier, 1)
+    tier.close()
+    tier.open()
+    assert read_all(tier, 1) == plain
+
+
+def test_damage_behind_the_first_part_is_zeros_there(ring: Keyring, slow: Slow) -> None:
+    tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
+    tier.put_from(object_id(1), plain)
+    sealed = bytearray(pieces.sealed_bytes(len(plain)))
+    slow.get_into(object_id(1), memoryview(sealed))
+    for place in (0, 100):
+        bad = bytearray(sealed)
+        bad[HEAD_BYTES + 4 * pieces.STEP + place] ^= 1
+        slow.delete(object_id(1), "test")
+        slow.put_from(object_id(1), bad)
+        assert read_all(tier, 1) == plain[: 4 * PIECE] + bytes(PIECE) + plain[5 * PIECE :]
 
 
 def test_reading_of_a_range_ends_when_no_more_is_wanted(ring: Keyring) -> None:

@@ -60,7 +60,9 @@ def plot(result: PositionBench, path: Path) -> str | None:
         axes.set_yticks(range(len(names)), names)
         axes.set_title("text that goes on" if passage is None else f"copy of tokens from {passage}", fontsize=9)
         figure.colorbar(image, ax=axes, label="KL, nats")
-    figure.suptitle(f"{result.codec}, {found[0].prefix_tokens} tokens: what is rough, the rest exact", fontsize=10)
+    worst = max(found, key=lambda row: row.kl)
+    finding = f"{_kind_of(worst)} in {_range_of(worst)} costs most, {worst.kl:.2g} nats"
+    figure.suptitle(f"{result.codec}, {found[0].prefix_tokens} tokens, one range rough: {finding}", fontsize=10)
     figure.savefig(path, dpi=150)
     return str(path)
 

@@ -24,6 +24,23 @@ def _render_goals(result: CodecQuality) -> Table:
     return table
 
 
+def quality_finding(result: CodecQuality) -> str:
+    """Return in one line the fewest bits of each codec at one KL; nothing where fewer than two reach one."""
+    for kl in sorted({each.kl for each in result.at_kl}):
+        fewest: dict[str, float] = {}
+        for each in result.at_kl:
+            if each.kl == kl and each.bits_per_element is not None:
+                fewest[each.codec] = min(each.bits_per_element, fewest.get(each.codec, each.bits_per_element))
+        if len(fewest) > 1:
+            ranked = sorted(fewest.items(), key=lambda item: item[1])
+            return (
+                f"{result.model}, at a KL of {kl:g}: "
+                + ", ".join(f"{name} {bits:.2f}" for name, bits in ranked)
+                + " bits"
+            )
+    return ""
+
+
 def _render_rows(result: CodecQuality) -> Table:
     title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
     columns = (
@@ -90,7 +107,7 @@ def plot(result: CodecQuality, path: Path) -> str | None:
     axes.set_yscale("log")
     axes.set_xlabel("bits per KV element, everything counted")
     axes.set_ylabel("KL of the continuation, nats")
-    axes.set_title(f"{result.model}: lower left is better")
+    axes.set_title(quality_finding(result) or f"{result.model}: lower left is better", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)

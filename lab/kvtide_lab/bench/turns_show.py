@@ -52,7 +52,9 @@ def plot(result: TurnsBench, path: Path) -> str | None:
     axes.set_xlabel("turn")
     axes.set_ylabel("KL of the turn's tokens, nats")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"{result.model}: each turn on what was kept of those before")
+    growing = [codec for codec, trend in result.trend.items() if trend.has_trend]
+    finding = f"the loss of {', '.join(growing)} grows" if growing else "no codec's loss is seen to grow"
+    axes.set_title(f"{result.model}, each turn on what was kept of those before: {finding}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)

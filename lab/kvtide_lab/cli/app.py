@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from kvtide.cli import run
+from kvtide.cli import run, version_option
 from kvtide_lab.cli import bench, sim
 from kvtide_lab.cli.insights import insights
 
@@ -12,9 +14,15 @@ app = typer.Typer(
     name="kvtide-lab",
     help="Measure and simulate kvtide.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(version: Annotated[bool, version_option("kvtide-lab")] = False) -> None:
+    """Options of the program itself; its help is the program's."""
+
+
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
 app.command("insights")(insights)

@@ -32,6 +32,17 @@ SLOTS_PER_SERVER_MIN = 16
 KEYS = 1_000_000
 KEYS_QUICK = 100_000
 MOVED_SAMPLE = 200_000
+# What plots call them.
+_PLACEMENTS = {
+    "mod": "by remainder",
+    "rendezvous": "rendezvous, one copy",
+    "less_loaded": "rendezvous, less loaded of two",
+}
+_DISTRIBUTIONS = {
+    "uniform": "every block as often",
+    "zipf": "few blocks most often (Zipf)",
+    "step 8": "keys with a step of 8, not hashed",
+}
 
 
 class PoolRow(msgspec.Struct, frozen=True):
@@ -167,20 +178,40 @@ def render_pool(report: PoolReport) -> Table:
     return shown
 
 
+def pool_finding(report: PoolReport) -> str:
+    """Return in one line what the rows say: how even placements are at worst, and what a join moves."""
+    worst = {name: max(getattr(row, name) for row in report.rows) for name in ("mod", "rendezvous", "less_loaded")}
+    moved = [row.join_moved * row.servers for row in report.rows], [row.join_moved_mod for row in report.rows]
+    return (
+        f"The busiest server has at most {worst['less_loaded']:.2f} times the mean "
+        f"(one copy: {worst['rendezvous']:.2f}; by remainder: {worst['mod']:.2f});\n"
+        f"a join moves {max(moved[0]):.2f} of one server's share (by remainder {max(moved[1]):.0%} of all blocks)"
+    )
+
+
 def plot_pool(report: PoolReport, path: Path) -> None:
-    """Draw the busiest server's load against the number of servers. ValueError if matplotlib is not installed."""
+    """Draw the busiest server, and what a join moves, against the number of servers. ValueError without matplotlib."""
     names = list(dict.fromkeys(row.distribution for row in report.rows))
-    figure = new_figure((4 * len(names), 3.4))
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        rows = [row for row in report.rows if row.distribution == name]
-        labels = [str(row.servers) for row in rows]
-        for label in ("mod", "rendezvous", "less_loaded"):
-            axes.plot(labels, [getattr(row, label) for row in rows], marker="o", label=label.replace("_", " "))
-        axes.set_title(name)
-        axes.set_xlabel("servers")
-        axes.set_ylim(bottom=0.9)
-    figure.axes[0].set_ylabel("busiest server / mean")
-    figure.axes[0].legend()
+    figure = new_figure((4 * len(names), 6.2))
+    panels = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
+    for column, name in enumerate(names):
+        rows = sorted((row for row in report.rows if row.distribution == name), key=lambda row: row.servers)
+        servers = [row.servers for row in rows]
+        for field, label in _PLACEMENTS.items():
+            panels[0, column].plot(servers, [getattr(row, field) for row in rows], marker="o", label=label)
+        panels[1, column].plot(servers, [row.join_moved_mod for row in rows], marker="o", label="by remainder")
+        panels[1, column].plot(servers, [row.join_moved for row in rows], marker="o", label="rendezvous")
+        panels[1, column].plot(servers, [1 / (each + 1) for each in servers], "k--", label="what has to: 1 / (N + 1)")
+        panels[0, column].set(title=_DISTRIBUTIONS.get(name, name), xscale="log", yscale="log")
+        panels[1, column].set(xlabel="servers", yscale="log")
+        ticks = [each for each in servers if each not in {12, 13}]
+        panels[1, column].set_xticks(ticks, [f"{each:,}" for each in ticks], minor=False)
+        panels[1, column].minorticks_off()
+    panels[0, 0].set_ylabel("busiest server / mean")
+    panels[1, 0].set_ylabel("share of blocks that a join moves")
+    panels[0, 0].legend(fontsize="small")
+    panels[1, 0].legend(fontsize="small")
+    figure.suptitle(pool_finding(report))
     figure.savefig(path, dpi=150)
 
 

@@ -155,6 +155,16 @@ def render_prompts(report: PromptReport) -> Table:
     return table
 
 
+def trace_finding(report: TraceReport) -> str:
+    """Return in one line which policy is best where policies differ most from the best possible."""
+    rows = [row for row in report.rows if row.policy != BELADY]
+    row = max(rows, key=lambda row: (row.belady_hit_rate - row.lru_hit_rate, row.hit_rate))
+    return (
+        f"{report.trace}: with room for {row.capacity_share:.0%} of the blocks {row.policy} hits {row.hit_rate:.1%}, "
+        f"lru {row.lru_hit_rate:.1%}, at best {row.belady_hit_rate:.1%}"
+    )
+
+
 def plot_trace(report: TraceReport, path: Path) -> None:
     """Draw hit rate against capacity for every policy. ValueError if matplotlib is not installed."""
     figure = new_figure()
@@ -163,7 +173,9 @@ def plot_trace(report: TraceReport, path: Path) -> None:
         rows = sorted((row for row in report.rows if row.policy == policy), key=lambda row: row.capacity_share)
         style = "k--" if policy == BELADY else ".-"
         axes.plot([row.capacity_share for row in rows], [row.hit_rate for row in rows], style, label=policy)
-    axes.set(xscale="log", xlabel="capacity, share of unique blocks", ylabel="hit rate by blocks", title=report.trace)
+    axes.set(xscale="log", xlabel="capacity, share of unique blocks", ylabel="hit rate by blocks")
+    axes.set_ylim(bottom=0)
+    axes.set_title(trace_finding(report), fontsize="medium")
     axes.legend()
     figure.savefig(path)
 
@@ -178,7 +190,13 @@ def plot_prompts(report: PromptReport, path: Path) -> None:
     right.plot(p, [row["items_per_s"] for row in report.rows], marker=".", label="with cache")
     right.plot(p, [row["items_per_s_uncached"] for row in report.rows], linestyle="--", label="without")
     right.set(xlabel="p", ylabel="items per second")
+    right.set_ylim(bottom=0)
     right.legend()
+    last = report.rows[-1]
+    gain = last["items_per_s"] / last["items_per_s_uncached"] - 1
+    figure.suptitle(
+        f"At p = {last['p']:g} {last['hit_rate']:.0%} of the blocks hit, and the engine does {gain:+.0%} items"
+    )
     figure.savefig(path)
 
 
@@ -209,8 +227,13 @@ def plot_fairness(report: FairnessReport, path: Path) -> None:
     right.bar(policies, [row.small_wait_ms_p99 for row in report.rows], color="lightgrey", label="p99")
     right.bar(policies, [row.small_wait_ms_p50 for row in report.rows], label="p50")
     right.axhline(3 * report.slice_round_ms, linestyle="--", color="black", label="three rounds of slices")
-    right.set(ylabel="wait of the smallest bodies, ms")
+    right.set(ylabel="wait of the smallest bodies, ms", yscale="log")
     right.legend()
+    fairest, other = (pick(report.rows, key=lambda row: row.jain) for pick in (max, min))
+    figure.suptitle(
+        f"Jain's index and a small body's wait at p99: {fairest.policy} {fairest.jain:.3f}, "
+        f"{fairest.small_wait_ms_p99:.0f} ms; {other.policy} {other.jain:.3f}, {other.small_wait_ms_p99:.0f} ms"
+    )
     figure.savefig(path)
 
 

@@ -140,4 +140,6 @@ def plot_stream(report: StreamReport, path: Path) -> None:
                 axes.plot([100 * row.miss_rate for row in rows], losses, style, label=policy, alpha=0.7)
             axes.set(yscale="log", title=f"{tokens:,} tokens, {slo_s:g} s", xlabel="misses, %", ylabel="KL, the worse")
     panels[0, 0].legend(fontsize="small")
+    finding = _caption(report.standing) if report.standing else "no oracle beside them"
+    figure.suptitle(f"{finding}\n(lower left is better)", fontsize="medium")
     figure.savefig(path)

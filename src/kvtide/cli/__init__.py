@@ -1,5 +1,5 @@
 """The `kvtide` command."""
 
-from kvtide.cli.app import main, run
+from kvtide.cli.app import main, run, version_option
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "version_option"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +16,26 @@ app = typer.Typer(
     name="kvtide",
     help="Prefill once, reuse anywhere: a KV-cache layer for LLM serving.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def version_option(distribution: str) -> Any:
+    """`--version` of a program: prints the distribution's name and version, and ends."""
+
+    def show(is_wanted: bool) -> None:
+        if is_wanted:
+            print(distribution, importlib.metadata.version(distribution))
+            raise typer.Exit
+
+    return typer.Option("--version", callback=show, is_eager=True, help="Print the version and end.")
+
+
+@app.callback()
+def options(version: Annotated[bool, version_option("kvtide")] = False) -> None:
+    """Options of the program itself; its help is the program's."""
+
+
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("stats")(store.stats)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -19,14 +19,16 @@ from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
+from kvtide.config import cache_home
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
 # What is shown beside the codec that was asked for.
 _LOSSY = "tide"
-# A run's steps, in order: its bar has a part for each.
+# A run's steps, in order: its bar has a part for each. The model is loaded once, and converted in the first demo.
 _STEPS = {"load model": "load the model", "prefill": "prefill", "answer": "answer", "store": "store blocks"}
+_CONVERTING = "convert the model, once"
 
 
 class DemoLossy(msgspec.Struct, frozen=True):
@@ -87,8 +89,7 @@ def demo(
     jobs[f"{_LOSSY}: new process"] = msgspec.structs.replace(warm, codec=_LOSSY, exact="lossless")
     first, *others, _, lossy = _run_all(jobs, console)
     if first.was_warm:
-        console.print(f"The store at {store} is warm: it has this text from an earlier run. The cold figure is a")
-        console.print("full prefill without the cache, measured now.")
+        console.print("The store has this text from an earlier run: the full prefill is measured without it.")
     result = _result(store, codec, first, others, lossy)
     plot = _plot(result, store.with_name(f"{store.name}.png"))
     result = msgspec.structs.replace(result, plot=plot)
@@ -107,13 +108,15 @@ def _disk_store(url: str) -> Path:
 
 def _run_all(jobs: Mapping[str, DemoJob], console: Console) -> list[DemoRun]:
     """Do one job after the other, each in a process of its own; all have their bars from the start."""
-    columns = (TextColumn("{task.description:42}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:48}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
     with (
         Progress(*columns, console=console) as progress,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs,
     ):
         bars = [progress.add_task(name, total=len(_STEPS), start=False) for name in jobs]
+        # What draws is imported while the runs import what computes: nothing is measured yet.
+        _figure_type()
         return [_run(job, name, bar, runs, progress) for (name, job), bar in zip(jobs.items(), bars, strict=True)]
 
 
@@ -130,7 +133,7 @@ def _run(job: DemoJob, name: str, bar: TaskID, runs: subprocess.Popen[bytes], pr
             raise ValueError(word.mistake)
         if word.step:
             done = list(_STEPS).index(word.step) + word.done / word.total
-            progress.update(bar, completed=done, description=f"{name}, {_STEPS[word.step]}")
+            progress.update(bar, completed=done, description=f"{name}, {_shown(word.step)}")
         if word.status is not None:
             break
     progress.update(bar, completed=len(_STEPS), description=name)
@@ -138,6 +141,11 @@ def _run(job: DemoJob, name: str, bar: TaskID, runs: subprocess.Popen[bytes], pr
     if result is None:
         raise ValueError(f"a run of the demo failed ({name}); its error is above")
     return result
+
+
+def _shown(step: str) -> str:
+    is_first = step == "load model" and not any((cache_home() / "models").glob("*/config.json"))
+    return _CONVERTING if is_first else _STEPS[step]
 
 
 def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
@@ -173,14 +181,16 @@ def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], los
 def _print(result: DemoResult) -> None:
     tide, cores = result.tide, os.cpu_count() or 1
     machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
-    restored = f"s in a new process that restores {result.hit_tokens:,} tokens from the store"
+    restored = f"s in a new process, {result.hit_tokens:,} tokens restored"
     lines = [
-        f"SmolLM2-135M reads a prompt of {result.prompt_tokens:,} tokens on {machine}:",
-        f"{result.cold_ttft_s:8.2f} s to the first token by a full prefill;",
-        f"{result.warm_ttft_s:8.2f} {restored}, {result.codec}: [bold]{result.speedup:.1f} times faster[/],"
-        f" {_same(result.identical_tokens)}, {format_bytes(result.raw_bytes)} in {format_bytes(result.stored_bytes)};",
-        f"{tide.warm_ttft_s:8.2f} {restored}, {tide.codec}:"
-        f" {_same(tide.identical_tokens)}, in {format_bytes(tide.stored_bytes)} (KL from exact {tide.kl:.5f}).",
+        f"SmolLM2-135M, {result.prompt_tokens:,} tokens, on {machine}:",
+        f"{result.cold_ttft_s:8.2f} s to the first token by a full prefill",
+        f"{result.warm_ttft_s:8.2f} {restored}: [bold]{result.speedup:.1f} times faster[/]",
+        f"           {result.codec}: {_same(result.identical_tokens)}; {format_bytes(result.raw_bytes)} in"
+        f" {format_bytes(result.stored_bytes)}",
+        f"{tide.warm_ttft_s:8.2f} {restored}",
+        f"           {tide.codec}, which is lossy: {_same(tide.identical_tokens)};"
+        f" in {format_bytes(tide.stored_bytes)}, KL {tide.kl:.4f}",
     ]
     CONSOLE.print("\n".join(lines), highlight=False, soft_wrap=True)
     CONSOLE.print(f"Answer: {result.answer.strip()}")
@@ -191,13 +201,21 @@ def _same(is_same: bool) -> str:
     return "the same answer token for token" if is_same else "another answer"
 
 
-def _plot(result: DemoResult, path: Path) -> str | None:
-    """Draw every way's time beside the store; None where matplotlib is not installed."""
+def _figure_type() -> Any:
+    """Return what charts are drawn on; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(6, 2.9), layout="constrained")
+    return Figure
+
+
+def _plot(result: DemoResult, path: Path) -> str | None:
+    """Draw every way's time beside the store; None where matplotlib is not installed."""
+    figure_type = _figure_type()
+    if figure_type is None:
+        return None
+    figure = figure_type(figsize=(6, 2.9), layout="constrained")
     axes = figure.add_subplot()
     ways = [f"restored, {result.tide.codec}", f"restored, {result.codec}", "full prefill"]
     times = [result.tide.warm_ttft_s, result.warm_ttft_s, result.cold_ttft_s]

@@ -1,7 +1,7 @@
-"""Runs of the demo, each in a process of its own: load the model, answer, report. Started by `kvtide demo`.
+"""Runs of the demo, each in a process of its own: answer, report. Started by `kvtide demo`.
 
 Takes jobs on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has imported
-torch and computed nothing, so that six runs import it once.
+torch, loaded the model and computed nothing, so that six runs do that once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
-from kvtide.engines.transformers import (
-    CachedModel,
-    attach,
-    converted_folder,
-    load_model,
-    load_tokenizer,
-    model_fingerprint,
-)
+from kvtide.engines.transformers import CachedModel, attach, load_to_fork, model_fingerprint
 
 _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 
@@ -85,10 +78,7 @@ def _watch_layers(model: Any) -> None:
         layer.register_forward_hook(hook)
 
 
-def _run(job: DemoJob) -> DemoRun:
-    _say("load model", 0, 1)
-    folder = converted_folder()
-    tokenizer, model = load_tokenizer(folder), load_model(folder)
+def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
     _say("load model", 1, 1)
     # The first call in a process pays for warm-up that has nothing to do with caching.
@@ -134,12 +124,20 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -
 
 def main() -> None:
     """Do the jobs on stdin, one after the other, each in a child of this process."""
+    loaded: tuple[Any, Any] | None = None
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
+        try:
+            if loaded is None:
+                _say("load model", 0, 1)
+                loaded = load_to_fork()
+        except ValueError as error:
+            _tell(DemoWord(mistake=str(error)))
+            return
         child = os.fork()
         if child == 0:
             try:
-                _tell(DemoWord(result=_run(job)))
+                _tell(DemoWord(result=_run(job, *loaded)))
             except ValueError as error:
                 _tell(DemoWord(mistake=str(error)))
             return

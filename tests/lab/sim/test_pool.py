@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide_lab.sim.pool import plot_pool, render_pool, run_pool
+from kvtide_lab.sim.pool import plot_pool, pool_finding, render_pool, run_pool
 
 
 def test_table_shows_what_is_known_of_each_placement(tmp_path: Path) -> None:
@@ -18,6 +18,7 @@ def test_table_shows_what_is_known_of_each_placement(tmp_path: Path) -> None:
     assert all(row.join_moved_mod > 0.85 for row in report.rows)
     assert report.moved_of_ideal_max <= 1.15
     assert render_pool(report).row_count == len(report.rows) == 6
+    assert "at most 1.0" in pool_finding(report) and "by remainder: 8.00" in pool_finding(report)
     plot_pool(report, tmp_path / "pool.png")
     assert (tmp_path / "pool.png").stat().st_size > 1000
 

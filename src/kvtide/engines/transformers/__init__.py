@@ -4,7 +4,7 @@ from kvtide.engines.transformers.attaching import attach
 from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
-from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_tokenizer
+from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_to_fork, load_tokenizer
 from kvtide.engines.transformers.watch import model_fingerprint
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "block_bits",
     "converted_folder",
     "load_model",
+    "load_to_fork",
     "load_tokenizer",
     "model_fingerprint",
     "model_layout",

@@ -7,24 +7,19 @@ by one of our keys, for this id and this place in the object; others are zeros, 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import cycle
 from mmap import PAGESIZE
-from typing import NamedTuple
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.errors import TierUnavailable
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import (
@@ -42,102 +37,45 @@ from kvtide.tier.base import (
     Replacing,
     Tier,
     WrappedTier,
+    is_lender,
 )
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.seal.keys import KEY_BYTES, Keyring, SealingKey
-from kvtide.tier.seal.label import HEAD_BYTES, SEALED_CODEC
+from kvtide.tier.seal.keys import Keyring
+from kvtide.tier.seal.label import HEAD_BYTES
+from kvtide.tier.seal.pieces import (
+    OVERHEAD,
+    PIECE_BYTES,
+    PREFIX,
+    SALT_BYTES,
+    STEP,
+    Seal,
+    open_pieces,
+    plain_bytes,
+    sealed_bytes,
+    write_head,
+)
 from kvtide.tier.source import Take, read_range
-from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
-from kvtide.wire import pack_around, parse_header
+from kvtide.types import NamedId, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
 
-# Plain bytes of a piece. Smaller ones cost calls (16 KiB: a fifth more CPU), larger ones are read for little.
-PIECE_BYTES = 64 << 10
 # Ids that could not be opened, so that they are misses at once and are stored again.
 UNOPENED_MAX = 4096
 # Buffers kept for the next reads and writes; at most so many threads go on without taking fresh memory.
 SCRATCHES_MAX = 8
-_PREFIX = struct.Struct("<8s16sQ")
-_SALT_BYTES = 16
-_TAG_BYTES = 16
-_OVERHEAD = _PREFIX.size + _TAG_BYTES
-_STEP = PIECE_BYTES + _OVERHEAD
+# Larger objects on a disk are read in parts of so many pieces, the next while one is opened. Smaller parts cost more
+# CPU (each reads the record's header again), larger ones leave the disk waiting. At most so many reads go on ahead.
+AHEAD_PIECES = 64
+AHEAD_MAX = SCRATCHES_MAX // 2
 
 
-def sealed_bytes(size: int) -> int:
-    """Return how long an object of `size` bytes is once it is sealed."""
-    return HEAD_BYTES + size + _OVERHEAD * max(1, -(-size // PIECE_BYTES))
+def _room(pieces: int) -> int:
+    """Return the bytes of memory that pieces are read into, wherever the first one begins."""
+    return HEAD_BYTES + pieces * STEP + PAGESIZE
 
 
-def plain_bytes(size: int) -> int:
-    """Return how long a sealed object of `size` bytes is when opened; 0 if nothing sealed is so short."""
-    pieces = max(1, -(-(size - HEAD_BYTES) // _STEP))
-    return max(0, size - HEAD_BYTES - _OVERHEAD * pieces)
-
-
-def _write_head(sealed: memoryview, plain: memoryview) -> None:
-    """Write what servers and disks go by, without the model's name; zeros in front of what is no object."""
-    try:
-        stored = parse_header(plain)
-    except CorruptPayload:
-        sealed[:HEAD_BYTES] = bytes(HEAD_BYTES)
-        return
-    meta = dataclasses.replace(stored.meta, model="")
-    pack_around(sealed, meta, SEALED_CODEC, SectionId(SectionKind.DATA, 0, 0, meta.layout.layers), stored.quality)
-
-
-class _Prefix(NamedTuple):
-    key_id: bytes
-    salt: bytes
-    size: int
-
-
-class _Seal(NamedTuple):
-    """The common parts of all pieces of one written object: prefix, associated data, cipher."""
-
-    prefix: bytes
-    bound: bytes
-    cipher: AESGCM
-    size: int
-
-    @classmethod
-    def of(cls, key: SealingKey, salt: bytes, size: int, object_id: ObjectId) -> _Seal:
-        """Derive the cipher of one writing: a salt is never used twice, so that piece numbers can be nonces."""
-        prefix, name = _PREFIX.pack(key.id, salt, size), b"".join(object_id)
-        derived = HKDF(SHA256(), KEY_BYTES, salt, b"kvtide-seal-1" + name).derive(key.secret)
-        return cls(prefix, name + prefix, AESGCM(derived), size)
-
-    def close(self, number: int, plain: memoryview, into: memoryview) -> None:
-        """Seal a piece into so many bytes and `_OVERHEAD`."""
-        into[: len(self.prefix)] = self.prefix
-        self.cipher.encrypt_into(number.to_bytes(12, "big"), plain, self.bound, into[len(self.prefix) :])
-
-    def open(self, number: int, piece: memoryview, into: memoryview) -> None:
-        """Open a piece into the bytes that it must have; zeros if it is not the one that was sealed."""
-        if len(piece) == len(into) + _OVERHEAD and piece[: len(self.prefix)] == self.prefix:
-            try:
-                self.cipher.decrypt_into(number.to_bytes(12, "big"), piece[len(self.prefix) :], self.bound, into)
-                return
-            except InvalidTag:
-                pass
-        into[:] = bytes(len(into))
-
-
-def _open_pieces(seal: _Seal, pieces: memoryview, buffer: memoryview, offset: int) -> int:
-    """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
-    stop = max(offset, min(offset + len(buffer), seal.size))
-    for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES) if stop > offset else 0):
-        piece, pieces = pieces[:_STEP], pieces[_STEP:]
-        begin, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, seal.size)
-        if offset <= begin and end <= stop:
-            seal.open(number, piece, buffer[begin - offset : end - offset])
-            continue
-        opened = memoryview(bytearray(end - begin))
-        seal.open(number, piece, opened)
-        low, high = max(begin, offset), min(end, stop)
-        buffer[low - offset : high - offset] = opened[low - begin : high - begin]
-    return stop - offset
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(AHEAD_MAX, thread_name_prefix="kvtide-unseal")
 
 
 class SealedTier(WrappedTier):
@@ -162,6 +100,13 @@ class SealedTier(WrappedTier):
         self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
+        self._ahead = _workers()
+
+    def close(self) -> None:
+        """Close the wrapped tier; what is read ahead comes to its end."""
+        ahead, self._ahead = self._ahead, _workers()
+        ahead.shutdown()
+        super().close()
 
     # Opening
 
@@ -169,7 +114,12 @@ class SealedTier(WrappedTier):
         """Read the pieces that the range touches, and open them."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        came = self._read(object_id, buffer, offset) if len(buffer) else 0 if self.contains(object_id) else None
+        if not len(buffer):
+            came = 0 if self.contains(object_id) else None
+        elif offset == 0 and len(buffer) > AHEAD_PIECES * PIECE_BYTES and is_lender(self.tier):
+            came = self._read_ahead(object_id, buffer)
+        else:
+            came = self._read(object_id, buffer, offset)
         with self._lock:
             self._hits += came is not None
             self._misses += came is None
@@ -177,12 +127,47 @@ class SealedTier(WrappedTier):
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
         first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
-        begin = HEAD_BYTES + first * _STEP
+        with self._scratch(_room(stop - first)) as view:
+            pieces = self._pieces(object_id, first, stop, view)
+            return None if pieces is None else self._open_range(object_id, pieces, buffer, offset)
+
+    def _pieces(self, object_id: ObjectId, first: int, stop: int, view: memoryview) -> memoryview | None:
+        """Read the pieces from `first` to before `stop`, as far as there are so many."""
+        begin = HEAD_BYTES + first * STEP
         # Direct reads begin at a page.
         start = begin // PAGESIZE * PAGESIZE
-        with self._scratch(HEAD_BYTES + stop * _STEP - start) as view:
-            came = self.tier.get_into(object_id, view, start)
-            return None if came is None else self._open_range(object_id, view[begin - start : came], buffer, offset)
+        came = self.tier.get_into(object_id, view[: HEAD_BYTES + stop * STEP - start], start)
+        return None if came is None else view[begin - start : came]
+
+    def _read_ahead(self, object_id: ObjectId, buffer: memoryview) -> int | None:
+        """Read a large object from a disk: while a part is opened the next one comes."""
+        step = AHEAD_PIECES * PIECE_BYTES
+        with self._scratch(_room(AHEAD_PIECES)) as one, self._scratch(_room(AHEAD_PIECES)) as other:
+            pieces = self._pieces(object_id, 0, AHEAD_PIECES, one)
+            if pieces is None or len(pieces) < OVERHEAD:
+                return None if pieces is None else 0
+            seal = self._seal_of(object_id, pieces)
+            if seal is None:
+                return None
+            size = min(len(buffer), seal.size)
+            for start, view in zip(range(0, size, step), cycle((other, one)), strict=False):
+                first, stop = start // PIECE_BYTES + AHEAD_PIECES, min(start + step, size)
+                if stop == size:
+                    return start + open_pieces(seal, pieces, buffer[start:stop], start)
+                try:
+                    coming = self._ahead.submit(self._pieces, object_id, first, first + AHEAD_PIECES, view)
+                except RuntimeError as error:
+                    raise TierUnavailable(f"{self.name} is being closed") from error
+                try:
+                    open_pieces(seal, pieces, buffer[start:stop], start)
+                finally:
+                    # The memory is in use until then.
+                    wait([coming])
+                pieces = coming.result()
+                if pieces is None or pieces[: len(seal.prefix)] != seal.prefix:
+                    # It left, was written again or is damaged: one read of all of it tells.
+                    break
+        return self._read(object_id, buffer, 0)
 
     @contextmanager
     def _scratch(self, size: int) -> Iterator[memoryview]:
@@ -198,20 +183,20 @@ class SealedTier(WrappedTier):
 
     def _open_range(self, object_id: ObjectId, pieces: memoryview, buffer: memoryview, offset: int) -> int | None:
         """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
-        if len(pieces) < _OVERHEAD:
+        if len(pieces) < OVERHEAD:
             # After the end, or what is cut within its first piece: the reader gets too few bytes.
             return 0
         seal = self._seal_of(object_id, pieces)
-        return None if seal is None else _open_pieces(seal, pieces, buffer, offset)
+        return None if seal is None else open_pieces(seal, pieces, buffer, offset)
 
-    def _seal_of(self, object_id: ObjectId, piece: memoryview) -> _Seal | None:
+    def _seal_of(self, object_id: ObjectId, piece: memoryview) -> Seal | None:
         """Return the seal of what begins with this piece; None, and noted, if none of our keys made it."""
-        key_id, salt, size = _Prefix._make(_PREFIX.unpack_from(piece))
+        key_id, salt, size = PREFIX.unpack_from(piece)
         key = self._ring.find(key_id)
         if key is None:
             self._note_unopened(object_id, key_id)
             return None
-        return _Seal.of(key, salt, size, object_id)
+        return Seal.of(key, salt, size, object_id)
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range as it comes, a piece as soon as it is whole."""
@@ -220,13 +205,13 @@ class SealedTier(WrappedTier):
 
         def open_held() -> bool:
             nonlocal at, seal, is_wanted
-            piece = memoryview(bytes(held[:_STEP]))
-            del held[:_STEP]
-            seal = seal or (self._seal_of(object_id, piece) if len(piece) >= _OVERHEAD else None)
+            piece = memoryview(bytes(held[:STEP]))
+            del held[:STEP]
+            seal = seal or (self._seal_of(object_id, piece) if len(piece) >= OVERHEAD else None)
             if seal is None:
                 return False
             opened = memoryview(bytearray(min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES) - at))
-            came = _open_pieces(seal, piece, opened, at)
+            came = open_pieces(seal, piece, opened, at)
             at += came
             is_wanted = take(opened[:came])
             return is_wanted and at < stop
@@ -234,13 +219,13 @@ class SealedTier(WrappedTier):
         def taking(part: memoryview) -> bool:
             nonlocal is_wanted
             held.extend(part)
-            while len(held) >= _STEP:
+            while len(held) >= STEP:
                 if not open_held():
                     return False
             is_wanted = bool(part) or take(part)
             return is_wanted
 
-        read_range(self.tier, object_id, HEAD_BYTES + first * _STEP, HEAD_BYTES + end * _STEP, taking)
+        read_range(self.tier, object_id, HEAD_BYTES + first * STEP, HEAD_BYTES + end * STEP, taking)
         # The last piece of an object is shorter: only its end shows that it is whole.
         if held and is_wanted and at < stop:
             open_held()
@@ -291,12 +276,12 @@ class SealedTier(WrappedTier):
         if key is None:
             raise TierUnavailable(f"{self._ring} has no key for tenant {tenant!r}")
         plain = memoryview(buffer)
-        seal = _Seal.of(key, os.urandom(_SALT_BYTES), len(plain), object_id)
+        seal = Seal.of(key, os.urandom(SALT_BYTES), len(plain), object_id)
         with self._scratch(sealed_bytes(len(plain))) as sealed:
             for number in range(max(1, -(-len(plain) // PIECE_BYTES))):
                 piece = plain[number * PIECE_BYTES :][:PIECE_BYTES]
-                seal.close(number, piece, sealed[HEAD_BYTES + number * _STEP :][: len(piece) + _OVERHEAD])
-            _write_head(sealed, plain)
+                seal.close(number, piece, sealed[HEAD_BYTES + number * STEP :][: len(piece) + OVERHEAD])
+            write_head(sealed, plain)
             yield sealed
 
     # What the wrapped tier says, in plain sizes and without what can't be opened

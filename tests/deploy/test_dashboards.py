@@ -1,4 +1,4 @@
-"""The Grafana dashboard in `examples/` asks only for metrics and labels that the server has."""
+"""Grafana's dashboard and Prometheus' alerts ask only for metrics and labels that the server has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,14 +19,14 @@ from kvtide.server.quotas import Quota, QuotaCollector, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
-FILE = Path(__file__).parents[2] / "examples" / "grafana.json"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 # Labels that Prometheus itself adds.
 ADDED = {"instance", "job"}
 
 
 @pytest.fixture(scope="module")
 def dashboard() -> Any:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +54,29 @@ def expressions(dashboard: Any) -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
-def test_every_expression_names_metrics_that_exist(dashboard: Any, labels_of: dict[str, set[str]]) -> None:
-    asked = {name for each in expressions(dashboard) for name in re.findall(r"\bkvtide_\w+", each)}
-    assert asked <= set(labels_of)
-    assert all(re.search(r"\bkvtide_\w+", each) for each in expressions(dashboard))
+@pytest.fixture(scope="module")
+def alerts() -> list[str]:
+    """Expressions of the alerts, but for Prometheus' own `up`."""
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"] if not rule["expr"].startswith("up{")]
 
 
-def test_every_expression_uses_labels_that_its_metrics_have(dashboard: Any, labels_of: dict[str, set[str]]) -> None:
-    for expression in expressions(dashboard):
+def test_every_expression_names_metrics_that_exist(
+    dashboard: Any, alerts: list[str], labels_of: dict[str, set[str]]
+) -> None:
+    asked = [set(re.findall(r"\bkvtide_\w+", each)) for each in [*expressions(dashboard), *alerts]]
+    assert set.union(*asked) <= set(labels_of)
+    assert all(asked)
+
+
+def test_every_expression_uses_labels_that_its_metrics_have(
+    dashboard: Any, alerts: list[str], labels_of: dict[str, set[str]]
+) -> None:
+    for expression in [*expressions(dashboard), *alerts]:
         names = re.findall(r"\bkvtide_\w+", expression)
         known = set.intersection(*(labels_of[name] for name in names)) | ADDED
         used = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in re.split(r",\s*", group)}
-        used |= {label for group in re.findall(r"\{([^}]*)\}", expression) for label in re.findall(r"(\w+)=", group)}
+        used |= {label for group in re.findall(r"\{([^}]*)\}", expression) for label in re.findall(r"(\w+)[=!]", group)}
         assert used <= known, expression
 
 

@@ -1,0 +1,56 @@
+"""The documents by what a newcomer does with them, and that the tool which does it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import newcomer
+
+FENCE = "```"
+BLOCKS = {page: list(newcomer.blocks_of(page.read_text(encoding="utf-8"))) for page in newcomer.PAGES}
+RUN = [page for page, blocks in BLOCKS.items() if any(map(newcomer.is_run, blocks))]
+
+
+@pytest.mark.parametrize("document", newcomer.PAGES, ids=lambda path: path.name)
+def test_page_shows_links_and_commands_that_exist(document: Path) -> None:
+    assert list(newcomer.still_problems(document)) == []
+
+
+@pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
+def test_blocks_of_a_page_work_as_shown(document: Path) -> None:
+    assert list(newcomer.run_problems(document)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[there](nowhere.md)", "links to nowhere.md"),
+        ("[there](#nothing)", "links to #nothing"),
+        ("as `kvtide fly` says", "no command fly"),
+        ("as `kvtide stats --swiftly` says", "no option --swiftly"),
+        (f"{FENCE}text\nkvtide-lab bench disk | moon\n{FENCE}", "no command moon"),
+        (f"{FENCE}toml\na = \n{FENCE}", "is no toml"),
+        (f"{FENCE}\nkvtide stats\n{FENCE}", "a block without a language"),
+        (f"{FENCE}sh\nfalse\n{FENCE}", "exit status 1"),
+        (f"{FENCE}python\nraise KeyError(input_ids.shape[1])\n{FENCE}", "a traceback: KeyError: 600"),
+        (f"{FENCE}sh\nprintf '│%090d│\\n' 7\n{FENCE}", "a table of 92 columns"),
+        (f"{FENCE}sh\nkvtide serve --tier moon://\n{FENCE}", "ended with status 2"),
+    ],
+)
+def test_what_does_not_work_is_found(tmp_path: Path, text: str, problem: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{text}\n")
+    found = [*newcomer.still_problems(page), *newcomer.run_problems(page)]
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+def test_skipped_block_is_not_run_but_its_commands_have_to_exist(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- newcomer: skip needs a moon -->\n{FENCE}sh\nkvtide ls --moon\nfalse\n{FENCE}\n")
+    (block,) = newcomer.blocks_of(page.read_text())
+    assert block.skip == "needs a moon"
+    assert list(newcomer.run_problems(page)) == []
+    assert list(newcomer.still_problems(page)) == ["line 1: kvtide ls: no option --moon"]
