@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import SectionEntry, StoredObject
+from kvtide.wire.object import SectionEntry, StoredObject
 
 # Bound on (refinement step, layer) pairs of one object, so that a foreign table can't make us allocate much.
 LAYER_STEPS_MAX = 1 << 20

@@ -12,10 +12,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtide.errors import CorruptPayload
-from kvtide.store.load.arrival import Arrival
 from kvtide.types import Section, SectionId
-from kvtide.wire import SectionEntry, StoredObject
+from kvtide.wire.arrival import Arrival
 from kvtide.wire.frame import parse_frame
+from kvtide.wire.object import SectionEntry, StoredObject
 
 # Default bound on the bytes of all objects that one receiver puts together.
 RECEIVE_BYTES_MAX = 4 << 30
