@@ -328,6 +328,19 @@ def test_what_is_read_does_not_make_room() -> None:
     uploads.check()
 
 
+def test_what_is_deleted_while_it_is_read_is_served_to_nobody_else() -> None:
+    uploads, _ = uploads_of()
+    begin(uploads, pieces(1), "one")
+    asked = {"range": "bytes=0-9"}
+    lent = uploads.lend(object_id(1), "GET", asked)
+    assert lent is not None
+    uploads.drop(object_id(1))
+    assert uploads.lend(object_id(1), "GET", asked) is None
+    lent.release()
+    assert kept(uploads, pieces(1)) == []
+    uploads.check()
+
+
 def test_what_rests_too_long_is_forgotten() -> None:
     uploads, clock = uploads_of(uploads_idle_s_max=10.0)
     first, second = pieces(1), pieces(2)

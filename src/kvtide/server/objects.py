@@ -281,19 +281,20 @@ class ObjectRequests:
             with self._quotas.room(tenant, announced.object_bytes):
                 return True
 
-        def take() -> Upload | None:
+        def take() -> tuple[Upload | None, list[int]]:
             try:
-                return self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
+                upload = self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
+                return upload, upload.missing() if upload is not None else []
             except CorruptPayload as error:
                 raise RequestRefused(422, str(error)) from error
             finally:
                 give_back()
 
-        upload = await self._write(exchange, take, give_back)
+        upload, missing = await self._write(exchange, take, give_back)
         self._metrics.count_received(tenant, size)
         if upload is None:
             await exchange.reply(200)
-        elif missing := upload.missing():
+        elif missing:
             answer = msgspec.json.encode(PiecesAnswer(missing))
             await exchange.reply(202, answer, [("Content-Type", "application/json")])
         else:
@@ -305,7 +306,7 @@ class ObjectRequests:
                 lent = self._uploads.lend_whole(upload)
                 is_new = await self._store(exchange, object_id, stored, lent.views[0], lent.release)
         finally:
-            self._uploads.drop(upload)
+            self._uploads.drop(*upload.name)
         await exchange.reply(201 if is_new else 200)
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -314,7 +315,7 @@ class ObjectRequests:
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
-        self._uploads.drop_all_of(stored)
+        self._uploads.drop(stored)
         if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
             await exchange.reply(204)

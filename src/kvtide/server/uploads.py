@@ -26,15 +26,16 @@ class Upload:
 
     def __init__(self, object_id: ObjectId, owner: str, stored: StoredObject, now_s: float) -> None:
         """CorruptPayload for a table out of bounds."""
-        self.id = object_id
+        self.name = (object_id, stored.version_tag)
         self.owner = owner
         self.stored = stored
         self.receiver = Receiver([stored])
         self.memory = self.receiver.memory(0)
         self.held_bytes = self.receiver.held_bytes
         self.used_s = now_s
-        # Those that read or store it now.
+        # Those that read or store it now, and whether it goes when they are done.
         self.users = 0
+        self.is_over = False
         self._lock = threading.Lock()
 
     def offer(self, frames: memoryview) -> None:
@@ -79,8 +80,8 @@ class Uploads:
     ) -> Upload | None:
         """Take an object's header and table, frames, or both in this order; None if the object is not wanted.
 
-        CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413, 429 and 503 for
-        want of room.
+        CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413 and 503 for want
+        of room.
         """
         head_bytes = 0 if is_frame(body) else header_and_table_bytes(body)
         if head_bytes:
@@ -96,14 +97,12 @@ class Uploads:
     def _begun(self, object_id: ObjectId, owner: str, stored: StoredObject) -> Upload:
         """Return the upload of an object, a new one if there is none."""
         self.drop_idle()
+        new = Upload(object_id, owner, stored, self._monotonic_s())
         with self._lock:
-            name = (object_id, stored.version_tag)
-            upload = self._uploads.get(name)
-            if upload is None:
-                upload = Upload(object_id, owner, stored, self._monotonic_s())
-                self._make_room(upload)
-                self._uploads[name] = upload
-            upload.used_s = self._monotonic_s()
+            if new.name not in self._uploads:
+                self._make_room(new)
+            upload = self._uploads.setdefault(new.name, new)
+            upload.used_s = new.used_s
             return upload
 
     def _found(self, object_id: ObjectId, version_tag: bytes) -> Upload:
@@ -136,10 +135,7 @@ class Uploads:
                 return
             if victim is None:
                 raise RequestRefused(503, "objects in pieces hold all that they may", retry_after_s=1.0)
-            self._remove(victim)
-
-    def _remove(self, upload: Upload) -> None:
-        self._uploads.pop((upload.id, upload.stored.version_tag), None)
+            del self._uploads[victim.name]
 
     def lend(self, object_id: ObjectId, method: str, headers: Mapping[str, str]) -> LentObject | None:
         """Lend an object to a GET that asks for a range of which all is here; None for any other request.
@@ -150,8 +146,8 @@ class Uploads:
         if method != "GET" or asked is None:
             return None
         with self._lock:
-            upload = next((each for each in self._uploads.values() if each.id == object_id), None)
-            if upload is None or not upload.has_part(asked):
+            upload = next((each for (of, _), each in self._uploads.items() if of == object_id), None)
+            if upload is None or upload.is_over or not upload.has_part(asked):
                 return None
             tag = etag(upload.stored.version_tag)
             return self._lent(upload) if headers.get("if-range", tag) == tag else None
@@ -170,26 +166,24 @@ class Uploads:
     def _release(self, upload: Upload) -> None:
         with self._lock:
             upload.users -= 1
+            if upload.is_over and not upload.users:
+                self._uploads.pop(upload.name, None)
 
-    def drop(self, upload: Upload) -> None:
-        """Forget an upload; one that is being read goes once it has rested too long."""
-        with self._lock:
-            if not upload.users:
-                self._remove(upload)
-
-    def drop_all_of(self, object_id: ObjectId) -> None:
-        """Forget what has come of an object."""
-        with self._lock:
-            found = [each for each in self._uploads.values() if each.id == object_id]
-        for upload in found:
-            self.drop(upload)
+    def drop(self, object_id: ObjectId, version_tag: bytes | None = None) -> None:
+        """Forget what has come of an object, of one version or of all; what is being read goes when that is done."""
+        self._drop(lambda upload: upload.name == (object_id, version_tag or upload.stored.version_tag))
 
     def drop_idle(self) -> None:
         """Forget what has rested too long."""
         latest_s = self._monotonic_s() - self._limits().uploads_idle_s_max
+        self._drop(lambda upload: upload.used_s < latest_s and not upload.users)
+
+    def _drop(self, is_over: Callable[[Upload], bool]) -> None:
         with self._lock:
-            for upload in [each for each in self._uploads.values() if each.used_s < latest_s and not each.users]:
-                self._remove(upload)
+            for upload in [each for each in self._uploads.values() if is_over(each)]:
+                upload.is_over = True
+                if not upload.users:
+                    del self._uploads[upload.name]
 
     def check(self) -> None:
         """AssertionError if the bounds don't hold or something is lent. Call it while no request is under way."""
@@ -197,5 +191,5 @@ class Uploads:
         assert len(uploads) <= limits.uploads_max
         assert sum(each.held_bytes for each in uploads) <= limits.uploads_bytes_max
         for upload in uploads:
-            assert not upload.users, f"{upload.id} is lent to nobody"
+            assert not upload.users, f"{upload.name[0]} is lent to nobody"
             upload.receiver.check()

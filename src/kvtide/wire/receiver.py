@@ -164,8 +164,9 @@ class Receiver:
 
     def whole(self, block: int) -> bytes | None:
         """Return a block's object as it is stored, None unless every section of it has arrived."""
-        is_whole = self.has_range(block, 0, self._arrival(block).stored.object_bytes + 1)
-        return bytes(self.memory(block)) if is_whole else None
+        arrival = self._arrival(block)
+        is_whole = all(map(arrival.is_here, range(len(arrival.stored.entries))))
+        return bytes(arrival.memory) if is_whole else None
 
     @property
     def held_bytes(self) -> int:
