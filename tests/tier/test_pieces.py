@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 
@@ -265,3 +266,15 @@ def test_regions_send_on_what_came_in_pieces(tmp_path_factory: pytest.TempPathFa
         tier.close()
         wait_until(lambda: ask(world.centre, "GET", 1)[1] == what.data, "the centre to have it")
         assert ask(world.regions[1], "GET", 1)[1] == what.data
+
+
+def test_clients_that_send_one_object_at_once_all_succeed() -> None:
+    with running_server() as server, ThreadPoolExecutor(4) as threads:
+        for number in range(5):
+            what, tiers = pieces(number, 30, 20_000), [client(server) for _ in range(4)]
+            sent = [threads.submit(tier.put_from, object_id(number), what.data) for tier in tiers]
+            assert [each.result(30) for each in sent] == [True] * 4
+            assert ask(server, "GET", number)[1] == what.data
+            for tier in tiers:
+                tier.check()
+                tier.close()

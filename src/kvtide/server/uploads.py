@@ -29,7 +29,7 @@ class Upload:
         self.name = (object_id, stored.version_tag)
         self.owner = owner
         self.stored = stored
-        self.receiver = Receiver([stored])
+        self.receiver = Receiver([stored], stored.object_bytes)
         self.memory = self.receiver.memory(0)
         self.held_bytes = self.receiver.held_bytes
         self.used_s = now_s

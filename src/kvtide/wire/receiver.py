@@ -146,6 +146,7 @@ class Receiver:
         """Tell whether every section that has a byte in [start, stop) of a block's object has arrived."""
         arrival = self._arrival(block)
         for position, entry in enumerate(arrival.stored.entries):
+            # A section without bytes is one too, where it stands.
             if entry.offset < stop and start < entry.offset + max(entry.size, 1) and not arrival.is_here(position):
                 return False
         return True
