@@ -24,7 +24,7 @@ RANK = {
 }
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
-    *("wire.frame", "wire.http", "wire.protocol", "wire.records", "codec.packed", "plan.cut"),
+    *("wire.frame", "wire.http", "wire.protocol", "wire.receiver", "wire.records", "codec.packed", "plan.cut"),
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
     *("tier.http.records", "tier.ram.device", "tier.stack.invalidation"),
     *("store.repack", "store.load.job", "store.load.run", "store.load.sparse", "store.load.streamed"),

@@ -11,7 +11,6 @@ LEFT = (
         "a test on a server process",
         Source.CACHEGEN,
     ),
-    Left("sections put together by the server", "PUT of a frame", "a request that takes frames", Source.CACHEGEN),
     Left("quotas in an engine's memory and disk", "limits by tenant salt", "quotas that local tiers ask", Source.OURS),
     Left("blocks that stay longer", "priority of a namespace", "hints that rankings ask", Source.OURS),
     Left(

@@ -51,6 +51,7 @@ STORES = (
     Capability(
         "engines find what other regions have", "?force_latest=1", _CLIENTS, "two regions, a centre", Source.CACHEGEN
     ),
+    Capability("uploads in pieces, resumed after a cut", "?upload=pieces", _CLIENTS, _PROCESS, Source.CACHEGEN),
     Capability("what leaves memory first", "memory://?policy=lru", _LEAVES, _PROCESS, Source.CACHEGEN),
     Capability("what leaves the disk first", "disk:///var/cache/kvtide?policy=…", _LEAVES, _PROCESS, Source.OURS),
     Capability("the report's pool of freed blocks", "?policy=pool", _LEAVES, _PROCESS, Source.PREFIX),
@@ -279,6 +280,21 @@ SERVE = (
         "server",
         Source.OURS,
         "tests/server/test_gateway.py::test_buffers_that_are_all_in_use_are_a_503",
+    ),
+    Capability(
+        "sections put together by the server",
+        "POST /v1/{namespace}/{key}",
+        "docs/protocol.md: Uploads in pieces",
+        "server",
+        Source.CACHEGEN,
+    ),
+    Capability(
+        "objects that come in pieces",
+        "uploads_bytes_max",
+        _SERVER,
+        "the server's uploads",
+        Source.OURS,
+        "tests/server/test_pieces.py::test_bytes_are_bounded_for_each_owner_and_for_all",
     ),
     Capability(
         "readers that take nothing",

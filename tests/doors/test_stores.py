@@ -6,10 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chaos import ChaosProxy, Fault, Kind
 from tests.doors.register import door
 from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, Regions, answer, bearer, grant, metric, serving
 from tests.server.worlds import ask
@@ -66,6 +68,25 @@ def test_what_the_disk_evicts_goes_to_the_server(tiny_model: Any, pair: list[Ser
     assert metric(pair[0], HELD) == before
     answer(tiny_model, url, PROMPT, tenant_salt=b"4", limits=Limits(memory_bytes_max=1, disk_bytes_max=1 << 16))
     wait_until(lambda: metric(pair[0], HELD) > before, "evicted blocks to come")
+
+
+@door("uploads in pieces, resumed after a cut")
+def test_upload_goes_on_after_a_cut(tiny_model: Any, tmp_path: Path) -> None:
+    numbers = count()
+    with serving(tmp_path, "", "--access-log", str(tmp_path / "log")) as server:
+
+        def choose() -> Fault:
+            return Fault(Kind.RESET if next(numbers) < 3 else Kind.NOTHING, False, 20_000)
+
+        with ChaosProxy((server.address.host, server.address.port), choose) as proxy:
+            answer(tiny_model, f"{proxy.url}?upload=pieces", PROMPT)
+            assert proxy.connections > 3
+        assert metric(server, HELD) == BLOCKS
+        assert answer(tiny_model, server.url, PROMPT).hit_tokens == RESTORED
+        assert server.terminate() == 0
+    asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    methods = Counter(line["method"] for line in asked if line["route"] == "object")
+    assert methods["PUT"] == 0 and methods["POST"] >= 2 * BLOCKS
 
 
 @door("token of a client")

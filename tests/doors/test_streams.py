@@ -13,6 +13,7 @@ import torch
 from tests.codec.tide_profiles import fitted_on
 from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
+from tests.server.worlds import ask
 from tests.servers import RunningServer, running_server
 
 from kvtide.clock import SystemClock
@@ -23,6 +24,8 @@ from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan.base import Reason
 from kvtide.store.load.streamed import StreamedReport
 from kvtide.store.repack import UseStore
+from kvtide.wire import parse_object
+from kvtide.wire.frame import pack_frame
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.
@@ -47,9 +50,20 @@ class World:
         """Have the server keep another prompt's blocks too."""
         answer(self._model, self._server.url, prompt, **self.options)
 
+    def objects(self) -> Iterator[bytes]:
+        """Yield the prompt's blocks as the server has them."""
+        for info in list(self._server.store.objects()):
+            data = bytearray(info.size)
+            self._server.store.get_into(info.id, memoryview(data))
+            if parse_object(data).meta.parent != parse_object(data).meta.id.key:
+                yield bytes(data)
+
     @contextmanager
-    def attached(self, bytes_per_s: float, **options: Any) -> Iterator[CachedModel]:
-        address = (self._server.address.host, self._server.address.port)
+    def attached(
+        self, bytes_per_s: float, server: RunningServer | None = None, **options: Any
+    ) -> Iterator[CachedModel]:
+        place = (server or self._server).address
+        address = (place.host, place.port)
         with (
             ShapedProxy(address, lambda seconds: bytes_per_s * seconds) as proxy,
             attach(
@@ -100,6 +114,27 @@ def test_at_the_deadline_the_model_starts_with_what_has_come(world: World, slow_
     assert report.tokens == RESTORED
     assert 0 < report.received_bytes < 0.8 * world.whole_bytes
     assert report.kl > 1e-3, "not all refinements were there"
+
+
+@door("sections put together by the server")
+def test_a_stream_starts_with_bases_while_refinements_are_uploaded(world: World, slow_engine: None) -> None:
+    with running_server() as east:
+        rest = []
+        for data in world.objects():
+            stored = parse_object(data)
+            frames = [pack_frame(stored, at) for at in range(len(stored.entries))]
+            bases = sum(entry.id.refinement == 0 for entry in stored.entries)
+            path = f"/v1/{stored.meta.id.namespace.hex()}/{stored.meta.id.key.hex()}"
+            assert ask(east, "POST", path, stored.head + b"".join(frames[:bases]))[0].status == 202
+            rest.append((path, b"".join(frames[bases:])))
+        with world.attached(PLENTY_BYTES_PER_S, east, start_within_s=SOON_S) as cached:
+            report = asked(cached)
+            assert (report.tokens, report.computed_tokens, report.is_whole) == (RESTORED, 0, False)
+            assert report.fetch is not None and set(report.fetch.progress.here) == {1}
+        assert {ask(east, "HEAD", path)[0].status for path, _ in rest} == {404}, "there is no whole object yet"
+        assert [ask(east, "POST", path, frames)[0].status for path, frames in rest] == [201] * len(rest)
+        with world.attached(PLENTY_BYTES_PER_S, east, start_within_s=60.0) as cached:
+            assert asked(cached).is_whole
 
 
 @door("a deadline and a quality for each request")

@@ -25,13 +25,13 @@ from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.plan import LinkEstimate, PrefillSpeed, TwoEnded
 from kvtide.plan.layered import Layered
 from kvtide.store.load.job import LoadRequest
-from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import FetchLimits, FetchRun
 from kvtide.store.load.streamed import Streamed
 from kvtide.tier.http.peer import PeerSettings
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
+from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.bench.shaped import ShapedProxy
 

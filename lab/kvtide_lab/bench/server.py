@@ -40,6 +40,7 @@ _EXCHANGE_S_MAX = 30.0
 _LIMITS = {
     "memory_bytes_max": 256 << 20,
     "buffer_bytes_max": 128 << 20,
+    "uploads_bytes_max": 1 << 20,
     "connections_max": 1200,
     "tenant_connections_max": 1200,
 }

@@ -38,7 +38,9 @@ MIB = 1 << 20
 # What a tenant may feel: so many times its quiet p99, but this much is nothing that a user notices.
 P99_FACTOR_MAX = 10.0
 P99_MS_MIN = 250.0
-_LIMITS = ServerLimits(memory_bytes_max=128 * MIB, buffer_bytes_max=64 * MIB, tenant_buffer_bytes_max=32 * MIB)
+_LIMITS = ServerLimits(
+    memory_bytes_max=128 * MIB, buffer_bytes_max=64 * MIB, tenant_buffer_bytes_max=32 * MIB, uploads_bytes_max=MIB
+)
 _DRAIN_S_MAX = 2.0
 # Python's own end, and that of the tiers.
 _END_S_MAX = 1.0
@@ -264,7 +266,7 @@ def _server(config: Path, tokens: dict[str, str], options: str) -> Iterator[_Gro
         + ('on_behalf_of = ["*"]\n' if tenant == "region" else "")
         for tenant, token in tokens.items()
     )
-    changed = ("memory_bytes_max", "buffer_bytes_max", "tenant_buffer_bytes_max")
+    changed = ("memory_bytes_max", "buffer_bytes_max", "tenant_buffer_bytes_max", "uploads_bytes_max")
     limits = "".join(f"{name} = {getattr(_LIMITS, name)}\n" for name in changed)
     config.write_text(
         f'listen = "127.0.0.1:0"\n{options}[limits]\n{limits}drain_s_max = {_DRAIN_S_MAX}\n{grants}', encoding="utf-8"

@@ -45,7 +45,7 @@ _LOOK_UPS_A_TURN = 256
 # Ends only when the reader does.
 _EVENTS = "/events"
 _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
-    ObjectRoute: ("GET", "HEAD", "PUT", "DELETE"),
+    ObjectRoute: ("GET", "HEAD", "PUT", "POST", "DELETE"),
     ExistsRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
     RecordName: ("GET", "HEAD", "PUT", "DELETE"),

@@ -1,4 +1,4 @@
-"""The requests for one object: get, head, put, delete.
+"""The requests for one object: get, head, put, delete, and post for one that comes in pieces.
 
 Invariant: nothing of a body becomes visible to a tier before all of it has come and been verified; every buffer and
 lent object is given back, whatever happens to the connection.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
+
+import msgspec
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
@@ -19,11 +22,12 @@ from kvtide.server.names import Names
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Records, Region, stored_quality
 from kvtide.server.settings import ServerLimits
+from kvtide.server.uploads import Upload, Uploads
 from kvtide.tier import Tier
 from kvtide.tier.base import LentObject, Replacing
 from kvtide.tier.pool import Member
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import object_quality, parse_object, version_tag
+from kvtide.wire import StoredObject, object_quality, parse_object, version_tag
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -32,6 +36,7 @@ from kvtide.wire.protocol import (
     REASON_HEADER,
     REMOVED_HEADER,
     ByteRange,
+    PiecesAnswer,
     etag,
     generation,
     is_tag_matched,
@@ -40,6 +45,7 @@ from kvtide.wire.protocol import (
 from kvtide.wire.records import RecordKind, RecordName
 
 _REASON_CHARACTERS_MAX = 16
+_Result = TypeVar("_Result")
 
 
 class ObjectRequests:
@@ -57,6 +63,7 @@ class ObjectRequests:
         metrics: Metrics,
         workers: Workers,
         quotas: Quotas,
+        uploads: Uploads,
         member: Member | None = None,
         region: Region | None = None,
     ) -> None:
@@ -72,6 +79,7 @@ class ObjectRequests:
         self._live = live
         self._workers = workers
         self._quotas = quotas
+        self._uploads = uploads
         self._member = member
         self._region = region
 
@@ -80,13 +88,13 @@ class ObjectRequests:
         return self._live.limits
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
-        """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
+        """Answer GET, HEAD, PUT, POST or DELETE. RequestRefused if that is an error."""
         method = exchange.head.method
         if method in {"GET", "HEAD"}:
             await self._get(exchange, object_id)
-        elif method == "PUT":
+        elif method in {"PUT", "POST"}:
             if not await self._is_sent_on(exchange, object_id):
-                await self._put(exchange, object_id)
+                await (self._put if method == "PUT" else self._post)(exchange, object_id)
         else:
             await self._delete(exchange, object_id)
 
@@ -109,6 +117,7 @@ class ObjectRequests:
         if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
             await self._lending.bring(exchange, region.latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
+        lent = lent or self._uploads.lend(stored, method, exchange.head.headers)
         if lent is None:
             if not await self._is_sent_on(exchange, object_id):
                 reason = await self._reply_absent(exchange, stored)
@@ -124,13 +133,13 @@ class ObjectRequests:
     async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> NamedId:
         """Return the id under which an object is stored. RequestRefused for one that is meant of another generation.
 
-        A PUT may also teach us that a generation has risen, by a bounded step, unless we have a centre that says so.
+        PUT and POST may also teach us that a generation has risen, by a bounded step, unless we have a centre.
         """
         tenant, name = exchange.caller.tenant, object_id.namespace
         meant = generation(exchange.head.headers)
         known = self._records.generation(tenant, name)
         is_centre = self._region is None or self._region.central is None
-        if meant is not None and meant > known and is_centre and exchange.head.method == "PUT":
+        if meant is not None and meant > known and is_centre and exchange.head.method in {"PUT", "POST"}:
             record = RecordName(RecordKind.GENERATION, name.hex())
             taught = min(meant, known + exchange.caller.generation_step_max)
             await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(taught)))
@@ -211,15 +220,7 @@ class ObjectRequests:
         self._metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
-        exchange.caller.require(Scope.WRITE)
-        size = exchange.head.content_length
-        if size is None:
-            raise RequestRefused(411, "a PUT needs a Content-Length")
-        tenant, size_max = exchange.caller.tenant, self._limits.object_bytes_max
-        if tenant:
-            size_max = min(size_max, self._limits.tenant_buffer_bytes_max)
-        if size > size_max:
-            raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
+        size = self._body_bytes(exchange)
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers:
@@ -227,22 +228,85 @@ class ObjectRequests:
             if await self._workers.read(exchange.owner, look):
                 await exchange.reply(200)
                 return
-        with self._quotas.room(tenant, size):
-            await self._store_body(exchange, object_id, stored, size)
-
-    async def _store_body(self, exchange: Exchange, object_id: ObjectId, stored: NamedId, size: int) -> None:
         tenant = exchange.caller.tenant
-        body, give_back = await receive(exchange, self._buffers, self._limits, size)
-        # From here on the buffer is the thread's, also if this task ends before it.
-        note = partial(self._metrics.note_model, tenant, object_id.namespace)
+        with self._quotas.room(tenant, size):
+            body, give_back = await receive(exchange, self._buffers, self._limits, size)
+            is_new = await self._store(exchange, object_id, stored, body, give_back)
+            self._metrics.count_received(tenant, size)
+            await exchange.reply(201 if is_new else 200)
+
+    def _body_bytes(self, exchange: Exchange) -> int:
+        """Return how long the body is of who may write. RequestRefused (403, 411, 413) for others."""
+        exchange.caller.require(Scope.WRITE)
+        size = exchange.head.content_length
+        if size is None:
+            raise RequestRefused(411, f"a {exchange.head.method} needs a Content-Length")
+        self._check_size(exchange.caller.tenant, size)
+        return size
+
+    def _check_size(self, tenant: str, size: int) -> None:
+        size_max = self._limits.object_bytes_max
+        if tenant:
+            size_max = min(size_max, self._limits.tenant_buffer_bytes_max)
+        if size > size_max:
+            raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
+
+    async def _store(
+        self, exchange: Exchange, object_id: ObjectId, stored: NamedId, body: memoryview, give_back: Callable[[], None]
+    ) -> bool:
+        """Verify and store an object; False if one as good was here. RequestRefused (422, 507) if it can't be."""
+        note = partial(self._metrics.note_model, exchange.caller.tenant, object_id.namespace)
         store = partial(_store, self._tier, self._local, stored, object_id, body, give_back, note)
+        return await self._write(exchange, store, give_back)
+
+    async def _write(self, exchange: Exchange, action: Callable[[], _Result], give_back: Callable[[], None]) -> _Result:
+        """Run in a thread what uses a buffer: from here on that is the thread's, also if this task ends before it."""
         try:
-            is_new = await self._workers.write(exchange.owner, store, give_back)
+            return await self._workers.write(exchange.owner, action, give_back)
         except RequestRefused as error:
             if error.status == 422:
                 self._metrics.count_corrupt()
             raise
+
+    async def _post(self, exchange: Exchange, object_id: ObjectId) -> None:
+        """Take pieces of an object, and store it once it is whole."""
+        size, tenant = self._body_bytes(exchange), exchange.caller.tenant
+        stored = await self._stored(exchange, object_id, 409)
+        body, give_back = await receive(exchange, self._buffers, self._limits, size)
+
+        def is_wanted(announced: StoredObject) -> bool:
+            if self._local.contains(stored) and announced.quality >= stored_quality(self._local, stored):
+                return False
+            self._check_size(tenant, announced.object_bytes)
+            with self._quotas.room(tenant, announced.object_bytes):
+                return True
+
+        def take() -> tuple[Upload | None, list[int]]:
+            try:
+                upload = self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
+                return upload, upload.missing() if upload is not None else []
+            except CorruptPayload as error:
+                raise RequestRefused(422, str(error)) from error
+            finally:
+                give_back()
+
+        upload, missing = await self._write(exchange, take, give_back)
         self._metrics.count_received(tenant, size)
+        if upload is None:
+            await exchange.reply(200)
+        elif missing:
+            answer = msgspec.json.encode(PiecesAnswer(missing))
+            await exchange.reply(202, answer, [("Content-Type", "application/json")])
+        else:
+            await self._store_upload(exchange, object_id, stored, upload)
+
+    async def _store_upload(self, exchange: Exchange, object_id: ObjectId, stored: NamedId, upload: Upload) -> None:
+        try:
+            with self._quotas.room(exchange.caller.tenant, upload.stored.object_bytes):
+                lent = self._uploads.lend_whole(upload)
+                is_new = await self._store(exchange, object_id, stored, lent.views[0], lent.release)
+        finally:
+            self._uploads.drop(*upload.name)
         await exchange.reply(201 if is_new else 200)
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -251,6 +315,7 @@ class ObjectRequests:
         reason = exchange.head.headers.get(REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
+        self._uploads.drop(stored)
         if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
             await exchange.reply(204)

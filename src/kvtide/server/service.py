@@ -24,6 +24,7 @@ from kvtide.server.quotas import OTHERS, QuotaCollector, Quotas
 from kvtide.server.regions import RecordRequests, Records, Region, RegionSettings, centre_of, region_of
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.settings import ListenAddress, ServerSettings, are_records_kept, parse_address, records_path
+from kvtide.server.uploads import Uploads
 from kvtide.tier import tiers_of
 from kvtide.tier.pool import Member
 from kvtide.tier.stack import TierStack
@@ -32,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 # How often the files of the settings are looked at.
 _SETTINGS_POLL_S = 2.0
-# How often objects are looked for that a quota lets be no longer; who asks for one finds it gone at once.
+# How often uploads are looked for that rest too long, and objects that a quota lets be no longer; who asks for one of
+# those finds it gone at once.
 _EXPIRY_S = 10.0
 
 
@@ -103,6 +105,7 @@ class Service:
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
+        self.uploads = Uploads(lambda: self.live.limits, clock.monotonic_s)
         # What is on this machine, and counts.
         self._local = backing.region.local if backing.region is not None else tier
         is_region = self._local is not tier
@@ -188,6 +191,7 @@ class Service:
             metrics,
             workers,
             self.quotas,
+            self.uploads,
             self._member,
             region,
         )
@@ -230,8 +234,9 @@ class Service:
         self.quotas.recount(self._local, sorted(tenants - {OTHERS}), self._backing.records.generation)
 
     async def _drop_expired(self) -> None:
-        while self.quotas.is_counting:
+        while True:
             await asyncio.sleep(_EXPIRY_S)
+            self.uploads.drop_idle()
             for object_id in await asyncio.to_thread(self.quotas.expired):
                 await asyncio.to_thread(self._local.delete, object_id, "expired")
 
@@ -245,6 +250,7 @@ class Service:
         """AssertionError if buffers or send slots are lost. Call it while no request is under way."""
         self.buffers.check()
         self.acceptor.limits.check()
+        self.uploads.check()
         assert self.buffers.lent_bytes == 0, f"{self.buffers.lent_bytes} bytes of buffers are lent to nobody"
         self.scheduler.check()
         self.quotas.check()

@@ -75,6 +75,11 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     buffer_bytes_max: int = 512 << 20
     # Of these, what one tenant's bodies hold; who asks nobody for a token has no tenants.
     tenant_buffer_bytes_max: int = 256 << 20
+    # Objects that come in pieces, until they are whole: bytes of all, of one tenant, number, and how long one may rest.
+    uploads_bytes_max: int = 512 << 20
+    tenant_uploads_bytes_max: int = 256 << 20
+    uploads_max: int = 256
+    uploads_idle_s_max: float = 60.0
     connections_max: int = 4096
     # Of one tenant, or of one address until a request of theirs was let in, and where nobody is asked for a token.
     tenant_connections_max: int = 1024
@@ -107,7 +112,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def resident_bytes_max(self) -> int:
         """Return the most memory that a server with memory tiers of these bounds takes."""
-        return PROCESS_BYTES + self.memory_bytes_max + self.buffer_bytes_max + self.connections_max * CONNECTION_BYTES
+        bodies = self.buffer_bytes_max + self.uploads_bytes_max
+        return PROCESS_BYTES + self.memory_bytes_max + bodies + self.connections_max * CONNECTION_BYTES
 
     @property
     def lent_bytes_max(self) -> int:
@@ -287,7 +293,7 @@ def check_memory(settings: ServerSettings, there_bytes: int) -> None:
     if wanted > there_bytes:
         _log.warning(
             "the limits let this server take %.1f GiB of memory and there are %.1f: lower memory_bytes_max, "
-            "buffer_bytes_max or connections_max",
+            "buffer_bytes_max, uploads_bytes_max or connections_max",
             wanted / 2**30,
             there_bytes / 2**30,
         )

@@ -57,6 +57,11 @@ def pack_frame(stored: StoredObject, position: int) -> bytes:
     return frame_header(stored, position) + stored.section(position).data
 
 
+def is_frame(data: bytes | bytearray | memoryview) -> bool:
+    """Tell whether these bytes begin as a frame does."""
+    return data[: len(_MAGIC)] == _MAGIC
+
+
 def parse_frame_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     """Check the header at the begin of `data`, of whose frame not all need be here. CorruptPayload if it is none."""
     if len(data) < FRAME_HEADER_BYTES:

@@ -37,6 +37,7 @@ __all__ = [
     "ObjectList",
     "ObjectRoute",
     "PageRoute",
+    "PiecesAnswer",
     "Route",
     "TenantView",
     "deadline_ms",
@@ -242,6 +243,12 @@ class ExistsAnswer(msgspec.Struct, frozen=True):
 
     present: list[bool]
     leading: int
+
+
+class PiecesAnswer(msgspec.Struct, frozen=True):
+    """Sections that an object in pieces still lacks, by their numbers in its table."""
+
+    missing: list[int]
 
 
 class ListedObject(msgspec.Struct, frozen=True):

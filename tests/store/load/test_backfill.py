@@ -11,8 +11,8 @@ from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.store.load import Backfill
 from kvtide.store.load.backfill import BackfillLimits, PartialLoad
-from kvtide.store.load.receiver import Receiver
 from kvtide.types import ObjectId
+from kvtide.wire.receiver import Receiver
 
 OBJECTS = made_objects(3)
 OBJECT_BYTES = sum(map(len, OBJECTS.values()))

@@ -24,8 +24,8 @@ from kvtide.plan import LinkEstimate, Plan, PrefillSpeed, Progress, Reason, Requ
 from kvtide.plan.layered import Layered
 from kvtide.plan.levels import CachegenRule
 from kvtide.store.load.job import FetchJob, LoadRequest, level_job
-from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
+from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
 
 OBJECTS = made_objects(6)

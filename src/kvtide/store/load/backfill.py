@@ -21,7 +21,7 @@ from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 
 if TYPE_CHECKING:
-    from kvtide.store.load.receiver import Receiver
+    from kvtide.wire.receiver import Receiver
 
 _log = logging.getLogger(__name__)
 

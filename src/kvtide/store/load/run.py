@@ -18,9 +18,9 @@ from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.plan import Fetch, LinkEstimate, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.store.load.job import FetchJob, ObjectRange
-from kvtide.store.load.receiver import OfferOutcome, Receiver
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
+from kvtide.wire.receiver import OfferOutcome, Receiver
 
 _log = logging.getLogger(__name__)
 

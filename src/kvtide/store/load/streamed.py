@@ -21,13 +21,13 @@ from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded,
 from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason, level_meta
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, level_job, losses_of
-from kvtide.store.load.receiver import Receiver
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
 from kvtide.store.load.speculative import SpeculativePrefill, StreamStart
 from kvtide.store.load.whole import Whole
 from kvtide.tier.breaker import until
 from kvtide.tier.source import read_heads
 from kvtide.wire import StoredObject
+from kvtide.wire.receiver import Receiver
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvtide.wire.protocol import FORCE_HEADER, GENERATION_HEADER, TENANT_HEADER
 SMALL_ANSWER_BYTES_MAX = 1 << 20
 
 
-_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest"})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest", "upload"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +223,15 @@ class Servers(NamedTuple):
     headers: list[tuple[str, str]]
     object_headers: list[tuple[str, str]]
     takes_evicted: bool
+    takes_pieces: bool
 
 
 def servers_of(url: str) -> Servers:
     """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
     Options behind `?`: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
-    `force_latest=1` to look in all regions for what the server lacks; for TLS `ca_file`, `cert_file` and `key_file`.
-    ValueError for anything else, or a file that can't be read.
+    `force_latest=1` to look in all regions for what the server lacks; `upload=pieces` to send objects section by
+    section; for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -247,10 +248,13 @@ def servers_of(url: str) -> Servers:
     takes_evicted = {"all": False, "evicted": True}.get(options.get("write", "all"))
     if takes_evicted is None:
         raise ValueError(f"write is all or evicted, got {options['write']!r}")
+    takes_pieces = {"whole": False, "pieces": True}.get(options.get("upload", "whole"))
+    if takes_pieces is None:
+        raise ValueError(f"upload is whole or pieces, got {options['upload']!r}")
     if options.get("force_latest", "0") not in {"0", "1"}:
         raise ValueError(f"force_latest is 0 or 1, got {options['force_latest']!r}")
     latest = [(FORCE_HEADER, "1")] if options.get("force_latest") == "1" else []
-    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted)
+    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted, takes_pieces)
 
 
 def asked_name(object_id: ObjectId) -> tuple[Namespace, list[tuple[str, str]]]:

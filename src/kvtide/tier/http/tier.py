@@ -25,6 +25,7 @@ from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.connection import HttpAnswer, Patience, asked_name, object_target, servers_of
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch
+from kvtide.tier.http.pieces import put_in_pieces
 from kvtide.tier.source import Take, read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.protocol import (
@@ -67,6 +68,7 @@ class HttpTier:
         operation_s_max: float = OPERATION_S_MAX,
         takes_evicted: bool = False,
         bytes_s_min: float = math.inf,
+        takes_pieces: bool = False,
     ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
@@ -74,6 +76,7 @@ class HttpTier:
         self._clock = clock
         self._operation_s_max = operation_s_max
         self._bytes_s_min = bytes_s_min
+        self._takes_pieces = takes_pieces
         # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
         self.hedges = Hedges(clock, operation_s_max)
@@ -200,7 +203,11 @@ class HttpTier:
         target, headers = object_target(object_id)
         for peer in self._peers:
             try:
-                answer = self._ask(peer, Call("PUT", target, headers, buffer, None))
+                if self._takes_pieces:
+                    ask = partial(self._send, peer, "POST", target, headers)
+                    answer = put_in_pieces(ask, buffer, self._clock, self._operation_s_max, time.sleep)
+                else:
+                    answer = self._send(peer, "PUT", target, headers, buffer)
             except TierUnavailable as caught:
                 error = caught
                 continue
@@ -289,6 +296,11 @@ class HttpTier:
     def _ask(self, peer: Peer, call: Call) -> HttpAnswer:
         return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
 
+    def _send(
+        self, peer: Peer, method: str, target: str, headers: Sequence[tuple[str, str]], body: Buffer
+    ) -> HttpAnswer:
+        return self._ask(peer, Call(method, target, headers, body, None))
+
     def _deadline_s(self, size: int) -> float:
         own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
         return min(own_s, caller_deadline_s())
@@ -352,4 +364,4 @@ def http_tier(
     servers = servers_of(url)
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
-    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min)
+    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min, servers.takes_pieces)

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import SectionEntry, StoredObject
+from kvtide.wire.object import SectionEntry, StoredObject
 
 # Bound on (refinement step, layer) pairs of one object, so that a foreign table can't make us allocate much.
 LAYER_STEPS_MAX = 1 << 20
+# What the bookkeeping of one section takes at most.
+_SECTION_BYTES = 1 << 10
 
 
 class LayerQuality:
@@ -39,6 +41,7 @@ class LayerQuality:
         self._lacking[0, self._lacking[0] == 0] = 1
         self._is_delta = is_delta[1:]
         self._by_layer: NDArray[np.int64] | None = None
+        self.held_bytes = self._lacking.nbytes
 
     def _layers_of(self, section: SectionId) -> NDArray[np.int32]:
         return self._lacking[self._row[section.refinement], section.layer_start : section.layer_stop]
@@ -74,8 +77,8 @@ class Arrival:
         self._is_here = [False] * len(stored.entries)
         # Bytes of each section that came in one unbroken run from its first on.
         self._filled = [0] * len(stored.entries)
-        # Made when the first bytes come; pages that no section reaches take no memory.
-        self._body: memoryview | None = None
+        # Of the whole object, made when it is needed; pages that no section reaches take no memory.
+        self._memory: memoryview | None = None
         for position, entry in enumerate(stored.entries):
             if entry.size == 0 and entry.checksum == xxhash.xxh3_128_digest(b""):
                 self._settle(position)
@@ -125,13 +128,23 @@ class Arrival:
                     self._filled[position] = 0
                 yield position, is_good
 
-    def _place(self, position: int) -> memoryview:
-        body_start = self._offsets[0]
-        if self._body is None:
+    @property
+    def memory(self) -> memoryview:
+        """The object's bytes in their places, those that have not come whatever was there."""
+        if self._memory is None:
             # Not a bytearray, which would write zeros to every page.
-            self._body = np.empty(self.stored.object_bytes - body_start, dtype=np.uint8).data
-        start = self._offsets[position] - body_start
-        return self._body[start : start + self.stored.entries[position].size]
+            self._memory = np.empty(self.stored.object_bytes, dtype=np.uint8).data
+            self._memory[: len(self._head)] = self._head
+        return self._memory
+
+    @property
+    def held_bytes(self) -> int:
+        """A bound on the memory that this takes, once all has come."""
+        return self.stored.object_bytes + _SECTION_BYTES * len(self._offsets) + self.quality.held_bytes
+
+    def _place(self, position: int) -> memoryview:
+        start = self._offsets[position]
+        return self.memory[start : start + self.stored.entries[position].size]
 
     def _settle(self, position: int) -> None:
         self._is_here[position] = True

@@ -12,10 +12,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtide.errors import CorruptPayload
-from kvtide.store.load.arrival import Arrival
 from kvtide.types import Section, SectionId
-from kvtide.wire import SectionEntry, StoredObject
+from kvtide.wire.arrival import Arrival
 from kvtide.wire.frame import parse_frame
+from kvtide.wire.object import SectionEntry, StoredObject
 
 # Default bound on the bytes of all objects that one receiver puts together.
 RECEIVE_BYTES_MAX = 4 << 30
@@ -49,9 +49,10 @@ class Usable(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A section that has not arrived: of which block, and where it lies in that block's object."""
+    """A section that has not arrived: of which block, where in its table, and where it lies in that block's object."""
 
     block: int
+    position: int
     entry: SectionEntry
 
 
@@ -135,17 +136,24 @@ class Receiver:
     def missing(self, refinement_max: int | None = None) -> list[Missing]:
         """Return the sections that have not arrived, up to a refinement step if asked: by block, in stored order."""
         return [
-            Missing(block, entry)
+            Missing(block, position, entry)
             for block, arrival in enumerate(self._arrivals)
             for position, entry in enumerate(arrival.stored.entries)
             if not arrival.is_here(position) and (refinement_max is None or entry.id.refinement <= refinement_max)
         ]
 
     def has_range(self, block: int, start: int, stop: int) -> bool:
-        """Tell whether every section that lies in bytes [start, stop) of a block's object has arrived."""
+        """Tell whether every section that has a byte in [start, stop) of a block's object has arrived."""
         arrival = self._arrival(block)
-        inside = (i for i, each in enumerate(arrival.stored.entries) if start <= each.offset < stop)
-        return all(arrival.is_here(position) for position in inside)
+        for position, entry in enumerate(arrival.stored.entries):
+            # A section without bytes is one too, where it stands.
+            if entry.offset < stop and start < entry.offset + max(entry.size, 1) and not arrival.is_here(position):
+                return False
+        return True
+
+    def memory(self, block: int) -> memoryview:
+        """Return a block's object, good where `has_range` says so; that stays valid and unchanged."""
+        return self._arrival(block).memory.toreadonly()
 
     def sections(self, block: int) -> list[Section]:
         """Return what has arrived of a block, for `Codec.decode`. The data stay valid and unchanged."""
@@ -158,11 +166,13 @@ class Receiver:
     def whole(self, block: int) -> bytes | None:
         """Return a block's object as it is stored, None unless every section of it has arrived."""
         arrival = self._arrival(block)
-        sections = arrival.sections()
-        if len(sections) < len(arrival.stored.entries):
-            return None
-        data = b"".join([arrival.stored.head, *(section.data for section in sections)])
-        return data if len(data) == arrival.stored.object_bytes else None
+        is_whole = all(map(arrival.is_here, range(len(arrival.stored.entries))))
+        return bytes(arrival.memory) if is_whole else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Return how much memory this takes at most, once all has arrived."""
+        return sum(arrival.held_bytes for arrival in self._arrivals)
 
     def _arrival(self, block: int) -> Arrival:
         if not 0 <= block < len(self._arrivals):

@@ -18,12 +18,11 @@ from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
-from kvtide.store.load import arrival
-from kvtide.store.load.receiver import OfferOutcome, Receiver, Usable
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
+from kvtide.wire import StoredObject, arrival, pack_object, parse_header, parse_object
 from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame
+from kvtide.wire.receiver import OfferOutcome, Receiver, Usable
 
 LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.BFLOAT16)
 CODECS: dict[str, Codec] = {

@@ -1,0 +1,280 @@
+"""Objects sent section by section: base first, resumed after any fault, given up in time."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+
+import msgspec
+import pytest
+from tests.chaos import ChaosProxy, Fault, Kind
+from tests.pieces import Pieces, pieces
+from tests.server.worlds import World, ask
+from tests.servers import RunningServer, ServerProcess, running_server, server_process
+
+from kvtide.clock import ManualClock, SystemClock
+from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable
+from kvtide.server.settings import ServerLimits
+from kvtide.server.uploads import Uploads
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.base import Buffer
+from kvtide.tier.breaker import until
+from kvtide.tier.http import HttpTier, PeerSettings, http_tier
+from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection
+from kvtide.tier.http.peer import Call, Peer
+from kvtide.tier.http.pieces import REQUEST_BYTES_MAX, TRIES_MAX, put_in_pieces
+from kvtide.wire.protocol import PiecesAnswer
+from kvtide_lab.bench.services import wait_until
+
+SIZE = 100_000
+
+
+class Remote:
+    """A server in few lines: what it has taken, by whole requests, and faults by the number of a request.
+
+    A request is `lost` on its way, or its `answer` is; `restart` forgets all that has come.
+    """
+
+    def __init__(self, faults: dict[int, str]) -> None:
+        self._faults = faults
+        self._forget()
+        self.bodies: list[bytes] = []
+        self.taken: list[int] = []
+
+    def _forget(self) -> None:
+        self._uploads = Uploads(ServerLimits, ManualClock().monotonic_s)
+
+    def ask(self, body: Buffer) -> HttpAnswer:
+        fault = self._faults.get(len(self.bodies))
+        self.bodies.append(bytes(body))
+        if fault == "lost":
+            raise TierUnavailable("cut")
+        if fault == "restart":
+            self._forget()
+        try:
+            upload = self._uploads.take(object_id(1), object_id(1), "", memoryview(body), lambda stored: True)
+        except RequestRefused as error:
+            return HttpAnswer(error.status, {}, 0, b"")
+        except CorruptPayload as error:
+            raise AssertionError(str(error)) from error
+        if fault == "answer":
+            raise TierUnavailable("cut")
+        assert upload is not None
+        missing = upload.missing()
+        return HttpAnswer(202 if missing else 201, {}, 0, msgspec.json.encode(PiecesAnswer(missing)))
+
+
+def send(remote: Remote, what: Pieces) -> HttpAnswer:
+    clock = ManualClock()
+    return put_in_pieces(remote.ask, what.data, clock, 10.0, clock.advance)
+
+
+def test_head_goes_first_and_sections_in_stored_order_in_bounded_requests() -> None:
+    what, remote = pieces(1, 40, 30_000), Remote({})
+    assert send(remote, what).status == 201
+    assert remote.bodies[0] == what.head
+    assert b"".join(remote.bodies[1:]) == b"".join(what.frames)
+    assert all(len(body) <= REQUEST_BYTES_MAX for body in remote.bodies)
+    assert len(remote.bodies) <= 2 + 40 * 30_200 // (REQUEST_BYTES_MAX - 30_200)
+
+
+def test_larger_section_goes_alone() -> None:
+    what, remote = pieces(1, 2, REQUEST_BYTES_MAX + 1), Remote({})
+    assert send(remote, what).status == 201
+    assert len(remote.bodies) == 3
+
+
+def test_any_faults_end_in_the_object_or_a_fault_and_little_goes_twice() -> None:
+    what, ends = pieces(1, 30, SIZE), {True: 0, False: 0}
+    for seed in range(200):
+        rng = random.Random(seed)
+        rate = rng.choice([0.05, 0.2, 0.6])
+        faults = {at: rng.choice(["lost", "answer", "restart"]) for at in range(200) if rng.random() < rate}
+        remote = Remote(faults)
+        try:
+            assert send(remote, what).status == 201
+            is_there = True
+        except TierUnavailable:
+            is_there = False
+        ends[is_there] += 1
+        met = sum(at < len(remote.bodies) for at in faults)
+        restarts = sum(kind == "restart" and at < len(remote.bodies) for at, kind in faults.items())
+        sent = sum(map(len, remote.bodies))
+        # A request for each fault, and its head; all anew after a restart.
+        spare = met * (REQUEST_BYTES_MAX + len(what.head)) + restarts * (len(what.data) + REQUEST_BYTES_MAX)
+        assert sent <= 1.01 * (len(what.data) + len(what.head)) + spare, seed
+        assert is_there or met >= TRIES_MAX // 2, seed
+    assert min(ends.values()) > 10
+
+
+def test_server_that_gets_no_further_is_given_up() -> None:
+    what, requests = pieces(1), count()
+
+    def ask(body: Buffer) -> HttpAnswer:
+        next(requests)
+        return HttpAnswer(202, {}, 0, msgspec.json.encode(PiecesAnswer([3])))
+
+    clock = ManualClock()
+    with pytest.raises(TierUnavailable, match="still lacks 1 sections"):
+        put_in_pieces(ask, what.data, clock, 10.0, clock.advance)
+    assert next(requests) <= TRIES_MAX + 1
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"missing": [99]}', b'{"missing": [-1]}', b'{"missing": ["a"]}', b"\xff"]
+)
+def test_answers_that_make_no_sense_are_faults(body: bytes) -> None:
+    clock = ManualClock()
+    with pytest.raises(TierUnavailable):
+        put_in_pieces(lambda sent: HttpAnswer(202, {}, 0, body), pieces(1).data, clock, 10.0, clock.advance)
+
+
+def client(*places: ServerProcess | RunningServer | ChaosProxy, operation_s_max: float = 20.0) -> HttpTier:
+    hosts = [place.url.removeprefix("http://").split(":") for place in places]
+    bounds = PeerSettings(tries_max=1, faults_max=10**6)
+    peers = [Peer(Endpoint(host, int(port)), [], bounds, SystemClock(), time.sleep) for host, port in hosts]
+    tier = HttpTier(peers, SystemClock(), operation_s_max, takes_pieces=True)
+    tier.open()
+    return tier
+
+
+@pytest.fixture
+def west() -> Iterator[ServerProcess]:
+    with server_process() as server:
+        yield server
+
+
+@pytest.fixture
+def east() -> Iterator[ServerProcess]:
+    with server_process() as server:
+        yield server
+
+
+def received_bytes(server: ServerProcess) -> float:
+    lines = ask(server, "GET", "/metrics")[1].decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("kvtide_received_bytes_total{"))
+
+
+def test_upload_goes_on_after_cuts_where_it_was(west: ServerProcess) -> None:
+    what, numbers = pieces(1, 30, SIZE), count()
+    cuts = [900_000, 100_000, 500_000, 300_000, 700_000]
+
+    def choose() -> Fault:
+        number = next(numbers)
+        return Fault(Kind.RESET, False, cuts[number]) if number < len(cuts) else Fault(Kind.NOTHING, False, 0)
+
+    with ChaosProxy((west.address.host, west.address.port), choose) as proxy:
+        tier = client(proxy)
+        assert tier.put_from(object_id(1), what.data)
+        tier.check()
+        tier.close()
+        assert proxy.connections > len(cuts)
+    assert ask(west, "GET", 1)[1] == what.data
+    heads = 2 * (len(cuts) + 1) * len(what.head)
+    assert received_bytes(west) <= 1.01 * len(what.data) + heads
+
+
+def test_whole_put_over_the_same_link_never_comes(west: ServerProcess) -> None:
+    what = pieces(1, 30, SIZE)
+    with ChaosProxy((west.address.host, west.address.port), lambda: Fault(Kind.RESET, False, 900_000)) as proxy:
+        whole, in_parts = http_tier(proxy.url, SystemClock()), client(proxy)
+        whole.open()
+        with pytest.raises(TierUnavailable):
+            whole.put_from(object_id(1), what.data)
+        assert in_parts.put_from(object_id(1), what.data)
+        whole.close()
+        in_parts.close()
+    assert ask(west, "GET", 1)[1] == what.data
+
+
+def test_next_server_gets_all_when_the_first_breaks_off(west: ServerProcess, east: ServerProcess) -> None:
+    what, numbers = pieces(1, 30, SIZE), count()
+
+    def choose() -> Fault:
+        return Fault(Kind.RESET, False, 900_000 if next(numbers) == 0 else 10)
+
+    with ChaosProxy((west.address.host, west.address.port), choose) as proxy:
+        tier = client(proxy, east)
+        assert tier.put_from(object_id(1), what.data)
+        tier.close()
+    assert ask(west, "HEAD", 1)[0].status == 404
+    assert ask(east, "GET", 1)[1] == what.data
+
+
+def test_object_that_is_there_costs_its_head(west: ServerProcess) -> None:
+    what, tier = pieces(1, 30, SIZE), client(west)
+    for _ in range(2):
+        assert tier.put_from(object_id(1), what.data)
+    tier.close()
+    assert received_bytes(west) <= 1.01 * len(what.data) + 2 * len(what.head)
+
+
+def test_callers_deadline_holds_on_a_silent_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = http_tier(f"http://127.0.0.1:{silent.getsockname()[1]}?upload=pieces", SystemClock())
+        tier.open()
+        started_s = time.monotonic()
+        with until(started_s + 0.3), pytest.raises(TierUnavailable):
+            tier.put_from(object_id(1), pieces(1).data)
+        assert time.monotonic() - started_s < 5.0
+        tier.close()
+
+
+def test_refusals_are_those_of_a_whole_object() -> None:
+    what = pieces(1)
+    with running_server(limits=ServerLimits(uploads_bytes_max=1000, tenant_uploads_bytes_max=1000)) as server:
+        tier = client(server)
+        with pytest.raises(TierFull):
+            tier.put_from(object_id(1), what.data)
+        with pytest.raises(TierUnavailable, match="can't be sent in pieces"):
+            tier.put_from(object_id(1), b"no object")
+        tier.check()
+        tier.close()
+
+
+def test_without_the_option_an_object_goes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    use = Call.use
+
+    def noted(call: Call, link: HttpConnection) -> None:
+        sent.append(call.method)
+        use(call, link)
+
+    monkeypatch.setattr(Call, "use", noted)
+    with running_server() as server:
+        for option, methods in (("", ["PUT"]), ("?upload=whole", ["PUT"]), ("?upload=pieces", ["POST", "POST"])):
+            tier = http_tier(f"{server.url}{option}", SystemClock())
+            tier.open()
+            sent.clear()
+            assert tier.put_from(object_id(len(option)), object_bytes(len(option), 5000))
+            assert sent == methods
+            tier.close()
+        with pytest.raises(ValueError, match="upload is whole or pieces"):
+            http_tier(f"{server.url}?upload=parts", SystemClock())
+
+
+def test_regions_send_on_what_came_in_pieces(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path_factory.mktemp("world"), stack, options=("", "?upload=pieces"))
+        what, tier = pieces(1, 8, SIZE), client(world.regions[0])
+        assert tier.put_from(object_id(1), what.data)
+        tier.close()
+        wait_until(lambda: ask(world.centre, "GET", 1)[1] == what.data, "the centre to have it")
+        assert ask(world.regions[1], "GET", 1)[1] == what.data
+
+
+def test_clients_that_send_one_object_at_once_all_succeed() -> None:
+    with running_server() as server, ThreadPoolExecutor(4) as threads:
+        for number in range(5):
+            what, tiers = pieces(number, 30, 20_000), [client(server) for _ in range(4)]
+            sent = [threads.submit(tier.put_from, object_id(number), what.data) for tier in tiers]
+            assert [each.result(30) for each in sent] == [True] * 4
+            assert ask(server, "GET", number)[1] == what.data
+            for tier in tiers:
+                tier.check()
+                tier.close()
