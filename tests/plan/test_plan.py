@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvtide.plan import (
     Chunk,
     Fetch,
-    PrefillMeter,
     PrefillSpeed,
     Progress,
     Request,
@@ -21,6 +20,7 @@ from kvtide.plan import (
     is_ready,
     mean_kl,
 )
+from kvtide.plan.prefill import PrefillMeter
 
 SPEED = PrefillSpeed(1000)
 CHUNKS = (Chunk(0, 1000, (100, 50), (0.4, 0.1)), Chunk(1000, 4000, (300, 150), (0.4, 0.1)))

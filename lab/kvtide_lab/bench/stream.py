@@ -36,7 +36,7 @@ CLOSE, KL_MIN = 0.25, 2e-5
 Progress = Callable[[str, int, int], None]
 
 
-class Route(NamedTuple):
+class LinkRoute(NamedTuple):
     """A link, and whether each play begins at another moment of it."""
 
     link: Link
@@ -109,7 +109,7 @@ def run(
     model: Any,
     texts: Sequence[Sequence[int]],
     profiles: Sequence[Profile],
-    routes: Sequence[Route],
+    routes: Sequence[LinkRoute],
     doors: Sequence[StreamDoor],
     size: StreamSize,
     progress: Progress,
@@ -143,7 +143,7 @@ def run(
 
 
 def _plays(
-    world: StreamWorld, route: Route, door: StreamDoor, start_within_s: float | None, recompute_s: float
+    world: StreamWorld, route: LinkRoute, door: StreamDoor, start_within_s: float | None, recompute_s: float
 ) -> list[Played]:
     link, turns = route.link, world.size.texts
     moments = [turn * link.cycle_s / (turns + 1) if route.is_trace else 0.0 for turn in range(turns + 1)]

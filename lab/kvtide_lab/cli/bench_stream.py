@@ -13,7 +13,7 @@ from kvtide_lab.config import leave_a_core
 from kvtide_lab.sim.links import LINK_MODELS, Link, link_named, read_link
 
 if TYPE_CHECKING:
-    from kvtide_lab.bench.stream import Route
+    from kvtide_lab.bench.stream import LinkRoute
 
 MBIT = 1e6 / 8
 # The mean of a model of a link.
@@ -62,20 +62,21 @@ def bench_stream(
     emit(result, stream.render, as_json)
 
 
-def _route(name: str) -> Route:
-    from kvtide_lab.bench.stream import Route
+def _route(name: str) -> LinkRoute:
+    from kvtide_lab.bench.stream import LinkRoute
 
     if name == "step":
         times = [0.0, STEP_S, 600.0]
-        return Route(Link("step 200 to 5 Mbit/s", times, [0.0, 200 * STEP_S * MBIT, (200 * STEP_S + 5 * 600) * MBIT]))
+        carried = [0.0, 200 * STEP_S * MBIT, (200 * STEP_S + 5 * 600) * MBIT]
+        return LinkRoute(Link("step 200 to 5 Mbit/s", times, carried))
     if Path(name).is_file():
-        return Route(read_link(Path(name)), is_trace=True)
+        return LinkRoute(read_link(Path(name)), is_trace=True)
     if name in LINK_MODELS:
-        return Route(link_named(name, np.random.default_rng(0), MODEL_MBIT * MBIT), is_trace=True)
+        return LinkRoute(link_named(name, np.random.default_rng(0), MODEL_MBIT * MBIT), is_trace=True)
     try:
         rate = float(name)
     except ValueError:
         rate = 0.0
     if not 0 < rate < 1e6:
         raise ValueError(f"a link is Mbit/s, step, a file or one of {', '.join(LINK_MODELS)}, got {name!r}")
-    return Route(Link(f"{rate:g} Mbit/s", [0.0, 600.0], [0.0, 600 * rate * MBIT]))
+    return LinkRoute(Link(f"{rate:g} Mbit/s", [0.0, 600.0], [0.0, 600 * rate * MBIT]))

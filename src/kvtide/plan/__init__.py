@@ -1,9 +1,7 @@
 """Plans: pure functions from what is wanted, here and known of the link to what to do next."""
 
-from kvtide.plan.bandwidth import Estimator
 from kvtide.plan.base import (
     PASS_TOKENS,
-    PLAN_FETCHES_MAX,
     Chunk,
     Fetch,
     Plan,
@@ -21,16 +19,14 @@ from kvtide.plan.cut import CHUNK_TOKENS, cut, cut_for_meeting
 from kvtide.plan.judge import Decision, Judge, JudgeRecord, LinkEstimate, Speed, Way, decide
 from kvtide.plan.layered import ImportanceFirst, Layered, TwoEnded
 from kvtide.plan.policies import POLICIES, is_by_level, policy_named
-from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
+from kvtide.plan.prefill import PrefillSpeed
 
 __all__ = [
     "CHUNK_TOKENS",
     "PASS_TOKENS",
-    "PLAN_FETCHES_MAX",
     "POLICIES",
     "Chunk",
     "Decision",
-    "Estimator",
     "Fetch",
     "ImportanceFirst",
     "Judge",
@@ -38,7 +34,6 @@ __all__ = [
     "Layered",
     "LinkEstimate",
     "Plan",
-    "PrefillMeter",
     "PrefillSpeed",
     "Progress",
     "Reason",

@@ -27,15 +27,15 @@ from kvtide.wire import object_bytes_max, pack_object, parse_object
 _log = logging.getLogger(__name__)
 
 # Blocks whose uses are remembered here; the rest is in their records.
-REMEMBERED_MAX = 4096
+_REMEMBERED_MAX = 4096
 # A block is written again at most so often in its life, and only if its important tokens then touch so much less of it:
 # what is written for a block is bounded by 1 + REPACKS_MAX times its bytes.
 REPACKS_MAX = 3
-GAIN_MIN = 0.2
+_GAIN_MIN = 0.2
 # Uses before the first packing; before another, twice as many as before the last.
-USES_MIN = 2
+_USES_MIN = 2
 # Tokens that count as important: what an engine with the default ratio loads.
-IMPORTANT_RATIO = 0.25
+_IMPORTANT_RATIO = 0.25
 
 
 class UseStore:
@@ -53,7 +53,7 @@ class UseStore:
         record = self._records.get(meta.id) or self._stored(meta)
         self._records[meta.id] = record.noted(self._writer, importance, self._clock.wall_s())
         self._records.move_to_end(meta.id)
-        if len(self._records) > REMEMBERED_MAX:
+        if len(self._records) > _REMEMBERED_MAX:
             self._records.popitem(last=False)
 
     def known(self, meta: BlockMeta) -> UseRecord:
@@ -124,10 +124,10 @@ class Repacker:
 
     def _gains(self, meta: BlockMeta, base: PackedBase) -> bool:
         record, scores = self._uses.known(meta), self._uses.scores(meta)
-        if scores is None or base.repacks >= REPACKS_MAX or record.uses() < USES_MIN << base.repacks:
+        if scores is None or base.repacks >= REPACKS_MAX or record.uses() < _USES_MIN << base.repacks:
             return False
-        gain = expected_gain(scores, base.orders, IMPORTANT_RATIO, base.chunk_tokens)
-        return gain.now - gain.packed >= GAIN_MIN * gain.now
+        gain = expected_gain(scores, base.orders, _IMPORTANT_RATIO, base.chunk_tokens)
+        return gain.now - gain.packed >= _GAIN_MIN * gain.now
 
     def _repack(self, meta: BlockMeta) -> int:
         """Return the bytes written: 0 for a block that has changed or can't be replaced."""

@@ -2,7 +2,6 @@
 
 from kvtide.wire.object import (
     ENTRY_BYTES,
-    HEADER_AND_TABLE_BYTES_MAX,
     HEADER_BYTES,
     NO_LABEL,
     ObjectLabel,
@@ -24,7 +23,6 @@ from kvtide.wire.object import (
 
 __all__ = [
     "ENTRY_BYTES",
-    "HEADER_AND_TABLE_BYTES_MAX",
     "HEADER_BYTES",
     "NO_LABEL",
     "ObjectLabel",

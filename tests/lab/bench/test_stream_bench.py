@@ -13,14 +13,14 @@ from kvtide.engines.transformers import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.plan import POLICIES
 from kvtide_lab.bench import stream
-from kvtide_lab.bench.stream import Route, StreamBenchRow, verdict_of
+from kvtide_lab.bench.stream import LinkRoute, StreamBenchRow, verdict_of
 from kvtide_lab.bench.stream_world import StreamSize, StreamWorld, kept_blocks
 from kvtide_lab.sim.links import Link
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
 
 SIZE = StreamSize(context_tokens=256, block_tokens=32, answer_tokens=32, texts=1)
-FAST = Route(Link("fast", [0, 100], [0, 100e9]))
+FAST = LinkRoute(Link("fast", [0, 100], [0, 100e9]))
 COMPUTE = StreamedPrefill.compute
 # 0 is padding.
 TEXTS = [[1 + (number * i * i + 3 * i) % 255 for i in range(400)] for number in (7, 11)]

@@ -4,7 +4,7 @@ from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCo
 from kvtide.codec.tide.encoder import APART_TOKENS
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 from kvtide.codec.tide.grid import THIRD
-from kvtide.codec.tide.law import LossLaw, PositionLaw, Powers, Purpose, law_table
+from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose, law_table
 from kvtide.codec.tide.section import Steps
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "LossLaw",
     "Moments",
     "PositionLaw",
-    "Powers",
     "Purpose",
     "Steps",
     "TideCodec",

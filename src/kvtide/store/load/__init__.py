@@ -2,7 +2,6 @@
 
 from kvtide.store.load.access import (
     QUALITY_SLACK,
-    BlockSink,
     Guarded,
     LoadAccess,
     LoadReport,
@@ -12,19 +11,16 @@ from kvtide.store.load.access import (
     level_meta,
 )
 from kvtide.store.load.backfill import Backfill
-from kvtide.store.load.whole import LayerSink, SectionSink, Whole
+from kvtide.store.load.whole import Whole
 
 __all__ = [
     "QUALITY_SLACK",
     "Backfill",
-    "BlockSink",
     "Guarded",
-    "LayerSink",
     "LoadAccess",
     "LoadReport",
     "LoadWorkers",
     "MissReason",
-    "SectionSink",
     "Strategy",
     "Whole",
     "level_meta",

@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 # Reading and decoding a base take about as long on a disk of 200 MB/s and two cores: neither is to wait for the other.
-DECODE_THREADS = 2
-READ_THREADS = 2
+_DECODE_THREADS = 2
+_READ_THREADS = 2
 # Bases that are read before the first leading chunks, so that decoding never waits for one after these longer reads.
-BASES_AHEAD = 4
+_BASES_AHEAD = 4
 # Blocks that are read before the first of them is decoded.
-OPENING_MAX = 12
+_OPENING_MAX = 12
 
 
 class ChunkBits(NamedTuple):
@@ -103,19 +103,19 @@ class SparseLoad:
         leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
         """
         # They read chunks later on: those of one layer come before those of the next.
-        readers = self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvtide-select")
+        readers = self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
         bases: list[Future[_Base | None]] = []
         opening: list[Future[_Part | None]] = []
-        with ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
-            for count in range(1, 1 + len(metas) + BASES_AHEAD):
+        with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
+            for count in range(1, 1 + len(metas) + _BASES_AHEAD):
                 if count <= len(metas):
                     read = partial(self._read_base, metas[count - 1], registry, tokens_ahead, quality_max)
                     bases.append(readers.submit(read))
-                if (position := count - 1 - BASES_AHEAD) >= 0:
+                if (position := count - 1 - _BASES_AHEAD) >= 0:
                     ahead = readers.submit(self._read_ahead, bases[position])
                     into = partial(sink or _nowhere, position)
                     opening.append(pool.submit(self._try_block, metas[position], bases[position], ahead, into))
-                if count >= OPENING_MAX and opening[count - OPENING_MAX].result() is None:
+                if count >= _OPENING_MAX and opening[count - _OPENING_MAX].result() is None:
                     break
             for future in opening:
                 found = future.result()
