@@ -7,7 +7,7 @@ import pytest
 from kvtide.clock import SystemClock
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.plan import Way
-from kvtide.store.load.streamed import WHY_OF_WAY
+from kvtide.store.load.access import WHY_OF_WAY
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.checkpoint import RemovalJournal
 from kvtide.types import Namespace

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
-from kvtide.plan import Judge
+from kvtide.plan import Judge, Way
 from kvtide.store.load.backfill import Backfill
 from kvtide.store.storing import BlockSource
 from kvtide.tier.buffers import aligned_buffer
@@ -33,13 +34,26 @@ from kvtide.types import BlockKey, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
 
 _log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+# Blocks that are decoded at a time while those before them are taken.
+AHEAD_THREADS = 2
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
 
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]
+
+
+WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
+    {
+        Way.LOAD: Why.LINK_FASTER,
+        Way.BOTH: Why.BOTH_ENDS,
+        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
+        Way.RECOMPUTE: Why.LINK_SLOWER,
+    }
+)
 
 
 class Guarded(Protocol):
@@ -65,6 +79,18 @@ def level_meta(meta: BlockMeta, level: int) -> BlockMeta:
     """Return under which id a block lies that is stored so many levels coarser."""
     key = BlockKey(hashlib.sha256(meta.id.key + b"level" + level.to_bytes(1)).digest())
     return replace(meta, id=ObjectId(meta.id.namespace, key))
+
+
+def ahead(action: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yield what an action makes of each item, in order, while two threads are busy with the next ones."""
+    coming: deque[Future[_Result]] = deque()
+    with ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="kvtide-ahead") as pool:
+        for item in items:
+            coming.append(pool.submit(action, item))
+            if len(coming) > AHEAD_THREADS:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 class LoadReport(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
-from kvtide.outcomes import Choice, Why
+from kvtide.outcomes import Choice
 from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting, is_by_level
-from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason, level_meta
+from kvtide.store.load.access import QUALITY_SLACK, WHY_OF_WAY, LoadAccess, LoadReport, MissReason, ahead, level_meta
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, level_job, losses_of
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
@@ -30,15 +29,6 @@ from kvtide.wire import StoredObject
 from kvtide.wire.receiver import Receiver
 
 _log = logging.getLogger(__name__)
-
-WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
-    {
-        Way.LOAD: Why.LINK_FASTER,
-        Way.BOTH: Why.BOTH_ENDS,
-        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
-        Way.RECOMPUTE: Why.LINK_SLOWER,
-    }
-)
 
 
 class StreamEngine(Engine, Protocol):
@@ -356,18 +346,21 @@ class StreamedLoad:
 
     def append_until(self, engine: StreamEngine, stop: int) -> None:
         """Append the loaded blocks up to token `stop`, or to the first that is not usable."""
-        layout, clock = self.job.objects[0].meta.layout, self._access.clock
-        started_s = clock.monotonic_s()
-        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
-        while self.tokens < stop and self._decode(self.tokens // layout.tokens, bits):
-            engine.append(self.tokens // layout.tokens, bits)
-            self.appended.append(self.tokens // layout.tokens)
-            self.tokens += layout.tokens
-        self.append_s += clock.monotonic_s() - started_s
+        tokens, started_s = self.job.objects[0].meta.layout.tokens, self._access.clock.monotonic_s()
+        blocks = range(self.tokens // tokens, stop // tokens)
+        for block, bits in zip(blocks, ahead(self._decode, blocks), strict=True):
+            if bits is None:
+                break
+            engine.append(block, bits)
+            self.appended.append(block)
+            self.tokens += tokens
+        self.append_s += self._access.clock.monotonic_s() - started_s
 
-    def _decode(self, block: int, bits: BlockBits) -> bool:
+    def _decode(self, block: int) -> BlockBits | None:
         """Decode what is here of a block: of levels, the one that was loaded."""
-        blocks = self.job.request.tokens // bits.shape[2]
+        layout = self.job.objects[0].meta.layout
+        bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+        blocks = self.job.request.tokens // layout.tokens
         for number in range(block, len(self.job.objects), blocks):
             stored, sections = self.job.objects[number], self.receiver.sections(number)
             codec = self._access.registry.get(stored.codec_id, stored.profile)
@@ -380,8 +373,8 @@ class StreamedLoad:
             except CorruptPayload as error:
                 _log.debug("object %d can't be decoded, what is behind it is not used: %s", number, error)
                 continue
-            return True
-        return False
+            return bits
+        return None
 
 
 class _Behind:
