@@ -130,9 +130,10 @@ class EngineProcess:
         """Answer prompts (`ids`, `answer_tokens`, `abort_after`) that arrive together; return the session's Result."""
         return self._call({"verb": "generate", "prompts": list(prompts)})
 
-    def ask(self, ids: Sequence[int], answer_tokens: int) -> dict[str, Any]:
-        """Answer one prompt and return its Answer."""
-        answer: dict[str, Any] = self.generate([{"ids": list(ids), "answer_tokens": answer_tokens}])["answers"][0]
+    def ask(self, ids: Sequence[int], answer_tokens: int, logprobs: int = 0) -> dict[str, Any]:
+        """Answer one prompt and return its Answer. logprobs: of so many most likely tokens at each place."""
+        prompt = {"ids": list(ids), "answer_tokens": answer_tokens, "logprobs": logprobs}
+        answer: dict[str, Any] = self.generate([prompt])["answers"][0]
         return answer
 
     def ask_timed(self, ids: Sequence[int], answer_tokens: int) -> float:

@@ -21,6 +21,7 @@ MODEL_MBIT = 17.0
 # From 200 to 5 Mbit/s when some of a context has come.
 STEP_S = 0.05
 LINKS, LINKS_QUICK = ("200", "20", "5", "step", "lte"), ("20",)
+VLLM_LINKS, VLLM_TOKENS = ("200", "20", "5"), 2068
 LINK_HELP = (
     f"Mbit/s, `step` (200 to 5 Mbit/s), a model ({', '.join(LINK_MODELS)}) or the file of a trace; repeats. "
     f"Default: {', '.join(LINKS)}."
@@ -34,10 +35,16 @@ def bench_stream(
     tokens: Annotated[int | None, typer.Option("--tokens", min=512, help="Of a context, a multiple of 512.")] = None,
     count: Annotated[int | None, typer.Option("--texts", min=1, help="Texts that each row is the mean of.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this PNG file.")] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", help="An interpreter with vLLM: stream into that, by deadlines.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short text, one link; under 60 s.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time to the first token, bytes and the model's own KL, for every policy over every link."""
+    if python is not None:
+        _bench_vllm(python, [float(each) for each in link or VLLM_LINKS], tokens or VLLM_TOKENS, as_json)
+        return
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
     from kvtide.engines import installed_profiles
@@ -60,6 +67,19 @@ def bench_stream(
     if plot is not None:
         stream.plot(result, plot)
     emit(result, stream.render, as_json)
+
+
+def _bench_vllm(python: Path, links_mbit: list[float], tokens: int, as_json: bool) -> None:
+    from kvtide.engines.calibrate import texts
+    from kvtide.engines.transformers import converted_folder, load_tokenizer
+    from kvtide_lab.bench import stream_vllm
+
+    folder = converted_folder()
+    content = "\n".join(each.content for each in texts.evaluation_texts())
+    ids = load_tokenizer(folder)(content[: 8 * (tokens + 300)]).input_ids
+    with progress_bars() as show:
+        result = stream_vllm.run(python, folder, ids, tokens, links_mbit, show)
+    emit(result, stream_vllm.render, as_json)
 
 
 def _route(name: str) -> LinkRoute:

@@ -31,6 +31,8 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: list[int]
     answer_tokens: int
     abort_after: int | None = None
+    # Of so many most likely tokens at each place of the answer; 0 for none.
+    logprobs: int = 0
 
 
 class SessionJob(msgspec.Struct, frozen=True):
@@ -49,6 +51,7 @@ class Answer(msgspec.Struct, frozen=True):
     ttft_s: float
     cached_tokens: int
     finish: str
+    logprobs: list[dict[int, float]] = []
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -70,6 +73,7 @@ class _Running:
         self.ttft_s = 0.0
         self.cached_tokens = 0
         self.finish = ""
+        self.logprobs: list[dict[int, float]] = []
 
     def take(self, output: Any, started_s: float) -> bool:
         """Take an output; tell whether the request is to be aborted now."""
@@ -77,6 +81,8 @@ class _Running:
         if fresh and not self.ids:
             self.ttft_s = time.perf_counter() - started_s
         self.ids = fresh
+        places = output.outputs[0].logprobs or []
+        self.logprobs = [{token: each.logprob for token, each in place.items()} for place in places]
         self.cached_tokens = output.num_cached_tokens or 0
         if output.finished:
             self.finish = str(output.outputs[0].finish_reason)
@@ -122,7 +128,13 @@ class _Session:
         for prompt in prompts:
             self._count += 1
             # Ids alone: small models of tests have no tokenizer.
-            params = SamplingParams(temperature=0.0, max_tokens=prompt.answer_tokens, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=prompt.answer_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=prompt.logprobs or None,
+            )
             running[str(self._count)] = _Running(prompt)
             self._engine.add_request(str(self._count), TokensPrompt(prompt_token_ids=prompt.ids), params)
         while self._engine.has_unfinished_requests():
@@ -132,7 +144,9 @@ class _Session:
                     running[output.request_id].finish = "abort"
         # Empty steps let the connector hear of requests that ended last.
         self._engine.step()
-        return [Answer(each.ids, each.ttft_s, each.cached_tokens, each.finish) for each in running.values()]
+        return [
+            Answer(each.ids, each.ttft_s, each.cached_tokens, each.finish, each.logprobs) for each in running.values()
+        ]
 
     def _halves(self) -> tuple[Any, Any]:
         """Return the connector's two sides; both live in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
@@ -155,10 +169,16 @@ class _Session:
         return {**stats, **pinned, **pages}
 
     def _metrics(self) -> dict[str, float]:
-        """Return vLLM's own counts of preemptions, and those of the connector."""
-        metrics = self._llm.get_metrics() if self._engine.log_stats else []
-        wanted = ("vllm:num_preemptions", "vllm:kvtide_")
-        return {metric.name: metric.value for metric in metrics if metric.name.startswith(wanted)}
+        """Return vLLM's own count of preemptions, and those of the connector."""
+        from prometheus_client import REGISTRY
+
+        wanted = ("vllm:num_preemptions_total", "vllm:kvtide_")
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+        return {
+            each.name.removesuffix("_total"): each.value
+            for each in samples
+            if each.name.startswith(wanted) and each.name.endswith("_total")
+        }
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
