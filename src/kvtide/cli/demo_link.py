@@ -17,8 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
 
 from kvtide.cli.demo_job import DemoJob, DemoLink, DemoRun
 from kvtide.cli.demo_runner import demo_runs, figure_type
@@ -138,23 +137,22 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def link_table(result: LinkResult) -> Table:
+def link_table(result: LinkResult) -> Group:
     """Show a row a load, the plain prefill first."""
     table = narrow_table(">start within", ">first token", ">MB received", ">computed", ">KL by law", ">KL, model's")
-    table.title = f"{result.prompt_tokens:,} tokens, {result.raw_bytes / 1e6:.1f} MB raw, stored as {result.codec}"
-    table.caption = _finding(result) + (f"\nchart: {result.plot}" if result.plot else "")
     table.add_row("plain", f"{result.plain_ttft_s:.2f} s", "0", "100%", "0", "0")
     for row in result.rows:
         within = "no deadline" if row.start_within_s is None else f"{row.start_within_s:.2f} s"
         received, computed = f"{row.received_bytes / 1e6:.2f}", f"{row.computed:.0%}"
         table.add_row(within, f"{row.ttft_s:.2f} s", received, computed, f"{row.kl_law:.1e}", f"{row.kl:.1e}")
-    return table
+    title = f"SmolLM2-135M, {result.prompt_tokens:,} tokens, {result.raw_bytes / 1e6:.1f} MB raw, as {result.codec}:"
+    return Group(title, table, _finding(result), *([f"chart: {result.plot}"] if result.plot else []))
 
 
 def _finding(result: LinkResult) -> str:
     first, *_, last = sorted(result.rows, key=lambda row: row.ttft_s)
     times = f"{first.ttft_s:.2f} s at KL {first.kl:.1g}, {last.ttft_s:.2f} s at {last.kl:.1g}"
-    return f"{result.link_bits_s / 1e6:g} Mbit/s: first token after {times}; prefill {result.plain_ttft_s:.2f} s"
+    return f"{result.link_bits_s / 1e6:g} Mbit/s: first token in {times}; plain {result.plain_ttft_s:.2f} s"
 
 
 def _plot(result: LinkResult, path: Path) -> str | None:
