@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
-from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit_json, format_bytes
+from kvtide.cli.demo_job import DemoJob, DemoRun
+from kvtide.cli.demo_link import LINK_CODEC, link_table, stream_over
+from kvtide.cli.demo_runner import demo_runs, figure_type
+from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
-from kvtide.config import cache_home
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
 # What is shown beside the codec that was asked for.
 _LOSSY = "tide"
-# A run's steps, in order: its bar has a part for each. The model is loaded once, and converted in the first demo.
-_STEPS = {"load model": "load the model", "prefill": "prefill", "answer": "answer", "store": "store blocks"}
-_CONVERTING = "convert the model, once"
 
 
 class DemoLossy(msgspec.Struct, frozen=True):
@@ -69,17 +64,28 @@ class DemoResult(msgspec.Struct, frozen=True):
 
 def demo(
     url: StoreOption = DEFAULT_STORE,
-    codec: Annotated[str, typer.Option("--codec", help="Codec of new blocks.")] = "lossless",
+    codec: Annotated[
+        str | None, typer.Option("--codec", help=f"Codec of new blocks [lossless; with --link {LINK_CODEC}].")
+    ] = None,
     prefix_tokens: Annotated[
         int, typer.Option("--prefix-tokens", min=256, max=7000, help="Shared context before the question.")
     ] = 2048,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 48,
+    link: Annotated[
+        str | None,
+        typer.Option("--link", help="Stream over a link of this rate, as 20mbit; the chart lies beside --store."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question over a long text twice: a cold process prefills and stores, a new one restores."""
     store = _disk_store(url)
-    CodecRegistry().make(codec)
     console = Console(stderr=True) if as_json else CONSOLE
+    if link is not None:
+        chart = store.with_name(f"{store.name}-link.png")
+        emit(stream_over(link, codec or LINK_CODEC, prefix_tokens, answer_tokens, chart, console), link_table, as_json)
+        return
+    codec = codec or "lossless"
+    CodecRegistry().make(codec)
     cold = DemoJob(str(store), codec, prefix_tokens, answer_tokens, is_cold=True)
     warm = msgspec.structs.replace(cold, is_cold=False)
     # Blocks of lossy codecs have a namespace of their own: the first run stores them, and restores them the next time.
@@ -87,7 +93,8 @@ def demo(
     jobs |= {f"{codec}: new process {number} of {_WARM_RUNS}": warm for number in range(1, _WARM_RUNS + 1)}
     jobs[f"{_LOSSY}: prefill and store"] = msgspec.structs.replace(warm, codec=_LOSSY, answer_tokens=2)
     jobs[f"{_LOSSY}: new process"] = msgspec.structs.replace(warm, codec=_LOSSY, exact="lossless")
-    first, *others, _, lossy = _run_all(jobs, console)
+    with demo_runs(jobs, console) as run:
+        first, *others, _, lossy = [run(name, job) for name, job in jobs.items()]
     if first.was_warm:
         console.print("The store has this text from an earlier run: the full prefill is measured without it.")
     result = _result(store, codec, first, others, lossy)
@@ -104,48 +111,6 @@ def _disk_store(url: str) -> Path:
     if path is None:
         raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
     return path.absolute()
-
-
-def _run_all(jobs: Mapping[str, DemoJob], console: Console) -> list[DemoRun]:
-    """Do one job after the other, each in a process of its own; all have their bars from the start."""
-    columns = (TextColumn("{task.description:48}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
-    with (
-        Progress(*columns, console=console) as progress,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs,
-    ):
-        bars = [progress.add_task(name, total=len(_STEPS), start=False) for name in jobs]
-        # What draws is imported while the runs import what computes: nothing is measured yet.
-        _figure_type()
-        return [_run(job, name, bar, runs, progress) for (name, job), bar in zip(jobs.items(), bars, strict=True)]
-
-
-def _run(job: DemoJob, name: str, bar: TaskID, runs: subprocess.Popen[bytes], progress: Progress) -> DemoRun:
-    assert runs.stdin is not None and runs.stdout is not None
-    runs.stdin.write(msgspec.json.encode(job) + b"\n")
-    runs.stdin.flush()
-    progress.start_task(bar)
-    result: DemoRun | None = None
-    for line in runs.stdout:
-        word = msgspec.json.decode(line, type=DemoWord)
-        result = word.result or result
-        if word.mistake:
-            raise ValueError(word.mistake)
-        if word.step:
-            done = list(_STEPS).index(word.step) + word.done / word.total
-            progress.update(bar, completed=done, description=f"{name}, {_shown(word.step)}")
-        if word.status is not None:
-            break
-    progress.update(bar, completed=len(_STEPS), description=name)
-    progress.stop_task(bar)
-    if result is None:
-        raise ValueError(f"a run of the demo failed ({name}); its error is above")
-    return result
-
-
-def _shown(step: str) -> str:
-    is_first = step == "load model" and not any((cache_home() / "models").glob("*/config.json"))
-    return _CONVERTING if is_first else _STEPS[step]
 
 
 def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
@@ -201,21 +166,12 @@ def _same(is_same: bool) -> str:
     return "the same answer token for token" if is_same else "another answer"
 
 
-def _figure_type() -> Any:
-    """Return what charts are drawn on; None where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    return Figure
-
-
 def _plot(result: DemoResult, path: Path) -> str | None:
     """Draw every way's time beside the store; None where matplotlib is not installed."""
-    figure_type = _figure_type()
-    if figure_type is None:
+    make = figure_type()
+    if make is None:
         return None
-    figure = figure_type(figsize=(6, 2.9), layout="constrained")
+    figure = make(figsize=(6, 2.9), layout="constrained")
     axes = figure.add_subplot()
     ways = [f"restored, {result.tide.codec}", f"restored, {result.codec}", "full prefill"]
     times = [result.tide.warm_ttft_s, result.warm_ttft_s, result.cold_ttft_s]

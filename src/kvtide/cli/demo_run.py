@@ -13,8 +13,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from kvtide.cli.demo_job import DemoJob, DemoRun, DemoWord
+from kvtide.cli.demo_job import DemoJob, DemoLink, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
@@ -86,29 +87,58 @@ def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     _watch_layers(model)
     # Our hooks change nothing, which the cache can't know: the model is named without them.
     name = model_fingerprint(model)
-    with attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name) as cached:
-        found = _answer(job, cached, tokenizer, input_ids)
+    streaming: dict[str, Any] = {}
+    if job.link is not None and not job.is_cold:
+        streaming = {"policy": "two-ended", "start_within_s": job.link.start_within_s}
+    profiles = installed_profiles()
+    with attach(model, job.store, codec=job.codec, profiles=profiles, fingerprint=name, **streaming) as cached:
+        if job.link is not None:
+            return _answer_over_link(job, job.link, cached, tokenizer, input_ids)
+        found, _ = _answer(job, cached, tokenizer, input_ids)
         if job.exact is None:
             return found
         with attach(model, job.store, codec=job.exact, fingerprint=name) as exact:
             return msgspec.structs.replace(found, kl=restored_kl(cached, exact, input_ids, found.answer_ids))
 
 
-def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
-    was_warm = cached.hit_tokens(input_ids) > 0
+def _answer_over_link(job: DemoJob, link: DemoLink, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
+    """Answer and keep what the model says of each token, or say the exact answer and judge it by what was kept."""
+    wanted: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+    if not job.is_cold:
+        start = input_ids.shape[1]
+        wanted["prefix_allowed_tokens_fn"] = lambda batch, ids: [link.answer_ids[len(ids) - start]]
+    found, output = _answer(job, cached, tokenizer, input_ids, **wanted)
+    said = np.stack([each[0].float().log_softmax(-1).numpy() for each in output.logits])
+    if job.is_cold:
+        np.save(link.said_path, said)
+        return found
+    right = np.load(link.said_path)
+    kl = float((np.exp(right) * (right - said)).sum(-1).mean())
+    streamed = cached.last.streamed if cached.last else None
+    if streamed is None:
+        return msgspec.structs.replace(found, kl=kl, loaded_tokens=found.hit_tokens)
+    loaded_tokens = len(streamed.loaded) * cached.layout.tokens
+    return msgspec.structs.replace(found, kl=kl, loaded_tokens=loaded_tokens, kl_law=streamed.kl)
+
+
+def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, **wanted: Any) -> tuple[DemoRun, Any]:
+    """Return measurements of a call of generate, and its output. wanted: further arguments of the call."""
+    # A streamed run finds out by loading, as a user's call does.
+    was_warm = (job.is_cold or job.link is None) and cached.hit_tokens(input_ids) > 0
     # A cold run on a warm store measures the full prefill all the same.
     generate = cached.model.generate if job.is_cold and was_warm else cached.generate
     _say("prefill", 0, cached.layout.layers)
     watch = _Watch(_say, job.answer_tokens)
     mask = input_ids.new_ones(input_ids.shape)
-    output = generate(input_ids, attention_mask=mask, max_new_tokens=job.answer_tokens, do_sample=False, streamer=watch)
+    wanted |= {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
+    output = generate(input_ids, streamer=watch, **wanted)
     _say("store", 0, 1)
     cached.cache.flush(60.0)
     _say("store", 1, 1)
-    answer_ids = output[0][input_ids.shape[1] :].tolist()
+    answer_ids = getattr(output, "sequences", output)[0][input_ids.shape[1] :].tolist()
     tiers = cached.cache.stats().tiers
     blocks = job.prefix_tokens // cached.layout.tokens
-    return DemoRun(
+    run = DemoRun(
         prompt_tokens=input_ids.shape[1],
         prefix_blocks=blocks,
         hit_tokens=cached.last.hit_tokens if cached.last else 0,
@@ -120,6 +150,7 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -
         answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
         kl=None,
     )
+    return run, output
 
 
 def main() -> None:
