@@ -198,6 +198,15 @@ def test_two_ended_has_short_chunks_computed_in_one_pass() -> None:
     assert TwoEnded().plan(Request(chunks, True, SPEED, 0.24), met).computes == (0,)
 
 
+@pytest.mark.parametrize("goal", [0.0, 0.2])
+def test_two_ended_begins_no_pass_that_the_deadline_cuts_off(goal: float) -> None:
+    # 0.1 s a chunk: half of what nobody has begun with is more than ends in time, whether a goal may come first or not.
+    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10, 10), (0.3, 0.1)) for i in range(8))
+    start = Progress.start(Request(chunks, True, SPEED, 0.13, goal))
+    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.13, goal), start).computes == (0,)
+    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.26, goal), start).computes == (0, 1)
+
+
 def test_two_ended_computes_whole_passes_while_nothing_comes_and_leaves_the_last_one() -> None:
     chunks = tuple(Chunk(50 * i, 50 * i + 50, (10,), (0.1,)) for i in range(12))
     request = Request(chunks, True, SPEED, 0.0)

@@ -7,6 +7,7 @@ these needs a bandwidth estimate, and a wrong one costs nothing.
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import lru_cache
@@ -176,11 +177,14 @@ def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, .
     """
     start, left = request.chunks[chunk].start, range(chunk, len(request.chunks))
     reach = _undisturbed(start, request, progress)
+    left_s = request.deadline_s - progress.now_s
+    in_time = pass_reach(request.prefill, start, left_s) if 0 < left_s < math.inf else request.tokens
     if not request.kl_goal and progress.now_s < request.deadline_s:
-        reach = pass_reach(request.prefill, start, request.deadline_s - progress.now_s)
+        reach = in_time
     begun = next((other for other in left if progress.asked[other] or progress.is_usable(other)), len(request.chunks))
     untouched = (request.chunks[begun].start if begun < len(request.chunks) else request.tokens) - start
-    stop = max(reach, start + untouched // 2)
+    # What the deadline cuts off is lost, whatever else may end the wait before.
+    stop = min(max(reach, start + untouched // 2), in_time)
     fits = takewhile(lambda other: other == chunk or request.chunks[other].stop <= stop, left)
     return leading_pass(request, takewhile(lambda other: other not in progress.assigned, fits))
 

@@ -111,9 +111,10 @@ class SpeculativePrefill:
         """Return as `TwoEnded` does how long a pass should be: the link may begin at the other end at any moment."""
         left_s = self._request.deadline_s - (self._clock.monotonic_s() - self._started_s)
         longest = max(rest // 2, self._done)
-        if self._request.kl_goal or left_s <= 0:
+        if not 0 < left_s < math.inf:
             return longest
-        return max(longest, pass_reach(self._request.prefill, self._done, left_s) - self._done)
+        in_time = pass_reach(self._request.prefill, self._done, left_s) - self._done
+        return min(longest, in_time) if self._request.kl_goal else max(longest, in_time)
 
     def _abandon(self) -> None:
         with self._lock:
