@@ -14,6 +14,7 @@ from tests.store.test_cache import Collector, OpenCache, fill, metas_of
 from tests.stores import stored_records
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
@@ -188,18 +189,16 @@ def test_load_is_given_up_between_pieces(
     reader.check()
 
 
-def test_load_whose_pace_is_hopeless_ends_with_what_it_has(tmp_path: Path, open_cache: OpenCache) -> None:
+def test_load_whose_pace_is_hopeless_ends_with_what_it_has(
+    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metas, reader = filled(tmp_path, open_cache, 8)
-    released = threading.Event()
-
-    def slow(position: int, bits: BlockBits) -> None:
-        # Two at a time: eight blocks would take four times the deadline.
-        released.wait(1.2)
-
-    report = reader.load(metas, Whole(slow), deadline_s=1.5)
-    released.set()
-    assert report.reason is MissReason.DEADLINE
-    assert 1 <= report.blocks < 4, "it ended early, and what it has counts"
+    clock = ManualClock()
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.access, "clock", clock)
+        # At this pace eight blocks take twice the deadline, at which four would be here.
+        report = reader.load(metas, Whole(lambda position, bits: clock.advance(250.0)), deadline_s=1000.0)
+    assert (report.blocks, report.reason) == (1, MissReason.DEADLINE)
     assert load(reader, metas, Layers()).blocks == 8
     reader.check()
 
