@@ -9,8 +9,10 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec
 from kvtide.codec.base import RawCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
+from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.codec_suite import CodecSuite
+from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -52,6 +54,14 @@ def test_the_snippet_keeps_anchors_finer_than_differences_of_later_layers() -> N
     for layer, half in ((0, 63), (3, 63), (4, 7), (23, 7), (24, 5)):
         anchor_step = np.abs(anchors[layer]).max(axis=(-2, -1)).reshape(2, 4, 1, 1) / 63
         assert (error[layer] <= 0.51 * (largest[layer] / half + anchor_step) + 1e-6).all()
+
+
+@pytest.mark.parametrize("stranger", [(SectionKind.DATA, 0), (SectionKind.ANCHOR, 1), (SectionKind.DELTA, 2)])
+def test_the_snippet_refuses_sections_of_others(stranger: tuple[SectionKind, int]) -> None:
+    meta, bits = block_meta(LAYOUT), smooth_bits(LAYOUT, 5)
+    sections = [*SnippetCodec().encode(meta, bits), Section(SectionId(*stranger, 0, 1), b"x")]
+    with pytest.raises(CorruptPayload, match="neither anchors nor differences"):
+        SnippetCodec().decode(meta, sections, np.empty_like(bits))
 
 
 @pytest.mark.parametrize("dtype", list(KVDtype))

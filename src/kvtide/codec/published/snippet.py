@@ -80,6 +80,8 @@ class SnippetCodec:
         firsts: BlockBits = np.empty(anchors.layout.shape, anchors.layout.bits_dtype)
         self._anchors.decode(anchors, _plain(sections, SectionKind.ANCHOR), firsts)
         rest = _plain(sections, SectionKind.DELTA)
+        if len(sections) != anchors.layout.layers + len(rest):
+            raise CorruptPayload("sections that are neither anchors nor differences")
         if deltas is None:
             if rest:
                 raise CorruptPayload("differences in a block that has none")
@@ -118,7 +120,7 @@ def _named(sections: Sequence[Section], kind: SectionKind) -> list[Section]:
 
 
 def _plain(sections: Sequence[Section], kind: SectionKind) -> list[Section]:
-    chosen = [section for section in sections if section.id.kind is kind]
+    chosen = [section for section in sections if section.id[:2] == (kind, int(kind is SectionKind.DELTA))]
     return [Section(SectionId(SectionKind.DATA, 0, *section.id[2:]), section.data) for section in chosen]
 
 
