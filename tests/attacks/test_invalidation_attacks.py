@@ -293,9 +293,9 @@ def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
         meta = BlockMeta(cache.tiers.named(ONE), BlockKey(SPACE), 0, layout, "made up")
         assert cache.store([PendingBlock(meta, lambda: lambda: np.zeros(layout.shape, layout.bits_dtype))]) == 1
         assert stored.wait(WAIT_S)
-        assert cache.is_queued([ONE])
+        assert cache.access.queued(ONE) is not None
         invalidate(server)
         assert cache.tiers._invalidations is not None
         cache.tiers._invalidations.refresh()
-        assert not cache.is_queued([ONE])
+        assert cache.access.queued(ONE) is None
         may_store.set()

@@ -70,6 +70,11 @@ def wait_until(is_true: Callable[[], bool], what: str, wait_s_max: float = START
         time.sleep(0.02)
 
 
+def kvtide_words(port: int, folder: Path) -> list[str]:
+    """Return the command of a kvtide server that keeps its objects in memory."""
+    return [sys.executable, "-m", "kvtide.cli", "serve", "--tier", "memory://", "--listen", f"127.0.0.1:{port}"]
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now."""
     with ExitStack() as stack:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
-from kvtide_lab.bench.services import started
+from kvtide_lab.bench.services import kvtide_words, started
 from kvtide_lab.bench.shaped import ShapedProxy
 
 CODEC = "tide:9e-4:3"
@@ -51,10 +50,6 @@ class VllmStreamBench(msgspec.Struct, frozen=True):
     rows: list[VllmStreamRow]
 
 
-def _server(port: int, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "kvtide.cli", "serve", "--tier", "memory://", "--listen", f"127.0.0.1:{port}"]
-
-
 def run(
     python: Path, model: Path, ids: Sequence[int], tokens: int, links_mbit: Sequence[float], progress: Progress
 ) -> VllmStreamBench:
@@ -64,7 +59,7 @@ def run(
     with (
         tempfile.TemporaryDirectory(prefix="kvtide-") as folder,
         EngineNursery(python, Path(folder) / "log") as nursery,
-        started(_server) as server,
+        started(kvtide_words) as server,
         ShapedProxy(("127.0.0.1", server.port), lambda seconds: 1e9 * seconds) as proxy,
     ):
 

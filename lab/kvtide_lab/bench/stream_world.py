@@ -6,7 +6,6 @@ Invariant: a play is judged by the cache that `generate` worked on, never by wha
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from kvtide.codec.tide import LossLaw, Purpose, TideCodec
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.store.load.streamed import StreamedReport
 from kvtide_lab.bench.position_cases import passages_of
-from kvtide_lab.bench.services import started
+from kvtide_lab.bench.services import kvtide_words, started
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.judge.position_judge import PositionJudge
 from kvtide_lab.sim.links import Link
@@ -101,8 +100,7 @@ class StreamWorld:
         self._prompts = [torch.tensor([ids[: tokens + QUESTION_TOKENS]]) for ids in found]
 
     def __enter__(self) -> Self:
-        words = [sys.executable, "-m", "kvtide.cli", "serve", "--tier", "memory://", "--listen"]
-        self._service = started(lambda port, folder: [*words, f"127.0.0.1:{port}"])
+        self._service = started(kvtide_words)
         self._proxy = ShapedProxy(("127.0.0.1", self._service.__enter__().port), lambda seconds: 1e9 * seconds)
         self._proxy.__enter__()
         return self

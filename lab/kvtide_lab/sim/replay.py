@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
@@ -67,8 +69,8 @@ class Comparison(NamedTuple):
         return (self.result.hit_rate - self.lru_hit_rate) / gap if gap > 0 else None
 
 
-class PolicyStanding(NamedTuple):
-    """One policy at one capacity of one trace, beside the best of the fixed ones.
+class PolicyStanding(msgspec.Struct, frozen=True):
+    """One policy at one capacity of one trace, beside the best of the fixed ones: `regret` is what that hits more.
 
     `lru_room`: how many times as many blocks LRU needs for as many hits; None if it was not looked for, or has none.
     """

@@ -54,25 +54,12 @@ class TraceReport(msgspec.Struct, frozen=True):
     rows: list[TraceRow]
 
 
-class StandingRow(msgspec.Struct, frozen=True):
-    """A policy at one capacity of one trace: `regret` is what the best fixed policy hits more."""
-
-    trace: str
-    capacity_share: float
-    capacity_blocks: int
-    hit_rates: dict[str, float]
-    best: str
-    regret: float
-    gap_closed: float | None
-    lru_room: float | None
-
-
 class StandingReport(msgspec.Struct, frozen=True):
     """A policy beside fixed ones on several traces."""
 
     policy: str
     regret_max: float
-    rows: list[StandingRow]
+    rows: list[PolicyStanding]
 
 
 class PromptReport(msgspec.Struct, frozen=True):
@@ -116,8 +103,7 @@ def render_trace(report: TraceReport) -> Table:
 
 def standing_report(policy: str, standings: Sequence[PolicyStanding]) -> StandingReport:
     """Return what `kvtide-lab sim trace --compare --json` prints of several traces."""
-    rows = [StandingRow(*each) for each in standings]
-    return StandingReport(policy, max((row.regret for row in rows), default=0.0), rows)
+    return StandingReport(policy, max((each.regret for each in standings), default=0.0), list(standings))
 
 
 def render_standings(report: StandingReport) -> Table:

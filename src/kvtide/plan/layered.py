@@ -95,14 +95,16 @@ class DeltasFirstWhenSlow(AnchorFirst):
     def plan(self, request: Request, progress: Progress) -> Plan:
         """Ask for what comes next. ValueError for a context stored in levels."""
         _check(request)
-        left_s, missing = request.deadline_s - progress.now_s, []
-        for index, chunk in enumerate(request.chunks):
-            steps = range(progress.asked[index], request.steps)
-            missing += [(Fetch(index, step), chunk.sizes[step]) for step in steps if index not in progress.computed]
-        missing = [(fetch, size) for fetch, size in missing if fetch not in progress.early]
-        rate = progress.bytes_per_s
-        if left_s > 0 and rate is not None and sum(size for _, size in missing) > left_s * rate:
-            deltas = [fetch for fetch, _ in missing if fetch.step > 0]
+        missing = {
+            fetch: chunk.sizes[fetch.step]
+            for index, chunk in enumerate(request.chunks)
+            if index not in progress.computed
+            for fetch in (Fetch(index, step) for step in range(progress.asked[index], request.steps))
+            if fetch not in progress.early
+        }
+        left_s, rate = request.deadline_s - progress.now_s, progress.bytes_per_s
+        if left_s > 0 and rate is not None and sum(missing.values()) > left_s * rate:
+            deltas = [fetch for fetch in missing if fetch.step > 0]
             if deltas:
                 return Plan(tuple(deltas[:PLAN_FETCHES_MAX]), (), Reason.DELTAS)
         return super().plan(request, progress)

@@ -211,10 +211,6 @@ class Cache:
         # What waits may have been invalidated meanwhile.
         return block.source if block is not None and self.tiers.is_valid(block.meta.id) else None
 
-    def is_queued(self, ids: Sequence[ObjectId]) -> bool:
-        """Tell whether any of these blocks still waits to be stored."""
-        return self.is_open and any(self._queued(object_id) is not None for object_id in ids)
-
     def load(self, metas: Sequence[BlockMeta], strategy: Strategy, deadline_s: float | None = None) -> LoadReport:
         """Load blocks, at most until `deadline_s` seconds from now, and report how many leading ones came.
 

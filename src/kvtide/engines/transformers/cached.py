@@ -303,7 +303,7 @@ class CachedModel:
         hits, block_tokens = self._match(prompt, is_latest), self.layout.tokens
         self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * block_tokens, self.namespace)
         past = DynamicCache(config=self.model.config)
-        stored_bytes, judge, is_near = 0, self.cache.judge, self._is_near(prompt)
+        stored_bytes, judge, is_near = 0, self.cache.judge, bool(hits) and self._is_near(prompt)
         if hits and not is_near and not judge.is_load_faster(hits * block_tokens, started_s):
             self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, hits * block_tokens, self.namespace)
             hits = 0

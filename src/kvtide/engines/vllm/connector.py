@@ -231,7 +231,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         """Return what ended loads brought since the last step; None of the scheduler's half."""
-        return LoadStats(self._worker.take_counts()) if self._worker is not None else None
+        counts = self._worker.take_counts() if self._worker is not None else None
+        return LoadStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats:
