@@ -67,7 +67,7 @@ newcomer: .venv/installed
 
 # And what tests and linters need.
 .venv/installed: .venv/demo
-	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,dev]"
+	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,mooncake,dev]"
 	@touch $@
 
 # And what builds the site and checks deploy/: the extras alone, since installing kvtide again would compile it again.

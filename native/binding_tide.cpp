@@ -111,6 +111,33 @@ TideShape shape_of(const Data& bits, BlockShape shape, int type, const Floats& m
   return found;
 }
 
+// Panels of all blocks, the values of a block, places that are mixed, and the place of each coded coefficient. A block of 0: one stage.
+using Stage = std::tuple<Array<const std::int16_t, 1>, std::size_t, Order, Order>;
+
+TideStage stage_of(const Stage& stage, const TideShape& shape, std::size_t coefficients) {
+  const auto& [panels, block, mixed, places] = stage;
+  const TideStage found{span_of(panels), block, span_of(mixed), span_of(places)};
+  if (block == 0) return {};
+  const std::size_t values = shape.values();
+  want(block % 2 == 0 && shape.channels() % block == 0, "tide: want blocks of an even number of values");
+  want(panels.size() == values / block * found.panel_size(), "tide: want whole panels of all blocks");
+  want(std::ranges::all_of(found.mixed, [&](std::size_t place) { return place < values; }), "tide: bad place");
+  want(places.size() == coefficients, "tide: want a place for each coefficient");
+  // What is mixed is coded in the order of the matrix's rows.
+  std::size_t next = values;
+  want(std::ranges::all_of(found.places, [&](std::size_t place) { return place < values || place == next++; }), "tide: bad place");
+  return found;
+}
+
+// How many coefficients meet the matrix, and the values on its other side.
+std::size_t matrix_coefficients(const TideStage& stage, std::size_t coefficients, const TideShape& shape) {
+  if (stage.block == 0) return coefficients;
+  return static_cast<std::size_t>(std::ranges::count_if(stage.places, [&](std::size_t place) { return place >= shape.values(); }));
+}
+std::size_t matrix_values(const TideStage& stage, const TideShape& shape) {
+  return stage.block == 0 ? shape.values() : stage.mixed.size();
+}
+
 // Cosines and sines of (kinds, tokens, pairs), the kind of each layer, the first dim, and whether pairs are neighbours.
 using TurnTable = Array<const float, 3>;
 using Turns = std::tuple<TurnTable, TurnTable, ConstBytes, std::size_t, bool>;
@@ -127,17 +154,18 @@ TideTurns turns_of(const Turns& turns, const TideShape& shape) {
 
 // None if a value is not finite; else what TideSeen has.
 std::optional<std::tuple<double, double, double>> project(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Turns& turns,
-             const Floats& mean, const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape,
+             const Floats& mean, const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape, const Stage& stage,
              const ConstBytes& is_coded, const Bytes& apart, const Values& out) {
   const TidePath& path = path_named(path_name);
   const TideShape found = shape_of(bits, block, type, mean, scale);
   want(apart.size() == found.tokens && out.shape(0) == found.tokens, "tide: want outputs of all tokens");
   want(is_coded.size() == 0 || (is_coded.size() == found.values() && out.shape(1) == found.values() && panels.size() == 0),
        "tide: want a matrix, or to know of each value whether it is coded");
-  const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, out.shape(1), false, Order(), found.values())
+  const TideStage blocks = stage_of(stage, found, out.shape(1));
+  const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, matrix_coefficients(blocks, out.shape(1), found), false, Order(), matrix_values(blocks, found))
                                                  : TideMatrix{{}, 0, 0, 0, 0};
   TideSeen seen;
-  const TideProject job{found, span_of(bits), turns_of(turns, found), span_of(mean), span_of(scale), matrix, span_of(is_coded),
+  const TideProject job{found, span_of(bits), turns_of(turns, found), span_of(mean), span_of(scale), matrix, blocks, span_of(is_coded),
                         span_of(apart), flat(out), seen};
   if (!unlocked([&] { return path.project(job); })) return std::nullopt;
   return std::tuple{seen.error, seen.spread, seen.tokens};
@@ -166,18 +194,20 @@ TideApart apart_of(const Apart& apart, const TideShape& shape) {
 
 void restore(const std::string& path_name, const ConstValues& coefficients, const Tables& classes,
              const Array<const std::int8_t, 2>& pulls, const Order& places, const Floats& mean, const Floats& scale,
-             const Array<const std::int16_t, 1>& panels, Shape shape, const Order& order, const Apart& apart, const Turns& turns,
-             const Bytes& bits, BlockShape block, int type) {
+             const Array<const std::int16_t, 1>& panels, Shape shape, const Order& order, const Stage& stage, const Apart& apart,
+             const Turns& turns, const Bytes& bits, BlockShape block, int type) {
   const TidePath& path = path_named(path_name);
   const TideShape found = shape_of(bits, block, type, mean, scale);
-  const TideMatrix matrix = matrix_of(panels, shape, coefficients.shape(0), true, order, found.values());
+  const TideStage blocks = stage_of(stage, found, coefficients.shape(0));
+  want(blocks.block == 0 || order.size() == 0, "tide: want blocks or an order");
+  const TideMatrix matrix = matrix_of(panels, shape, matrix_coefficients(blocks, coefficients.shape(0), found), true, order, matrix_values(blocks, found));
   want(coefficients.shape(1) == found.tokens && places.size() == found.tokens, "tide: want a place for each token");
   want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < found.tokens; }), "tide: bad place");
   want(classes.shape(0) == coefficients.shape(0) && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
   want(pulls.shape(1) == 4, "tide: want four pulls for each class");
   want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
   const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
-                        matrix, span_of(order), apart_of(apart, found), turns_of(turns, found), span_of(bits)};
+                        matrix, span_of(order), blocks, apart_of(apart, found), turns_of(turns, found), span_of(bits)};
   unlocked([&] { path.restore(job); });
 }
 
@@ -214,13 +244,13 @@ void bind_tide(nb::module_& module) {
   module.def("tide_pack", &pack, nb::arg("matrix").noconvert(), nb::arg("panels").noconvert());
   module.def("tide_project", &project, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"),
              nb::arg("turns"), nb::arg("mean").noconvert(), nb::arg("scale").noconvert(), nb::arg("panels").noconvert(),
-             nb::arg("shape"), nb::arg("is_coded").noconvert(), nb::arg("apart").noconvert(), nb::arg("out").noconvert());
+             nb::arg("shape"), nb::arg("stage"), nb::arg("is_coded").noconvert(), nb::arg("apart").noconvert(), nb::arg("out").noconvert());
   module.def("tide_arrange", &arrange, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("places").noconvert(),
              nb::arg("rows").noconvert(), nb::arg("out").noconvert());
   module.def("tide_restore", &restore, nb::arg("path"), nb::arg("coefficients").noconvert(), nb::arg("classes").noconvert(),
              nb::arg("pulls").noconvert(), nb::arg("places").noconvert(), nb::arg("mean").noconvert(),
              nb::arg("scale").noconvert(), nb::arg("panels").noconvert(), nb::arg("shape"), nb::arg("order").noconvert(),
-             nb::arg("apart"), nb::arg("turns"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"));
+             nb::arg("stage"), nb::arg("apart"), nb::arg("turns"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"));
   module.def("tide_loudness", &loudness, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("weights").noconvert(),
              nb::arg("loud").noconvert());
   module.def("tide_third", &third, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("out").noconvert());

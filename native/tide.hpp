@@ -56,6 +56,16 @@ struct TideMatrix {
   std::span<const std::int16_t> panels;
   std::size_t rows, columns, used_rows, used_columns;
 };
+
+// The other half of a transform in two stages, none with a `block` of 0. Each run of `block` values has a square matrix of its own;
+// the strongest of what it gives, by place in `mixed`, meet the TideMatrix, whose rows and columns are these. `places` has for each coded
+// coefficient its place among all blocks' coefficients, or their number and more, rising: its row of the TideMatrix.
+struct TideStage {
+  std::span<const std::int16_t> block_panels;  // one matrix after the other
+  std::size_t block = 0;
+  std::span<const std::uint16_t> mixed, places;
+  std::size_t panel_size() const { return tide_panels(block) * tide_pairs(block) * 2 * tide_panel_columns; }
+};
 inline constexpr int tide_one_bits = 13;
 inline constexpr int tide_step_bits = 4;  // coefficients are in 16ths of a step where they meet the matrix
 
@@ -93,6 +103,7 @@ struct TideProject {
   TideTurns turns;
   std::span<const float> mean, scale;  // of each value of a token
   TideMatrix matrix;                   // rows are values, columns coefficients
+  TideStage stage;
   std::span<const std::uint8_t> is_coded;
   std::span<std::uint8_t> apart;  // of each token
   std::span<std::int16_t> out;
@@ -125,6 +136,7 @@ struct TideRestore {
   std::span<const float> mean, scale;
   TideMatrix matrix;  // rows are coefficients, columns values
   std::span<const std::uint16_t> order;
+  TideStage stage;
   TideApart apart;
   TideTurns turns;
   std::span<std::uint8_t> bits;

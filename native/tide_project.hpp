@@ -222,8 +222,109 @@ class Seen {
   double error_ = 0, energy_ = 0, tokens_ = 0;
 };
 
+// Whole 16ths of a step from the sums of a token that was halved so often, for a second product. False if one does not fit: it is cut.
+inline bool to_sixteenths(const std::int32_t* sums, std::size_t count, int halvings, std::int16_t* out) {
+  constexpr std::int32_t half = 1 << (tide_one_bits - 1);
+  const std::int32_t most = (coefficient_max << tide_step_bits) >> halvings;
+  std::int32_t largest = 0;
+  for (std::size_t k = 0; k < count; ++k) {
+    const auto sum = static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[k]) + static_cast<std::uint32_t>(half)) >> tide_one_bits;
+    largest = std::max(largest, std::max(sum, -sum));
+    out[k] = static_cast<std::int16_t>(std::clamp(sum, -most, most));
+  }
+  return largest <= most;
+}
+
+// A transform in two stages: products of each block, the strongest of all blocks mixed, then both in coded order.
+template <class Isa>
+class BlockProducts {
+ public:
+  explicit BlockProducts(const TideProject& job)
+      : job_(job), block_(job.stage.block), matrix_{{}, block_, block_, block_, block_}, product_(matrix_), mix_(job.matrix),
+        of_blocks_(block_tokens * job.shape.values()), mixed_(block_tokens * mix_.pairs() * 2), strongest_(padded(job.matrix.rows, 2)),
+        exact_(job.stage.places.size()) {}
+
+  // whole: panels of tokens for each block. halvings: of each token, -1 if it is too loud, which it may become here.
+  void run(const std::int16_t* whole, std::size_t count, int* halvings) {
+    const std::size_t values = job_.shape.values();
+    for (std::size_t b = 0; b < values / block_; ++b) {
+      matrix_.panels = job_.stage.block_panels.subspan(b * job_.stage.panel_size(), job_.stage.panel_size());
+      product_.run(whole + b * block_tokens * block_, padded(count, tide_panel_tokens));
+      for (std::size_t t = 0; t < count; ++t) {
+        std::copy(product_.of(t), product_.of(t) + block_, of_blocks_.data() + t * values + b * block_);
+      }
+    }
+    std::vector<std::int32_t> sums(job_.matrix.rows);
+    for (std::size_t t = 0; t < count; ++t) {
+      for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = of_blocks_[t * values + job_.stage.mixed[i]];
+      if (!to_sixteenths(sums.data(), sums.size(), std::max(halvings[t], 0), strongest_.data())) halvings[t] = -1;
+      put_token(strongest_, mixed_.data() + t / tide_panel_tokens * tide_panel_tokens * strongest_.size(), t % tide_panel_tokens);
+    }
+    mix_.run(mixed_.data(), padded(count, tide_panel_tokens));
+  }
+
+  // Sums of a token in coded order.
+  std::span<const std::int32_t> of(std::size_t token) {
+    const std::size_t values = job_.shape.values();
+    for (std::size_t k = 0; k < exact_.size(); ++k) {
+      const std::size_t place = job_.stage.places[k];
+      exact_[k] = place < values ? of_blocks_[token * values + place] : mix_.of(token)[place - values];
+    }
+    return exact_;
+  }
+
+ private:
+  const TideProject& job_;
+  const std::size_t block_;
+  TideMatrix matrix_;
+  Product<Isa> product_, mix_;
+  std::vector<std::int32_t> of_blocks_;  // (block_tokens, values)
+  std::vector<std::int16_t> mixed_, strongest_;
+  std::vector<std::int32_t> exact_;
+};
+
+template <class Isa, ElementType type>
+bool project_blocks(const TideProject& job) {
+  const TideShape& shape = job.shape;
+  const std::size_t columns = job.stage.places.size(), block = job.stage.block;
+  TokenReader<type> reader(job);
+  BlockProducts<Isa> products(job);
+  std::vector<std::int16_t> panels(block_tokens * shape.values());
+  Seen seen(columns);
+  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
+    const std::size_t count = std::min(block_tokens, shape.tokens - start);
+    int halvings[block_tokens];
+    double squares[block_tokens];
+    for (std::size_t t = 0; t < count; ++t) {
+      if (!reader.read(start + t)) return false;
+      halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
+      squares[t] = reader.square();
+      const std::span<const std::int16_t> whole = reader.whole(halvings[t]);
+      for (std::size_t first = 0; first < shape.values(); first += block) {
+        std::int16_t* to = panels.data() + first * block_tokens + t / tide_panel_tokens * tide_panel_tokens * block;
+        put_token(whole.subspan(first, block), to, t % tide_panel_tokens);
+      }
+    }
+    products.run(panels.data(), count, halvings);
+    for (std::size_t t = 0; t < count; ++t) {
+      std::int16_t* steps = job.out.data() + (start + t) * columns;
+      const std::span<const std::int32_t> sums = products.of(t);
+      if (halvings[t] >= 0 && round_steps(sums, halvings[t], steps)) {
+        seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings[t], squares[t]);
+        seen.add_halved(shape.values(), halvings[t]);
+        continue;
+      }
+      job.apart[start + t] = 1;
+      std::fill(steps, steps + columns, std::int16_t{0});
+    }
+  }
+  job.seen = seen.found();
+  return true;
+}
+
 template <class Isa, ElementType type>
 bool project_as(const TideProject& job) {
+  if (job.stage.block != 0) return project_blocks<Isa, type>(job);
   const TideShape& shape = job.shape;
   const bool is_product = job.is_coded.empty();
   const std::size_t columns = is_product ? job.matrix.used_columns : shape.values();

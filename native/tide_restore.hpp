@@ -34,28 +34,26 @@ void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
   }
 }
 
-// All rows as panels of tokens: [tokens / 4][pairs][4][2].
-template <class Isa>
-std::vector<std::int16_t> token_panels(const TideRestore& job, std::size_t pairs) {
-  const std::size_t tokens = job.shape.tokens, rows = job.matrix.used_rows;
-  std::vector<std::int16_t> panels(padded(tokens, tide_panel_tokens) * pairs * 2);
+// Rows as panels of tokens: [tokens / 4][pairs][4][2]. `write(row, to)` writes a row; the last pair may have one.
+template <class Write>
+void token_panels(std::size_t tokens, std::size_t rows, std::int16_t* panels, Write write) {
+  const std::size_t pairs = tide_pairs(rows);
   std::vector<std::int16_t> even(padded(tokens, tide_panel_tokens)), odd(even.size());
   for (std::size_t pair = 0; pair < pairs; ++pair) {
-    pull_row<Isa>(job, 2 * pair, even.data());
+    write(2 * pair, even.data());
     if (2 * pair + 1 < rows) {
-      pull_row<Isa>(job, 2 * pair + 1, odd.data());
+      write(2 * pair + 1, odd.data());
     } else {
       std::ranges::fill(odd, std::int16_t{0});
     }
     for (std::size_t first = 0; first < even.size(); first += tide_panel_tokens) {
-      std::int16_t* to = panels.data() + (first * pairs + pair * tide_panel_tokens) * 2;
+      std::int16_t* to = panels + (first * pairs + pair * tide_panel_tokens) * 2;
       for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
         to[2 * t] = even[first + t];
         to[2 * t + 1] = odd[first + t];
       }
     }
   }
-  return panels;
 }
 
 // Values of a token from what was coded: numbers times factor plus mean.
@@ -217,7 +215,8 @@ template <class Isa, ElementType type>
 void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
   const TideShape& shape = job.shape;
   Product<Isa> product(job.matrix);
-  const std::vector<std::int16_t> panels = token_panels<Isa>(job, product.pairs());
+  std::vector<std::int16_t> panels(padded(shape.tokens, tide_panel_tokens) * product.pairs() * 2);
+  token_panels(shape.tokens, job.matrix.used_rows, panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, row, to); });
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
     product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens));
@@ -229,11 +228,86 @@ void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
   }
 }
 
+// The strongest coefficients of all blocks, in 16ths: (mixed, stride), from those that were coded in their place.
+template <class Isa>
+std::vector<std::int16_t> unmixed(const TideRestore& job, std::span<const std::uint32_t> coded, std::size_t stride) {
+  const std::size_t tokens = job.shape.tokens, count = job.matrix.used_columns;
+  Product<Isa> product(job.matrix);
+  std::vector<std::int16_t> panels(stride * product.pairs() * 2), rows(count * stride), tile(block_tokens * count);
+  token_panels(tokens, coded.size(), panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, coded[row], to); });
+  std::array<const std::int16_t*, block_tokens> from;
+  std::vector<std::int16_t*> to(count);
+  for (std::size_t t = 0; t < block_tokens; ++t) from[t] = tile.data() + t * count;
+  for (std::size_t start = 0; start < tokens; start += block_tokens) {
+    const std::size_t here = std::min(block_tokens, tokens - start);
+    product.run(panels.data() + start * product.pairs() * 2, padded(here, tide_panel_tokens));
+    for (std::size_t t = 0; t < here; ++t) to_sixteenths(product.of(t), count, 0, tile.data() + t * count);
+    for (std::size_t c = 0; c < count; ++c) to[c] = rows.data() + c * stride + start;
+    transpose<Isa>(from.data(), here, count, to.data());
+  }
+  return rows;
+}
+
+// In two stages: what was mixed is taken apart, then each block goes back to its values.
+template <class Isa, ElementType type>
+void restore_blocks(const TideRestore& job, TokenWriter<type>& writer) {
+  const TideShape& shape = job.shape;
+  const std::size_t tokens = shape.tokens, stride = padded(tokens, tide_panel_tokens), block = job.stage.block;
+  constexpr std::size_t none = ~std::size_t{0};
+  std::vector<std::size_t> row_of(shape.values(), none);
+  std::vector<std::uint32_t> coded;
+  for (std::size_t k = 0; k < job.stage.places.size(); ++k) {
+    if (job.stage.places[k] < shape.values()) {
+      row_of[job.stage.places[k]] = k;
+    } else {
+      coded.push_back(static_cast<std::uint32_t>(k));
+    }
+  }
+  const std::vector<std::int16_t> inner = unmixed<Isa>(job, coded, stride);
+  std::vector<const std::int16_t*> inner_of(shape.values());
+  for (std::size_t i = 0; i < job.stage.mixed.size(); ++i) inner_of[job.stage.mixed[i]] = inner.data() + i * stride;
+  const std::size_t blocks = shape.channels() / block, panel_size = stride * tide_pairs(block) * 2;
+  std::vector<std::int16_t> panels(blocks * panel_size);
+  std::vector<std::int32_t> sums(block_tokens * shape.channels());
+  TideMatrix matrix{{}, block, block, block, block};
+  Product<Isa> product(matrix);
+  for (std::size_t stream = 0; stream < shape.streams(); ++stream) {
+    for (std::size_t b = 0; b < blocks; ++b) {
+      const std::size_t first = stream * shape.channels() + b * block;
+      token_panels(tokens, block, panels.data() + b * panel_size, [&](std::size_t row, std::int16_t* to) {
+        if (row + rows_ahead < block) fetch_row(job, row_of[first + row + rows_ahead]);
+        if (const std::int16_t* from = inner_of[first + row]; from != nullptr) {
+          std::copy(from, from + tokens, to);
+        } else if (row_of[first + row] != none) {
+          pull_row<Isa>(job, row_of[first + row], to);
+        } else {
+          std::fill(to, to + tokens, std::int16_t{0});
+        }
+      });
+    }
+    for (std::size_t start = 0; start < tokens; start += block_tokens) {
+      const std::size_t count = std::min(block_tokens, tokens - start);
+      for (std::size_t b = 0; b < blocks; ++b) {
+        matrix.panels = job.stage.block_panels.subspan((stream * blocks + b) * job.stage.panel_size(), job.stage.panel_size());
+        product.run(panels.data() + b * panel_size + start * product.pairs() * 2, padded(count, tide_panel_tokens));
+        for (std::size_t t = 0; t < count; ++t) {
+          std::copy(product.of(t), product.of(t) + block, sums.data() + t * shape.channels() + b * block);
+        }
+      }
+      for (std::size_t t = 0; t < count; ++t) {
+        writer.write(stream, job.places[start + t], sums.data() + t * shape.channels(), job.scale.data());
+      }
+    }
+  }
+}
+
 template <class Isa>
 void restore_tokens(const TideRestore& job) {
   with_type(job.shape.type, [&]<ElementType type>() {
     TokenWriter<type> writer(job);
-    if (job.order.empty()) {
+    if (job.stage.block != 0) {
+      restore_blocks<Isa>(job, writer);
+    } else if (job.order.empty()) {
       restore_products<Isa>(job, writer);
     } else {
       restore_ordered<Isa>(job, writer);

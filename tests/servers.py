@@ -81,6 +81,12 @@ def running_server(member: Member | None = None, **settings: Any) -> Iterator[Ru
     assert server.service.connections == 0
 
 
+def hints_heard(server: RunningServer) -> int:
+    """Return the number of requests with advice that a server has counted."""
+    counted = server.service.observatory.metrics._hints.collect()
+    return int(sum(each.value for metric in counted for each in metric.samples if each.name.endswith("_total")))
+
+
 class ServerProcess:
     """`kvtide serve` as a process of its own."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from links import dead_links
+from tests.support import PAGE, page
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "kvtide"
@@ -95,3 +96,8 @@ def test_readme_is_one_page_and_quotes_standing_figures() -> None:
     figures = re.findall(r"(?<![\w.])\d+\.\d+(?= s\b)", table)
     assert figures
     assert [figure for figure in figures if f"{figure} s" not in standing] == []
+
+
+def test_matrix_of_support_is_what_the_tests_take() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text) == text, "renew it: python -m tests.support --write"

@@ -16,7 +16,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
 from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.gpu.pages import KernelPages
-from kvtide.tier.ram.device import DevicePiece
+from kvtide.tier.ram import DevicePiece
 from kvtide_lab.swap.device import KernelSwapper
 
 REPEATS, WARM_UPS = 9, 2

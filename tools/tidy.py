@@ -13,7 +13,7 @@ from typing import NamedTuple
 # A module imports equal or lower ranks only. Names are the first component under the package.
 RANK = {
     **dict.fromkeys(("types", "errors", "clock", "config"), 0),
-    **dict.fromkeys(("keys", "block", "outcomes", "index", "evict", "codec", "importance", "wire", "plan"), 1),
+    **dict.fromkeys(("keys", "block", "group", "outcomes", "index", "evict", "codec", "importance", "wire", "plan"), 1),
     "tier": 2,
     **dict.fromkeys(("store", "explain"), 3),
     **dict.fromkeys(("server", "engines"), 4),
@@ -24,9 +24,19 @@ RANK = {
 }
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
-    *("wire.frame", "wire.http", "wire.protocol", "wire.receiver", "wire.records", "codec.packed", "plan.cut"),
+    *(
+        "wire.frame",
+        "wire.http",
+        "wire.protocol",
+        "wire.ranges",
+        "wire.receiver",
+        "wire.records",
+        "codec.entropy",
+        "codec.packed",
+    ),
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
-    *("tier.http.records", "tier.ram.device", "tier.stack.invalidation"),
+    *("tier.http.records", "tier.stack.invalidation"),
+    *("engines.paged.device", "plan.base", "plan.policies"),
     *("store.repack", "store.load.job", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.

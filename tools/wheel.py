@@ -80,22 +80,30 @@ def first_run(dist: Path) -> None:
     print(f"{wheel.name}: {took}")
 
 
+def install_wheel(folder: Path) -> tuple[Path, Path]:
+    """Build the wheel and return it and an interpreter that has it, beside all else of the one that runs this."""
+    run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("kvtide-*.whl")
+    check_wheel(wheel)
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    run(python, "-m", *PIP, "install", "--no-deps", wheel, cwd=folder)
+    # After its own packages; the links to the checkout that lie there are not followed from here. The lab, which offers
+    # profiles, is found by its metadata there and must be importable.
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "others.pth").write_text("\n".join([*others, str(ROOT / "lab")]))
+    where = run(python, "-c", WHERE, cwd=folder).strip()
+    if not Path(where).is_relative_to(packages):
+        raise ValueError(f"kvtide was imported from {where}")
+    return wheel, python
+
+
 def main() -> None:
     """Build, check, install and use the wheel."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
-        (wheel,) = folder.glob("kvtide-*.whl")
-        check_wheel(wheel)
-        venv.create(folder / "venv", with_pip=True)
-        python = folder / "venv" / "bin" / "python"
-        run(python, "-m", *PIP, "install", "--no-deps", wheel, cwd=folder)
-        # After its own packages; the links to the checkout that lie there are not followed from here.
-        (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-        (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-        where = run(python, "-c", WHERE, cwd=folder).strip()
-        if not Path(where).is_relative_to(packages):
-            raise ValueError(f"kvtide was imported from {where}")
+        wheel, python = install_wheel(folder)
         run(python.with_name("kvtide"), "doctor", cwd=folder)
         example = PRELUDE + readme_example(folder / "store")
         said = [run(python, "-c", example, cwd=folder).strip() for _ in range(2)]

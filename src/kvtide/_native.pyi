@@ -63,6 +63,7 @@ def prefix_write_tables(lengths: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
 def prefix_read_tables(data: NDArray[np.uint8], lengths: NDArray[np.uint8]) -> bool: ...
 
 # Cosines and sines of (kinds, tokens, pairs), the kind of each layer, the first dim that turns, pairs are neighbours.
+_Stage = tuple[NDArray[np.int16], int, NDArray[np.uint16], NDArray[np.uint16]]
 _Turns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
 
 def tide_paths() -> list[str]: ...
@@ -109,6 +110,7 @@ def tide_project(
     scale: NDArray[np.float32],
     panels: NDArray[np.int16],
     shape: tuple[int, int],
+    stage: _Stage,
     is_coded: NDArray[np.uint8],
     apart: NDArray[np.uint8],
     out: NDArray[np.int16],
@@ -131,6 +133,7 @@ def tide_restore(
     panels: NDArray[np.int16],
     shape: tuple[int, int],
     order: NDArray[np.uint16],
+    stage: _Stage,
     apart: tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.int8]],
     turns: _Turns,
     bits: NDArray[np.uint8],

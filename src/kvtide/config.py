@@ -11,6 +11,9 @@ import msgspec
 
 __all__ = ["Limits", "cache_home", "step_back", "wait_passively"]
 
+# The salt that keeps a tenant apart, for commands: their arguments are seen by all users of the machine.
+TENANT_SALT_VARIABLE = "KVTIDE_TENANT_SALT"
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Every bound of a cache in one place. ValueError for one that is not positive."""
@@ -56,6 +59,11 @@ def cache_home() -> Path:
     """Return kvtide's directory in the user's cache directory; nothing is created."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvtide"
+
+
+def environment_with(name: str, value: str) -> dict[str, str]:
+    """Return the environment of a child process: this one's and a variable."""
+    return {**os.environ, name: value}
 
 
 def environment_variable(name: str) -> str | None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from kvtide.codec import CodecRegistry
 from kvtide.errors import CorruptPayload
+from kvtide.group import LayerGroup, hit_of, part_keys
 from kvtide.keys import TokenIds, block_keys, tokens_array
-from kvtide.plan import Chunk, Decision, PrefillSpeed, Request, decide
+from kvtide.plan import Decision, PrefillSpeed, decide
+from kvtide.plan.base import Chunk, Request
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.tier import Tier
 from kvtide.tier.seal import SEALED_CODEC
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
 
-__all__ = ["Explanation", "MatchVerdict", "explain", "read_header", "read_object", "weigh"]
+__all__ = ["Explanation", "MatchVerdict", "explain", "explain_groups", "read_header", "read_object", "weigh"]
 
 
 # Most objects have header and table in so many bytes: one read.
@@ -41,7 +44,7 @@ class Explanation(NamedTuple):
     """The blocks that a look-up of this prompt finds, and why it ends there.
 
     needs: names a codec or profile that is not here, or the quality that the block has. base_bytes: what each hit block
-    takes at its least quality.
+    takes at its least quality. ended_by: the group of layers whose part is missing, where there are several.
     """
 
     prompt_tokens: int
@@ -53,6 +56,15 @@ class Explanation(NamedTuple):
     elsewhere: tuple[Namespace, ...]
     needs: str = ""
     base_bytes: tuple[int, ...] = ()
+    ended_by: str = ""
+
+
+class _Look(NamedTuple):
+    """An object that is good, or why it can't be loaded and what it needs."""
+
+    stored: StoredObject | None
+    verdict: MatchVerdict = MatchVerdict.ALL_FULL_BLOCKS
+    needs: str = ""
 
 
 def explain(
@@ -71,32 +83,61 @@ def explain(
     prompt = tokens_array(tokens)
     keys = block_keys(namespace, prompt, block_tokens)
     base_bytes: list[int] = []
-    verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
-    elsewhere: tuple[Namespace, ...] = ()
-    needs = ""
+    look = _Look(None, MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK)
     for key in keys:
-        found = _state(tier, ObjectId(namespace, key))
-        if isinstance(found, MatchVerdict):
-            verdict = found
+        look = _look(tier, ObjectId(namespace, key), registry, quality)
+        if look.stored is None:
             break
-        if registry is not None and registry.get(found.codec_id, found.profile) is None:
-            verdict, needs = MatchVerdict.CODEC_ABSENT, _needs(found)
-            break
-        if quality is not None and found.quality > quality * (1 + QUALITY_SLACK):
-            verdict, needs = (
-                MatchVerdict.COARSE,
-                f"a quality of {quality:.2g}; {found.codec_id} has {found.quality:.2g}",
-            )
-            break
-        base_bytes.append(_base_bytes(found))
-    hits = len(base_bytes)
+        base_bytes.append(_base_bytes(look.stored))
+    hits, verdict = len(base_bytes), look.verdict
     first_missing = keys[hits] if hits < len(keys) else None
+    elsewhere: tuple[Namespace, ...] = ()
     if verdict is MatchVerdict.NEVER_STORED:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
         verdict = MatchVerdict.OTHER_NAMESPACE if elsewhere else verdict
     hit_tokens = hits * block_tokens
     bases = tuple(base_bytes)
-    return Explanation(len(prompt), len(keys), hits, hit_tokens, verdict, first_missing, elsewhere, needs, bases)
+    return Explanation(len(prompt), len(keys), hits, hit_tokens, verdict, first_missing, elsewhere, look.needs, bases)
+
+
+def explain_groups(
+    tier: Tier,
+    groups: Sequence[tuple[LayerGroup, Namespace]],
+    tokens: TokenIds,
+    block_tokens: int,
+    registry: CodecRegistry | None = None,
+    quality: float | None = None,
+) -> Explanation:
+    """Do as `explain` for a model of several groups, each with its namespace: the first one names the blocks.
+
+    `ended_by` is the group whose part is missing, `first_missing` that part's key. Reads every part that is here.
+    """
+    prompt = tokens_array(tokens)
+    keys = block_keys(groups[0][1], prompt, block_tokens)
+    ids = [[ObjectId(space, key) for key in part_keys(space, keys)] for _, space in groups]
+    looks = [[_look(tier, one, registry, quality) for one in mine] for mine in ids]
+    present = [[look.stored is not None for look in mine] for mine in looks]
+    blocks, ended_by, _ = hit_of(present, [group.reach_blocks(block_tokens) for group, _ in groups])
+    found = Explanation(len(prompt), len(keys), blocks, blocks * block_tokens, MatchVerdict.ALL_FULL_BLOCKS, None, ())
+    if not keys or ended_by is None:
+        return found._replace(verdict=found.verdict if keys else MatchVerdict.SHORTER_THAN_BLOCK)
+    # A hit of one block more needs it.
+    missing = max(position for position in range(blocks + 1) if not present[ended_by][position])
+    look, name = looks[ended_by][missing], groups[ended_by][0].name
+    key = ids[ended_by][missing].key
+    return found._replace(verdict=look.verdict, needs=look.needs, first_missing=key, ended_by=name)
+
+
+def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quality: float | None) -> _Look:
+    found = _state(tier, object_id)
+    if isinstance(found, MatchVerdict):
+        return _Look(None, found)
+    if registry is not None and registry.get(found.codec_id, found.profile) is None:
+        return _Look(None, MatchVerdict.CODEC_ABSENT, _needs(found))
+    if quality is not None and found.quality > quality * (1 + QUALITY_SLACK):
+        needs = f"a quality of {quality:.2g}; {found.codec_id} has {found.quality:.2g}"
+        return _Look(None, MatchVerdict.COARSE, needs)
+    return _Look(found)
 
 
 def _base_bytes(stored: StoredObject) -> int:

@@ -1,13 +1,14 @@
 """Namespaces and chained block keys. A key names a prefix: equal keys mean equal tokens from the first one on.
 
-key(block) = SHA-256(parent key || token ids as little-endian u32); the first parent is the namespace digest.
+key(block) = SHA-256(parent key || token ids as little-endian u32); the first parent is the namespace digest. A
+block that depends on more (images, embeddings) hashes SHA-256(more) too, after its tokens.
 Stable across processes, machines and Python versions (never Python's `hash`). See docs/format.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,17 +97,25 @@ class KeyChain:
         self._parent: bytes = namespace
         self._block_bytes = 4 * block_tokens
         self._partial = b""
+        self._count = 0
 
-    def extend(self, tokens: TokenIds) -> list[BlockKey]:
-        """Append token ids and return the keys of the blocks that they fill, in order."""
+    def extend(self, tokens: TokenIds, extra: Callable[[int], bytes] | None = None) -> list[BlockKey]:
+        """Append token ids and return the keys of the blocks that they fill, in order.
+
+        extra: what block number n depends on besides its tokens and those before, b"" for nothing.
+        """
         data = self._partial + tokens_array(tokens).tobytes()
         sha256, block_bytes, parent = hashlib.sha256, self._block_bytes, self._parent
         # A NewType's call costs as much as a tenth of the hash: one cast for all keys instead.
         keys: list[bytes] = []
         stop = len(data) - len(data) % block_bytes
         for offset in range(0, stop, block_bytes):
-            parent = sha256(parent + data[offset : offset + block_bytes]).digest()
+            block = parent + data[offset : offset + block_bytes]
+            more = extra(self._count + len(keys)) if extra is not None else b""
+            # All blocks have one length, so that no tokens can stand for what is hashed of more.
+            parent = sha256(block + sha256(more).digest() if more else block).digest()
             keys.append(parent)
+        self._count += len(keys)
         self._parent = parent
         self._partial = data[stop:]
         return cast("list[BlockKey]", keys)

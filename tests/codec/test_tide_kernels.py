@@ -15,6 +15,7 @@ from kvtide import _native
 PATHS = _native.tide_paths()
 NO_ORDER, NO_PANELS = np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int16)
 NO_CODED = np.empty(0, dtype=np.uint8)
+NO_STAGE = (NO_PANELS, 0, NO_ORDER, NO_ORDER)
 
 
 def block_of(values: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], int]:
@@ -98,7 +99,7 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     steps, apart = np.empty((tokens, used), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
     transposed, turns = packed(np.ascontiguousarray(matrix.T)), no_turns(tokens)
     block = (*block_of(values), turns)
-    seen = _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_CODED, apart, steps)
+    seen = _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_STAGE, NO_CODED, apart, steps)
     assert not apart.any()
     expected, energy = twin.seen(values, mean, scale, matrix[:used])
     assert seen == pytest.approx(expected, rel=1e-4, abs=1e-5 * energy)
@@ -114,10 +115,57 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     back = np.empty((2, tokens, channels), dtype=np.float32)
     factor = (1 / scale / 8192).astype(np.float32)
     panels = packed(matrix)
-    coded = (out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER)
+    coded = (out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER, NO_STAGE)
     bits, shape, code = block_of(back)
     _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
     restored = twin.restore(out, classes, pulls, places, mean, factor, matrix)
+    assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
+
+
+def orthonormal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return np.rint(8192 * np.linalg.qr(rng.normal(size=shape))[0]).astype(np.int16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(
+    seed=st.integers(0, 2**32), tokens=st.integers(1, 140), block=st.sampled_from([2, 6, 16]), heads=st.integers(1, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_transforms_in_two_stages_are_the_twins(path: str, seed: int, tokens: int, block: int, heads: int) -> None:
+    rng = np.random.default_rng(seed)
+    channels, blocks = block * heads, 2 * heads
+    count, mixed = 2 * channels, int(rng.integers(0, 2 * channels + 1))
+    matrices, mix = orthonormal(rng, blocks, block, block), orthonormal(rng, mixed, mixed)
+    strongest = rng.permutation(count)[:mixed].astype(np.uint16)
+    rest = np.setdiff1d(np.arange(count), strongest)
+    # Coded order is any, but for what is mixed; the last ones are not coded.
+    places = np.concatenate([np.arange(mixed) + count, rng.permutation(rest)])
+    places = places[np.sort(rng.permutation(count)[: rng.integers(1, count + 1)])].astype(np.uint16)
+    places[places >= count] = np.arange(count, count + np.count_nonzero(places >= count))
+    stages = twin.Stages(matrices, mix, strongest, places)
+    values = rng.normal(size=(2, tokens, channels)).astype(np.float32)
+    mean, scale = rng.normal(size=count).astype(np.float32), rng.uniform(20, 60, count).astype(np.float32)
+    steps, apart = np.empty((tokens, len(places)), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
+    there = np.concatenate([packed(np.ascontiguousarray(each.T)) for each in matrices])
+    stage, turns = (there, block, strongest, places), no_turns(tokens)
+    panels = packed(np.ascontiguousarray(mix.T)) if mixed else NO_PANELS
+    rest_of: tuple[Any, ...] = (panels, (mixed, mixed), stage, NO_CODED, apart, steps)
+    assert _native.tide_project(path, *block_of(values), turns, mean, scale, *rest_of)
+    assert not apart.any()
+    assert np.array_equal(steps.T, twin.project_stages(values, mean, scale, stages))
+
+    out = np.ascontiguousarray(steps.T)
+    out[rng.random(out.shape) < 0.5] = 0
+    classes = rng.integers(0, 3, (len(places), 4)).astype(np.uint16)
+    pulls = rng.integers(0, 4, (3, 4)).astype(np.int8)
+    pulls[:, 0] = 0
+    order, back = rng.permutation(tokens).astype(np.uint16), np.empty((2, tokens, channels), dtype=np.float32)
+    factor, here = (1 / scale / 8192).astype(np.float32), np.concatenate([packed(each) for each in matrices])
+    panels = packed(mix) if mixed else NO_PANELS
+    coded = (out, classes, pulls, order, mean, factor, panels, (mixed, mixed), NO_ORDER, (here, block, *stage[2:]))
+    bits, shape, code = block_of(back)
+    _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
+    restored = twin.restore_stages(out, classes, pulls, order, mean, factor, stages)
     assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
 
 
@@ -130,7 +178,7 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     steps, apart = np.empty((50, 40), dtype=np.int16), np.zeros(50, dtype=np.uint8)
     is_coded = np.isin(np.arange(40), order).astype(np.uint8)
     block = (*block_of(values), no_turns(50))
-    seen = _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), is_coded, apart, steps)
+    seen = _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), NO_STAGE, is_coded, apart, steps)
     in_steps = 10 * values.transpose(1, 0, 2).reshape(50, 40)
     assert seen == pytest.approx(
         (
@@ -149,7 +197,7 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     back = np.empty_like(values)
     classes, pulls = np.zeros((33, 4), dtype=np.uint16), np.zeros((1, 4), dtype=np.int8)
     factor = np.full(40, 0.1 / 131072, dtype=np.float32)
-    coded = (out, classes, pulls, places, mean, factor, NO_PANELS, (33, 40), order)
+    coded = (out, classes, pulls, places, mean, factor, NO_PANELS, (33, 40), order, NO_STAGE)
     bits, shape, code = block_of(back)
     _native.tide_restore(path, *coded, no_apart(20), no_turns(50), bits, shape, code)
     restored = back.transpose(0, 2, 1).reshape(40, 50)
@@ -186,7 +234,7 @@ def test_turning_and_storing_are_those_of_rope(path: str, neighbours: bool, code
     kept = (*apart, rng.integers(-127, 127, (1, 2, 1, heads, head_dim)).astype(np.int8))
     out = np.empty(2 * tokens * heads * head_dim * item, dtype=np.uint8)
     shape = (1, 2, tokens, heads, head_dim)
-    _native.tide_restore(path, *args, (count, count), order, kept, turns, out, shape, code)
+    _native.tide_restore(path, *args, (count, count), order, NO_STAGE, kept, turns, out, shape, code)
 
     values = np.empty((tokens, count), dtype=np.float32)
     values[places] = (16 * coded.T).astype(np.float32) * (scale * np.float32(8192)) + mean
@@ -222,7 +270,7 @@ def test_tokens_that_are_too_loud_are_put_apart(path: str) -> None:
     matrix = np.eye(8, dtype=np.int16) * np.int16(8192)
     mean, scale = np.zeros(8, dtype=np.float32), np.full(8, 1600, dtype=np.float32)
     out, apart = np.ones((9, 8), dtype=np.int16), np.zeros(9, dtype=np.uint8)
-    rest: tuple[Any, ...] = (no_turns(9), mean, scale, packed(matrix), (8, 8), NO_CODED, apart, out)
+    rest: tuple[Any, ...] = (no_turns(9), mean, scale, packed(matrix), (8, 8), NO_STAGE, NO_CODED, apart, out)
     assert _native.tide_project(path, *block_of(values), *rest)
     assert np.flatnonzero(apart).tolist() == [5, 7]
     assert not out.any()
@@ -262,7 +310,20 @@ def test_long_parts_of_all_magnitudes_are_pulled_and_turned_alike(path: str, pai
     turns = (cos, sin, np.zeros(1, dtype=np.uint8), 0, False)
     out = np.empty(tokens * count * item, dtype=np.uint8)
     shape = (1, 2, tokens, 1, 2 * pairs)
-    args = (coded, classes, pulls, places, mean, scale, NO_PANELS, (count, count), order, no_apart(2 * pairs), turns)
+    args = (
+        coded,
+        classes,
+        pulls,
+        places,
+        mean,
+        scale,
+        NO_PANELS,
+        (count, count),
+        order,
+        NO_STAGE,
+        no_apart(2 * pairs),
+        turns,
+    )
     _native.tide_restore(path, *args, out, shape, 1)
 
     part = np.searchsorted(np.arange(1, 5) * tokens // 4, np.arange(tokens), side="right")

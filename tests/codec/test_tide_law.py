@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 
 from kvtide.codec import Profile
-from kvtide.codec.tide import LossLaw, PositionLaw, Purpose, TideCodec, law_table
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, Powers
+from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LossLaw, PositionLaw, Powers, Purpose, law_table
 from kvtide.errors import CorruptPayload
 
 LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009), (0.16, 0.77, 1.83, 3.24))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.tide import fit
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 from kvtide.testing import block_meta, smooth_bits
 
@@ -33,6 +35,27 @@ def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profil
     """A profile of normally distributed values."""
     meta = block_meta(layout, 0, 1)
     return _fitted(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
+
+
+def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
+    """A block in float32 whose heads have most in common."""
+    extent = (layout.layers, 2, layout.tokens, layout.kv_heads, layout.head_dim)
+    rng, channels = np.random.default_rng(seed), layout.kv_heads * layout.head_dim
+    common = rng.normal(size=(*extent[:3], 6)) @ np.random.default_rng(1).normal(size=(6, channels))
+    values = common + rng.normal(0, 0.2, (*extent[:3], channels))
+    return np.ascontiguousarray(values.reshape(extent).astype(np.float32)).view(np.uint32)
+
+
+def of_alike(layout: BlockLayout, cost: str) -> Profile:
+    """A profile of blocks whose heads have most in common."""
+    pairs = [(block_meta(layout, 0, 1), alike_bits(layout, seed)) for seed in range(12)]
+    return _fitted(layout, cost, rotary_of(layout), pairs)
+
+
+def staged(layout: BlockLayout) -> Profile:
+    """The same with a transform in two stages, as those of wide layers are."""
+    with patch.object(fit, "DENSE_VALUES_MAX", 0):
+        return of_alike(layout, "layer")
 
 
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:

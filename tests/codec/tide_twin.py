@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,5 +80,52 @@ def restore(
     pulled = pulls[classes[:, part], np.minimum(magnitude, 3)] * np.sign(coefficients)
     sums = (16 * coefficients.astype(np.int64) - pulled).T @ matrix[:rows].astype(np.int64)
     out = np.empty((tokens, matrix.shape[1]), dtype=np.float32)
+    out[places] = sums.astype(np.float32) * scale + mean
+    return out
+
+
+class Stages(NamedTuple):
+    """A transform in two stages: (blocks, components, values); (mixed, mixed); what is mixed; the place of each row."""
+
+    matrices: NDArray[np.int16]
+    mix: NDArray[np.int16]
+    mixed: NDArray[np.uint16]
+    places: NDArray[np.uint16]
+
+
+def project_stages(
+    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], stages: Stages
+) -> NDArray[np.int16]:
+    """Return coefficients in steps, as `project`."""
+    streams, tokens, channels = values.shape
+    by_token = values.transpose(1, 0, 2).reshape(tokens, streams * channels)
+    whole = np.rint((by_token - mean) * scale).astype(np.int64)
+    blocks = whole.reshape(tokens, len(stages.matrices), -1)
+    sums = np.einsum("tbv,bcv->tbc", blocks, stages.matrices.astype(np.int64)).reshape(tokens, -1)
+    strongest = (sums[:, stages.mixed] + (1 << 12)) >> 13
+    both = np.hstack([sums, strongest @ stages.mix.astype(np.int64).T])
+    return ((both[:, stages.places] + (1 << 16)) >> 17).T.astype(np.int16)
+
+
+def restore_stages(
+    coefficients: NDArray[np.int16],
+    classes: NDArray[np.uint16],
+    pulls: NDArray[np.int8],
+    places: NDArray[np.uint16],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    stages: Stages,
+) -> NDArray[np.float32]:
+    """Return values, (tokens, values)."""
+    tokens, count = coefficients.shape[1], len(mean)
+    unit = np.eye(len(coefficients), dtype=np.int16)
+    plain, one = np.zeros(len(unit), dtype=np.float32), np.ones(len(unit), dtype=np.float32)
+    pulled = restore(coefficients, classes, pulls, np.arange(tokens, dtype=np.uint16), plain, one, unit)
+    both = np.zeros((tokens, count + len(stages.mix)), dtype=np.int64)
+    both[:, stages.places] = pulled.astype(np.int64)
+    both[:, stages.mixed] = (both[:, count:] @ stages.mix.astype(np.int64) + (1 << 12)) >> 13
+    blocks = both[:, :count].reshape(tokens, len(stages.matrices), -1)
+    sums = np.einsum("tbc,bcv->tbv", blocks, stages.matrices.astype(np.int64)).reshape(tokens, -1)
+    out = np.empty((tokens, count), dtype=np.float32)
     out[places] = sums.astype(np.float32) * scale + mean
     return out

@@ -13,26 +13,8 @@ LEFT = (
     ),
     Left("quotas in an engine's memory and disk", "limits by tenant salt", "quotas that local tiers ask", Source.OURS),
     Left("blocks that stay longer", "priority of a namespace", "hints that rankings ask", Source.OURS),
-    Left(
-        "completion by codec, hit and miss",
-        "kvtide-lab bench engine",
-        "rows of each codec over a server",
-        Source.ASCEND,
-    ),
     Left("encode stored blocks anew", "kvtide recompress", "a command that decodes and encodes a store", Source.ASCEND),
-    Left(
-        "profiles of other models in vLLM",
-        '"profiles": […]',
-        "profiles that lie in the store under the model's name",
-        Source.OURS,
-    ),
     Left("importance in vLLM", '"importance": 0.25', "sparse loads in the connector", Source.IMPRESS),
-    Left(
-        "three heads choose, and their agreement guards",
-        "importance=Importance(FirstHeads(3), HeadsAgree())",
-        "selectors and guards among the public names, and a guide",
-        Source.IMPRESS,
-    ),
     Left(
         "importance says what stays in memory",
         "importance=0.25",
@@ -40,20 +22,7 @@ LEFT = (
         Source.IMPRESS,
     ),
     Left("chunks move up, not objects", "importance=0.25", "tiers that hold parts of objects", Source.IMPRESS),
-    Left(
-        "joined reads of chunks",
-        'attach(model, "s3://…", importance=0.25)',
-        "one request for neighbouring chunks",
-        Source.IMPRESS,
-    ),
     Left("refinements of single chunks", 'codec="tide-chunked"', "an object format for them", Source.IMPRESS),
-    Left(
-        "swaps beside computing",
-        "kvtide-lab bench offload",
-        "a GPU, and a run that computes meanwhile",
-        Source.OFFLOADING,
-    ),
-    Left("all ways to offload, side by side", "kvtide-lab bench offload", "a full run of the seven", Source.OFFLOADING),
     Left(
         "layers within the step on a GPU",
         '"load": "layers"',
@@ -62,9 +31,6 @@ LEFT = (
     ),
     Left("multiprocessors of the kernels", "device_multiprocessors", "a GPU", Source.OFFLOADING),
     Left("blocks that are not full", "block_tokens", "keys of partial blocks", Source.PREFIX),
-    Left(
-        "items a second, measured", "kvtide-lab sim prompts", "the generator in front of a real engine", Source.PREFIX
-    ),
     Left(
         "fingerprint, queue and threads of vLLM",
         "fingerprint store_queue_bytes_max load_threads",

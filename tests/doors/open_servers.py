@@ -7,9 +7,11 @@ from tests.doors.capability import Capability, Source
 _SERVER = "docs/operations.md: A server of our own"
 _CLIENTS = "docs/operations.md: Clients"
 _LEAVES = "docs/operations.md: What leaves first"
+_ADVICE = "docs/operations.md: Advice of clients"
 _VALKEY = "docs/operations.md: Valkey and Redis"
 _POOL = "docs/operations.md: A pool of kvtide servers"
 _REGIONS = "docs/regions.md: Regions and a centre"
+_MOONCAKE = "docs/operations.md: Mooncake"
 _BUCKETS = "docs/operations.md: Buckets: S3, Google, Azure"
 _SEALED = "docs/seal.md: Sealed stores"
 _SENDING = "docs/operations.md: Sharing a server's link"
@@ -46,6 +48,8 @@ STORES = (
         _PROCESS,
         Source.CACHEGEN,
     ),
+    Capability("advice in headers", "Kvtide-Session", _HEADERS, _PROCESS, Source.OURS),
+    Capability("bring a prefix up before it is asked for", "POST …/prefetch", _ADVICE, _PROCESS, Source.OURS),
     Capability("token of a client", "?token_file=/etc/kvtide/token", _CLIENTS, _PROCESS, Source.OURS),
     Capability("TLS and certificates of clients", "?ca_file=…&cert_file=…&key_file=…", _CLIENTS, _PROCESS, Source.OURS),
     Capability(
@@ -82,6 +86,15 @@ STORES = (
         "cluster of six",
         Source.OURS,
         "tests/tier/test_valkey.py::test_objects_spread_over_all_primaries",
+    ),
+    Capability("Mooncake's store", "mooncake://HOST prefix", _MOONCAKE, "Mooncake", Source.OURS),
+    Capability(
+        "copies in Mooncake",
+        "mooncake://… replicas",
+        _MOONCAKE,
+        "two stores of Mooncake",
+        Source.OURS,
+        "tests/tier/test_mooncake.py::test_each_store_has_a_copy",
     ),
     Capability(
         "S3 bucket",

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from tests.doors.register import door
 from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, answer, grant, kvtide, serving, status
+from tests.families import model_of_family
 from tests.server.worlds import put
 from tests.servers import server_process
 from tests.stores import stored_records
 from typer.testing import CliRunner
 
 from kvtide.cli.app import app
+from kvtide.engines.transformers import attach, load_model
 from kvtide.server.auth import token_digest
 from kvtide.testing.tier_suite import object_id
 
@@ -77,6 +79,24 @@ def test_explain_names_the_first_block_that_is_missing(store: Path, tokens: Path
     kvtide("rm", stored_records(store)[0].header.id.key.hex(), "--store", store)
     assert whole["hit_tokens"] == RESTORED
     assert explained(store, tokens)["hit_tokens"] < RESTORED
+
+
+@door("which group of layers ended a hit")
+def test_explain_names_the_layers_whose_part_is_missing(tokens: Path, tmp_path: Path) -> None:
+    folder, store = tmp_path / "model", tmp_path / "groups"
+    model_of_family("gemma3").save_pretrained(folder)
+    model = load_model(folder)
+    answer(model, store, PROMPT)
+    words = ("explain", "--tokens", tokens, "--model", folder, "--block-tokens", BLOCK, "--store", store)
+    whole = kvtide(*words)
+    assert (whole["hit_tokens"], whole["ended_by"]) == (RESTORED, "")
+    last = max(stored_records(store), key=lambda record: (record.header.label.start, record.header.sequence))
+    kvtide("rm", last.header.id.key.hex(), "--store", store)
+    said = kvtide(*words)
+    names = [group.name for group, _ in attach(model, "memory://", block_tokens=BLOCK).groups]
+    assert said["hit_tokens"] == RESTORED - BLOCK
+    assert said["ended_by"] in names
+    assert said["first_missing_key"] == last.header.id.key.hex()
 
 
 @door("whether loading pays")

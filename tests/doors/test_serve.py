@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import Regions, bearer, grant, metric, serving, status
+from tests.doors.user import BLOCK, PROMPT, Regions, bearer, grant, metric, serving, status
 from tests.server.worlds import ask, put
 from tests.servers import ServerProcess
 
+from kvtide.engines.transformers import attach
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import free_ports, wait_until
 
@@ -42,6 +43,34 @@ def test_disk_of_a_server_is_warm_after_a_restart(tmp_path: Path) -> None:
             assert status(server, "GET", 1) == found
             assert status(server, "PUT", 1, object_bytes(1)) in {200, 201}
             assert server.terminate() == 0
+
+
+@door("advice in headers")
+def test_advice_of_an_engine_reaches_the_server(tiny_model: Any, tmp_path: Path) -> None:
+    hints = (None, {"session": "a1", "retain_s": 60.5, "priority": -1}, {"session": "a1", "is_last": True})
+    with (
+        serving(tmp_path, "", "--tier", "memory://?policy=reuse") as server,
+        attach(tiny_model, f"http://127.0.0.1:{server.port}", block_tokens=BLOCK) as cached,
+    ):
+        for hint in hints:
+            cached.generate(PROMPT, max_new_tokens=1, kvtide_hint=hint)
+        assert cached.flush(20)
+        wait_until(lambda: metric(server, "kvtide_hints_total") == 2, "the advice to come")
+        assert (cached.cache.stats().hints_heard, cached.cache.stats().hints_ignored) == (2, 0)
+
+
+@door("bring a prefix up before it is asked for")
+def test_prefetched_object_is_in_memory_before_it_is_asked_for(tmp_path: Path) -> None:
+    flags = ("--tier", "memory://", "--tier", f"disk://{tmp_path / 'store'}")
+    with serving(tmp_path, "", *flags) as server:
+        put(server, 1)
+    with serving(tmp_path, "", *flags) as server:
+        wanted = object_id(1)
+        body = json.dumps({"keys": [wanted.key.hex()]}).encode()
+        answer = ask(server, "POST", f"/v1/{wanted.namespace.hex()}/prefetch", body)
+        assert json.loads(answer[1]) == {"queued": 1}
+        wait_until(lambda: metric(server, 'kvtide_tier_objects{tier="memory"}') == 1, "the object to come up")
+        assert ask(server, "POST", f"/v1/{wanted.namespace.hex()}/prefetch", b'{"keys": 3}')[0].status == 400
 
 
 @door("tokens and scopes")

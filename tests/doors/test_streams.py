@@ -293,8 +293,7 @@ def test_what_past_prompts_attended_to_is_refined_first(world: World, slow_engin
 def test_streams_by_importance_learn_from_what_prompts_attend_to(world: World) -> None:
     with world.attached(PLENTY_BYTES_PER_S, policy="importance-first", quality=1.0) as cached:
         asked(cached)
-        assert cached._learner is not None
-        cached._learner.flush(20)
+        cached.learned(20)
         metas = cached._metas(PROMPT[0, :RESTORED].numpy())
         scores = [uses(cached).scores(meta) for meta in metas]
     assert all(

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kvtide.block import KVDtype
-from kvtide.engines.transformers.fingerprint import ModelShape, model_shape
-from kvtide.engines.transformers.watch import ModelWatch, model_fingerprint
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines.transformers.fingerprint import groups_of, model_layout
+from kvtide.engines.transformers.smollm2 import load_model
+from kvtide.engines.transformers.watch import ModelWatch, fingerprint_in, model_fingerprint
 from kvtide.errors import UnsupportedModel
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -22,27 +25,22 @@ def model_of(config: Any) -> Any:
 
 
 def test_shape_is_that_of_the_cache(tiny_model: Any) -> None:
-    assert model_shape(tiny_model) == ModelShape(layers=3, kv_heads=2, head_dim=16, dtype=KVDtype.FLOAT32)
+    assert model_layout(tiny_model, 16) == BlockLayout(3, 16, kv_heads=2, head_dim=16, dtype=KVDtype.FLOAT32)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Phi", "OPT"])
 def test_plain_families_are_served(family: str) -> None:
-    import transformers
-
     sizes = {**GROUPED, "pad_token_id": 0, "head_dim": 8, "sliding_window": None}
     if family == "OPT":
         sizes = {**sizes, "ffn_dim": 32, "word_embed_proj_dim": 32}
     config = getattr(transformers, f"{family}Config")(**sizes)
-    assert model_shape(model_of(config)).layers == 2
+    assert model_layout(model_of(config), 16).layers == 2
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("Gemma2", {"head_dim": 8, "sliding_window": 16}, "part of the past"),
-        ("Mistral", {"sliding_window": 16}, "part of the past"),
         ("Mamba", {}, "state"),
-        ("DeepseekV3", {"n_routed_experts": 4, "kv_lora_rank": 8, "num_key_value_heads": 4, "n_group": 1}, "one shape"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
@@ -53,7 +51,18 @@ def test_what_cannot_be_restored_exactly_is_refused_with_its_reason(
 
     config = getattr(transformers, f"{family}Config")(**{**SMALL, "pad_token_id": 0, **settings})
     with pytest.raises(UnsupportedModel, match=message):
-        model_shape(model_of(config))
+        groups_of(model_of(config), 16)
+
+
+@pytest.mark.parametrize(("family", "settings"), [("Gemma2", {"head_dim": 8}), ("Mistral", {})])
+def test_a_layout_is_that_of_a_model_of_one_group_alone(family: str, settings: dict[str, Any]) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        **{**GROUPED, "pad_token_id": 0, "sliding_window": 16, **settings}
+    )
+    with pytest.raises(UnsupportedModel, match="of one group"):
+        model_layout(model_of(config), 16)
 
 
 def test_encoder_decoder_is_refused() -> None:
@@ -61,13 +70,13 @@ def test_encoder_decoder_is_refused() -> None:
 
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
     with pytest.raises(UnsupportedModel, match="encoder"):
-        model_shape(T5ForConditionalGeneration(config).eval())
+        groups_of(T5ForConditionalGeneration(config).eval(), 16)
 
 
 def test_training_mode_is_refused(tiny_model: Any) -> None:
     model = copy.deepcopy(tiny_model).train()
     with pytest.raises(UnsupportedModel, match="eval"):
-        model_shape(model)
+        groups_of(model, 16)
 
 
 def test_model_that_sees_later_tokens_is_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +89,7 @@ def test_model_that_sees_later_tokens_is_refused(tiny_model: Any, monkeypatch: p
         lambda ids: embed(ids).sum(1, keepdim=True).expand(-1, ids.shape[1], -1) * 50,
     )
     with pytest.raises(UnsupportedModel, match="not causal"):
-        model_shape(model)
+        groups_of(model, 16)
 
 
 def test_equal_weights_have_one_fingerprint_and_any_change_another(tiny_model: Any) -> None:
@@ -109,3 +118,18 @@ def test_watch_follows_writes_in_place(tiny_model: Any) -> None:
         model.lm_head.weight.mul_(2)
     assert watch.follow() and watch.fingerprint() != before
     assert not watch.follow()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma", "GPTNeoX"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fingerprint_in_another_dtype_is_that_of_the_folder_loaded_so(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    sizes = {**GROUPED, "pad_token_id": 0, "head_dim": 8}
+    model_of(getattr(transformers, f"{family}Config")(**sizes)).to(stored).save_pretrained(tmp_path)
+    model, told = load_model(tmp_path), 0
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = fingerprint_in(model, dtype)
+        assert found in (None, model_fingerprint(load_model(tmp_path, dtype)))
+        told += found is not None
+    assert told == 3 or family not in ("Llama", "Qwen2", "Qwen3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,27 @@ from transformers import DynamicCache
 
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
-from kvtide.codec.packed import PackedCodec
+from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
+from kvtide.engines.transformers import selective
 from kvtide.engines.transformers.attention import (
     PROBE_TOKENS,
     WeightRoom,
     attention_mass,
     grouped_attention,
+    kept_tokens,
     weighed_attention,
 )
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.engines.transformers.selective import WEIGHED_TOKENS, Rest, SparsePrefix, SparseSettings, kept_tokens
+from kvtide.engines.transformers.selective import WEIGHED_TOKENS, Rest, SparsePrefix, SparseSettings
 from kvtide.importance import AllHeads, ProbeQuestion
 from kvtide.importance.probe import FirstHeads
 from kvtide.store.load.sparse import SparseLoad
+from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.wire import pack_object
+from kvtide.types import ObjectId
+from kvtide.wire import pack_object, parse_object
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Recency
 
 PREFIX = 96
@@ -67,7 +72,7 @@ class Prefix:
                 return self.model(suffix, past_key_values=past).logits
 
     def load(self) -> SparseLoad:
-        load, rough = SparseLoad(self.tier), dict[int, Any]()
+        load, rough = SparseLoad(self.tier, gap_bytes=0), dict[int, Any]()
         assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
         self.rough = [rough[position] for position in range(load.blocks)]
         return load
@@ -121,18 +126,101 @@ class Never:
         return False
 
 
+class Always(Never):
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("suffix", [1, 4])
 @pytest.mark.parametrize("by_chunks", [True, False])
-def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool) -> None:
-    load = prefix.load()
-    selection = SparsePrefix(load, SparseSettings(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
-    past, suffix = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
+def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool, suffix: int) -> None:
+    prefix.ids = prefix.ids[: PREFIX + suffix]
+    selection = SparsePrefix(prefix.load(), SparseSettings(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
+    past, ids = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    assert past.get_seq_length() == PREFIX
     with torch.inference_mode(), selection.active(prefix.model):
-        prefix.model(suffix, past_key_values=past)
-        assert selection.is_refused
-        selection.fall_back(past)
-        got = prefix.model(suffix, past_key_values=past).logits
+        got = prefix.model(ids, past_key_values=past).logits
     assert torch.equal(got, prefix.said(prefix.blocks))
     assert selection.report().is_fallback and selection.report().tokens_share == 1.0
+    assert len(selection.importance) == 1  # Nothing could have changed the verdict after the first layer.
+
+
+class Late(Never):
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return scores.count(0.0) < 3
+
+
+@pytest.mark.parametrize("rest", list(Rest))
+def test_a_fallback_reads_nothing_twice(prefix: Prefix, rest: Rest) -> None:
+    """Nor what the probe asked for of layers that it did not get to."""
+    load = prefix.load()
+    before = load.read_bytes
+    selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Late(), rest=rest)), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    assert len(selection.importance) == 3 and selection.report().is_fallback
+    with torch.inference_mode(), selection.active(prefix.model):
+        assert torch.equal(prefix.model(ids, past_key_values=past).logits, prefix.said(prefix.blocks))
+    assert load.read_bytes - before == load.whole_bytes
+
+
+def test_layers_of_a_fallback_attend_while_the_next_ones_are_read(
+    prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selective, "FALLBACK_LAYERS", 1)
+    attended, last_layer = threading.Event(), set[tuple[ObjectId, int]]()
+    for meta in prefix.metas:
+        whole = bytearray(1 << 20)
+        entries = parse_object(whole[: prefix.tier.get_into(meta.id, memoryview(whole))]).entries
+        last_layer |= {(meta.id, entry.offset) for entry in entries if entry.id.layer_start == 2}
+
+    class Held(WrappedTier):
+        def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+            """Wait with the last layer's chunks until the first layer has attended."""
+            is_last = any((object_id, at) in last_layer for at in range(offset, offset + len(buffer)))
+            assert not is_last or attended.wait(10)
+            return super().get_into(object_id, buffer, offset)
+
+    load = prefix.load()
+    load.read_from(Held(prefix.tier))
+    selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Never())), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    hook = prefix.model.model.layers[0].register_forward_hook(lambda *passed: attended.set())
+    with torch.inference_mode(), selection.active(prefix.model):
+        assert torch.equal(prefix.model(ids, past_key_values=past).logits, prefix.said(prefix.blocks))
+    hook.remove()
+
+
+@pytest.mark.parametrize("guard", [None, Never()])
+def test_tokens_that_could_not_be_had_are_not_attended_to(prefix: Prefix, guard: Any) -> None:
+    """Where the rest is left out nothing stands in for them: their values would be zeros."""
+    codec, meta = ImpressCodec(1, 4), prefix.metas[2]
+    for each, bits in zip(prefix.metas, prefix.blocks, strict=True):
+        packed = pack_object(each, codec.codec_id, codec.encode(each, bits))
+        if each is meta:
+            entry = next(entry for entry in parse_object(packed).entries if entry.id.refinement == 2)
+            packed[entry.offset] ^= 1
+        prefix.tier.replace(each.id, packed)
+    settings = SparseSettings(0.9, FirstHeads(3), guard, Rest.DROP, by_chunks=False)
+    selection, past = SparsePrefix(prefix.load(), settings), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    with torch.inference_mode(), selection.active(prefix.model):
+        prefix.model(ids[:, past.get_seq_length() - PREFIX :], past_key_values=past)
+    attended = selection._attended[0]
+    assert attended is not None and not set(range(meta.start + 4, meta.start + 8)) & set(attended.tolist())
+    assert len(attended) >= 80
+
+
+def test_what_the_guard_trusts_goes_on_with_what_was_asked(prefix: Prefix) -> None:
+    for suffix, left in ((1, 1), (4, 1)):
+        ids = torch.tensor([prefix.ids[PREFIX : PREFIX + suffix]])
+        selection, past = SparsePrefix(prefix.load(), SparseSettings(0.25, guard=Always())), prefix.past(prefix.rough)
+        selection.probe(prefix.model, ids, past)
+        assert past.get_seq_length() == PREFIX + suffix - left
+        assert not selection.report().is_fallback and selection.report().tokens_share >= 0.25
 
 
 def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
@@ -205,21 +293,22 @@ def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefi
 
 
 @pytest.mark.parametrize(
-    ("lag", "choosers"), [(0, [0, 1, 2, 3, 4, 5]), (1, [0, 0, 1, 2, 3, 4]), (3, [0, 0, 1, 1, 2, 2])]
+    ("lag", "together", "choosers"),
+    [(0, 1, [0, 1, 2, 3, 4, 5]), (1, 1, [0, 0, 1, 2, 3, 4]), (3, 1, [0, 0, 1, 1, 2, 2]), (1, 2, [0, 0, 1, 1, 3, 3])],
 )
 def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
-    prefix: Prefix, lag: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
+    prefix: Prefix, lag: int, together: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = prefix.load()
     selection, start, chosen_by = (
-        SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag)),
+        SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag, together=together)),
         load.start,
         dict[int, int](),
     )
 
-    def noted(layer: int, chunks: Any) -> Any:
-        chosen_by[layer] = len(selection.importance) - 1
-        return start(layer, chunks)
+    def noted(wanted: Any) -> Any:
+        chosen_by.update(dict.fromkeys(wanted, len(selection.importance) - 1))
+        return start(wanted)
 
     monkeypatch.setattr(load, "start", noted)
     prefix.said(prefix.rough, selection)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from tests.codec.tide_profiles import fitted
+
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.engines import installed_profiles
 from kvtide.engines.settings import ConnectorSettings
 
 KERNELS: dict[str, object] = {"device_kernels": True}
@@ -52,3 +57,25 @@ def test_blocks_are_whole_pages() -> None:
     assert [settings.block_tokens_for(page) for page in (16, 48, 128, 256)] == [128, 96, 128, 256]
     with pytest.raises(ValueError, match="multiple of the engine's page"):
         ConnectorSettings.parse({"store": "memory://", "block_tokens": 24}).block_tokens_for(16)
+
+
+def test_users_profiles_come_before_installed_ones(tmp_path: Path) -> None:
+    profile = fitted(BlockLayout(layers=2, tokens=64, kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16))
+    file = tmp_path / "mine.kvprofile"
+    file.write_bytes(profile.to_bytes())
+    settings = ConnectorSettings.parse({"store": "memory://", "profiles": [str(file)]})
+    found = settings.read_profiles()
+    assert [each.digest for each in found] == [profile.digest, *(each.digest for each in installed_profiles())]
+    with pytest.raises(ValueError, match="can't read profile"):
+        ConnectorSettings.parse({"store": "memory://", "profiles": [str(file / "x")]}).read_profiles()
+
+
+def test_force_latest_holds_for_all_requests_or_one() -> None:
+    one, every = (ConnectorSettings.parse({"store": "memory://", "force_latest": each}) for each in (False, True))
+    asked = {"kvtide_force_latest": True}
+    assert [each.request_options(params).is_latest for each in (one, every) for params in ({}, asked)] == [
+        False,
+        True,
+        True,
+        True,
+    ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import mix, policy_named
+from kvtide.evict import policies
+from kvtide.evict.policies import MIXED, mix, policy_named
 from kvtide.index import RadixIndex
 from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
@@ -45,7 +47,8 @@ def test_best_policy_rules_and_what_the_cache_holds_is_what_its_shadow_holds() -
 
 @pytest.mark.parametrize("shadow_blocks", [4096, 240])
 def test_mix_hits_about_what_the_best_policy_hits(monkeypatch: pytest.MonkeyPatch, shadow_blocks: int) -> None:
-    monkeypatch.setattr(mix, "SHADOW_BLOCKS_MAX", shadow_blocks)
+    monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", shadow_blocks)
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", shadow_blocks)
     found = {}
     for name in ("lru", "s3fifo", "arc", "reuse", "mix"):
         clock = ManualClock()
@@ -61,7 +64,7 @@ def test_blocks_that_leave_for_want_of_bytes_leave_the_shadows_too() -> None:
     hits(index, clock, [(number, 1, 2, 3) for number in range(20)])
     index.victims(25)
     assert index.stats().held_blocks == 15
-    assert [shadow.stats().held_blocks for shadow in policy._shadows.values()] == [15] * 5
+    assert [shadow.stats().held_blocks for shadow in policy._shadows._shadows] == [15] * 6
 
 
 def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
@@ -82,17 +85,19 @@ def test_costs_and_values_reach_the_shadows() -> None:
     assert isinstance(policy, mix.MixPolicy)
     index = RadixIndex(ManualClock(), lambda _: policy, 8)
     index.insert(namespace(), chain(1, 2), value=3.0, cost=5.0)
-    for shadow in policy._shadows.values():
+    for shadow in policy._shadows._shadows:
         assert {(run.value, run.given_cost) for run in shadow._tree.runs()} == {(3.0, 5.0)}
 
 
 def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mix, "SHADOW_BLOCKS_MAX", 8)
+    monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", 8)
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
     monkeypatch.setattr(mix, "FORGOTTEN_MAX", 4)
     policy, clock = policy_named("mix")(40), ManualClock()
-    assert isinstance(policy, mix.MixPolicy)
+    assert isinstance(policy, mix.SampledMixPolicy)
     index = RadixIndex(clock, lambda _: policy, 40)
     hits(index, clock, [(number, 1, 2, 3) for number in range(300)])
+    policy._small.ruler = "lru"
     policy._crown("lru")
     known = [index.stats().known_blocks]
     for number in range(300, 460):
@@ -101,3 +106,33 @@ def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest
     # What a request brings and what it forgets; runs of up to three blocks go as a whole.
     assert max(before - after for before, after in itertools.pairwise(known)) <= 4 + 3
     assert known[0] > 600 > known[-1] == 40
+
+
+def _the(policy: mix.SampledMixPolicy, blocks_max: int) -> mix.SampledMixPolicy:
+    return policy
+
+
+def test_each_policy_can_rule_a_large_cache_and_reuse_goes_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
+    for name in MIXED:
+        policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40), ManualClock()
+        index = RadixIndex(clock, partial(_the, policy), 40)
+        for ruler in (name, "reuse", name):
+            hits(index, clock, scans(40, 30, 3))
+            policy._small.ruler = ruler
+            policy._crown(ruler)
+        hits(index, clock, scans(40, 30, 4))
+        index.check()
+
+
+def test_sample_is_a_cache_of_whole_sessions_that_learns_with_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 128)
+    policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 512), ManualClock()
+    index = RadixIndex(clock, partial(_the, policy), 512)
+    hits(index, clock, [(number % 97, 1, *range(number % 5)) for number in range(1000)])
+    seen = [run for run, is_sampled in policy._runs.items() if is_sampled]
+    assert 0.1 < len(seen) / len(policy._runs) < 0.45
+    assert all(policy._runs[run.parent] for run in seen if run.parent in policy._runs)
+    assert policy._sample.stats().held_blocks <= 128
+    assert policy._small._reuse.model is policy._reuse.model
+    policy._sample.check()

@@ -120,6 +120,41 @@ def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, seed:
         assert list(leaving) == found[::-1]
 
 
+def test_frequency_without_a_shared_ranking_counts_its_own_uses() -> None:
+    order, found = filled("frequency", 3)
+    for _ in range(3):
+        order.note_use(found[0])
+        order.note_use(found[2])
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert next(leaving) == found[1]
+
+
+def test_read_state_is_used_though_prompts_of_another_group_are_told() -> None:
+    order = PolicyOrder(policy_named("lru"), ManualClock(0.0), 4 * PAGE, 4)
+    rows, states = ids(prompt(1)), [ObjectId(Namespace(bytes([7]) * 32), each.key) for each in ids(prompt(2, 3))]
+    for state in states:
+        order.enter(state, BlockKey(state.namespace), PAGE)
+    order.note_request(NS, [each.key for each in rows])
+    order.note_use(states[0])
+    with closing(order.victims(lambda each: True)) as leaving:
+        assert next(leaving) == states[1]
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "reuse", "mix"])
+def test_block_that_lost_its_place_is_remembered_when_its_object_leaves(policy: str) -> None:
+    order = PolicyOrder(policy_named(policy), ManualClock(0.0), 4 * PAGE, 4)
+    prompts = [ids(prompt(branch, 1, 2)) for branch in range(3)]
+    for each in prompts:
+        for before, block in zip([BlockKey(NS), *(found.key for found in each)], each, strict=False):
+            order.enter(block, before, PAGE)
+    assert order._tree is not None
+    known, lost = order._tree.stats().known_blocks, list(order._orphans)
+    assert lost
+    for block in lost:
+        order.leave(block)
+    assert order._tree.stats().known_blocks == known
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_what_left_is_no_victim_and_may_come_back(policy: str) -> None:
     order, found = filled(policy, 5)

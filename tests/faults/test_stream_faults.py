@@ -22,8 +22,8 @@ from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.plan import LinkEstimate, PrefillSpeed, TwoEnded
-from kvtide.plan.layered import Layered
+from kvtide.plan import LinkEstimate, PrefillSpeed
+from kvtide.plan.policies import Layered, TwoEnded
 from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.run import FetchLimits, FetchRun
 from kvtide.store.load.streamed import Streamed

@@ -8,10 +8,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.codec.entropy import Escapes, RansTables, Runs, Streams
-from kvtide.codec.entropy.base import Elements, check_decode, check_encode
-from kvtide.engines.gpu.kernels import Kernels, Staging, address
-from kvtide.engines.gpu.rans import STATES_BYTES, STREAM, THREADS, DeviceRans, Packed, pack, warp_blocks
+from kvtide.codec.entropy import Elements, Escapes, RansTables, Runs, Streams, check_decode, check_encode
+from kvtide.engines.gpu.kernels import (
+    STATES_BYTES,
+    STREAM,
+    THREADS,
+    DeviceRans,
+    Kernels,
+    Packed,
+    Staging,
+    address,
+    pack,
+    warp_blocks,
+)
 from kvtide.errors import CorruptPayload
 
 

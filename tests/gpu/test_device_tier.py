@@ -18,8 +18,7 @@ from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ram.device import DeviceTier
+from kvtide.tier.ram import DeviceTier, MemoryTier
 from kvtide.tier.stack import TierStack
 
 pytestmark = needs_compiler

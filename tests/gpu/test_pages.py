@@ -16,14 +16,14 @@ from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.codec import Codec, LevelledCodec, LosslessCodec
+from kvtide.codec import Codec, CodecRegistry, LevelledCodec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.engines.gpu.kernels import CudaKernels, Kernels
 from kvtide.engines.gpu.pages import KernelPages, opened_pages
 from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder
+from kvtide.engines.paged.sequence import BlockRef, LoadOrder, StepCommands, StoreOrder
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
@@ -148,7 +148,7 @@ class Engine:
     def __init__(self, pool: KernelPages, layers: list[torch.Tensor], kept_bytes_max: int, codec: Codec) -> None:
         limits = Limits(device_bytes_max=1 << 20, memory_bytes_max=1 << 22, load_threads=1)
         profiles, codec = [SMALL_PROFILE, GROUPS_PROFILE], pool.encoder(codec)
-        self.cache: Cache = cache_for("memory://", codec, profiles, limits, device=pool.memory)
+        self.cache: Cache = cache_for("memory://", codec, CodecRegistry(profiles), limits, device=pool.memory)
         self.cache.open()
         self.layers = layers
         self.worker = WorkerHalf(self.cache, pool, 0, "", SystemClock(), kept_bytes_max)
@@ -224,6 +224,8 @@ def test_decoding_and_encoding_are_the_device_s(
     for each in (TideCodec, CachegenCodec):
         monkeypatch.setattr(each, "decode", refuse)
         monkeypatch.setattr(each, "encode", refuse)
+    # What is held to its promise is decoded again by the processor, on purpose: one block in many.
+    monkeypatch.setattr(TideCodec, "check_decoded", lambda *args: None)
     assert scenario(kernels, 0, codec) == 12
 
 

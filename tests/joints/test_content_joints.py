@@ -242,6 +242,15 @@ def test_autocast_is_left_alone(tiny_model: Any, prompt: torch.Tensor, tmp_path:
 def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Path) -> None:
     padded = torch.tensor([[0] * 8 + list(range(1, 60))])
     with attached(tiny_model, tmp_path) as cached:
+        hits = []
         for _ in range(2):
             assert torch.equal(cached.generate(padded, **GREEDY), tiny_model.generate(padded, **GREEDY))
-            assert cached.last is not None and "hides tokens" in str(cached.last.bypass)
+            assert cached.last is not None and cached.last.bypass is None
+            hits.append(cached.last.hit_tokens)
+            assert cached.flush(10)
+        # Its tokens alone have names: the padding before them is nobody's.
+        assert hits == [0, 48]
+        assert cached.hit_tokens(padded[:, 8:]) == 48
+        padded[0, 20] = 0
+        assert torch.equal(cached.generate(padded, **GREEDY), tiny_model.generate(padded, **GREEDY))
+        assert "hides tokens" in str(cached.last.bypass)

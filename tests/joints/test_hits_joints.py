@@ -18,7 +18,7 @@ from tests.store.test_cache import metas_of
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.generation import RestoreWay, Ways
+from kvtide.engines.transformers.ways import Refusals, RestoreWay, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.testing import smooth_bits
@@ -142,7 +142,7 @@ def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: to
         with in_part(tiny_model, tmp_path) as cached:
             for way, seconds in zip(RestoreWay, known, strict=True):
                 for is_near in (False, True):
-                    cached._ways.note(way, is_near, 1000, seconds, cached._clock.monotonic_s())
+                    cached._importance.ways.note(way, is_near, 1000, seconds, cached._clock.monotonic_s())
             cached.generate(prompt, max_new_tokens=2)
             assert cached.flush(10) and cached.last is not None
             return cached.last.selected is not None
@@ -161,6 +161,14 @@ def test_ways_try_both_and_keep_to_the_faster() -> None:
     assert chosen == [RestoreWay.PART, RestoreWay.WHOLE, RestoreWay.WHOLE, RestoreWay.WHOLE]
 
 
+@pytest.mark.parametrize(("part_s", "way"), [(0.98, RestoreWay.WHOLE), (0.9, RestoreWay.PART)])
+def test_a_part_that_gains_next_to_nothing_is_not_taken(part_s: float, way: RestoreWay) -> None:
+    ways = Ways()
+    for each, seconds in ((RestoreWay.PART, part_s), (RestoreWay.WHOLE, 1.0)):
+        ways.note(each, False, 1000, seconds, 0.0)
+    assert ways.choose(False, 0.0) is way
+
+
 def test_two_models_with_importance_do_not_touch_each_other(
     tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -172,12 +180,12 @@ def test_two_models_with_importance_do_not_touch_each_other(
     def answers(number: int) -> list[torch.Tensor]:
         with in_part(models[number], tmp_path / str(number)) as cached:
             # What is learnt would change what is selected.
-            cached._importance[1].note = lambda *arguments: False  # type: ignore[index, method-assign]
+            cached._learner.note = lambda *arguments: False  # type: ignore[method-assign]
             cached.generate(prompt, **GREEDY)
             assert cached.flush(10)
             found = []
             for _ in range(8):
-                cached._ways = Ways()
+                cached._importance.ways, cached._importance.refusals = Ways(), Refusals()
                 found.append(cached.generate(prompt, **GREEDY))
                 assert cached.last is not None and cached.last.selected is not None
             return found

@@ -91,6 +91,15 @@ def test_several_traces_give_a_line_each(trace_file: Path) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
+def test_groups_prints_what_each_distance_between_states_costs_and_saves() -> None:
+    words = ["groups", "made:sessions", "--policy", "lru", "--capacity", "3%", "--json"]
+    rows = {row["state_tokens"]: row for row in json.loads(CliRunner().invoke(app, words).stdout)["rows"]}
+    assert all(row["hit_rate"] <= row["rows_hit_rate"] for row in rows.values())
+    # Sessions go on from where they ended: states in between cost passes and room, and save nothing.
+    assert rows[512]["cuts"] > 2 * rows[0]["cuts"]
+    assert rows[512]["hit_rate"] < rows[0]["hit_rate"]
+
+
 def test_shrink_prints_a_row_for_each_way_to_spend_the_bytes(trace_file: Path) -> None:
     report = json.loads(CliRunner().invoke(app, ["shrink", str(trace_file), "--capacity", "4", "--json"]).stdout)
     assert report["policy"] == "mix"

@@ -10,7 +10,7 @@ from kvtide import _native
 from kvtide.block import BlockBits
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
-from kvtide.codec.tide.values import Floats, KeyRotation, StoredLayers
+from kvtide.codec.tide.section import Floats, KeyRotation, StoredLayers
 from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta, smooth_bits
 from kvtide_lab.judge.tide_chunked import ChunkedRange, ChunkedTide, decode_chunked, encode_chunked

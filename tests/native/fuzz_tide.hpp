@@ -101,7 +101,7 @@ inline void blocks(Rng& rng) {
   on_all_paths([&](const TidePath& path) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
     const std::span<const std::uint16_t> no_matrix = has_matrix ? std::span<const std::uint16_t>() : std::span(order);
-    path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix,
+    path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
                   {std::span(places).first(apart_count), scales, bytes}, turns, bits});
     return bits;
   });
@@ -120,7 +120,7 @@ inline void blocks(Rng& rng) {
     std::vector<float> loud(shape.tokens);
     kvtide::TideSeen seen;
     const bool is_finite =
-        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, is_coded, apart, steps, seen});
+        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, {}, is_coded, apart, steps, seen});
     if (is_finite) {
       path.arrange({steps, columns, places, rows, sorted, used});
       path.third(steps, thirds);
@@ -132,9 +132,46 @@ inline void blocks(Rng& rng) {
   });
 }
 
+inline void stages(Rng& rng) {
+  const kvtide::TideShape shape = {1 + rng() % 2, 1 + rng() % 140, 1 + rng() % 3, 2 * (1 + rng() % 20), kvtide::ElementType::float32};
+  const std::size_t values = shape.values(), block = shape.head_dim, mixed = rng() % (values + 1), used = 1 + rng() % values;
+  const std::vector<std::uint8_t> kinds(shape.layers);
+  const kvtide::TideTurns turns = {{}, {}, kinds, 0, 0, false};
+  const auto mean = random_numbers<float>(rng, values, -3, 3), scale = random_numbers<float>(rng, values, 1, 4000);
+  const auto order = shuffled<std::uint16_t>(rng, shape.tokens), strongest = shuffled<std::uint16_t>(rng, values);
+  std::vector<std::uint16_t> places = shuffled<std::uint16_t>(rng, values);
+  places.resize(used);
+  std::size_t coded = 0;
+  for (std::uint16_t& place : places) {
+    if (coded < mixed && rng() % 2) place = static_cast<std::uint16_t>(values + coded++);
+  }
+  std::vector<std::int16_t> panels;
+  for (std::size_t b = 0; b < values / block; ++b) std::ranges::copy(panels_of(rng, block, block), std::back_inserter(panels));
+  const auto mix = panels_of(rng, mixed, mixed);
+  const kvtide::TideStage stage = {panels, block, std::span(strongest).first(mixed), places};
+  const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
+  const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
+  const auto pulls = random_numbers<std::int8_t>(rng, 12, -128, 127);
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
+    path.restore({shape, coefficients, classes, pulls, order, mean, scale, {mix, mixed, mixed, coded, mixed}, {}, stage, {}, turns, bits});
+    return bits;
+  });
+  auto bits = random_numbers<std::uint8_t>(rng, shape.streams() * shape.tokens * shape.row_bytes(), 0, 255);
+  for (std::size_t i = 3; i < bits.size(); i += 4) bits[i] &= 0x43;
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::int16_t> steps(shape.tokens * used);
+    std::vector<std::uint8_t> apart(shape.tokens);
+    kvtide::TideSeen seen;
+    const bool is_finite = path.project({shape, bits, turns, mean, scale, {mix, mixed, mixed, mixed, coded}, stage, {}, apart, steps, seen});
+    return std::tuple(is_finite, seen.error, seen.spread, seen.tokens, steps, apart);
+  });
+}
+
 inline void run(Rng& rng) {
   lists(rng);
   blocks(rng);
+  stages(rng);
 }
 
 }  // namespace fuzz_tide

@@ -13,8 +13,8 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtide.plan import Chunk, Fetch, Plan, PrefillSpeed, Progress, Request, StreamPolicy, is_ready
-from kvtide.plan.base import PLAN_FETCHES_MAX, following
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import PLAN_FETCHES_MAX, Chunk, Fetch, Plan, Progress, Request, StreamPolicy, following, is_ready
 
 # One test inherited by many classes, none of which keeps anything: examples of one are good for all.
 _inherited = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvtide.plan.bandwidth import ESTIMATORS, Estimator, EwmaRate, HarmonicRate, LastRate, QuantileRate, estimator_named
+from kvtide.plan.speeds import ESTIMATORS, Estimator, EwmaRate, HarmonicRate, LastRate, QuantileRate, estimator_named
 
 
 def fed(estimator: Estimator, *transfers: tuple[int, float, float]) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtide.plan import Chunk, Judge, JudgeRecord, PrefillSpeed, Request, Way, decide
+from kvtide.plan import Judge, JudgeRecord, PrefillSpeed, Way, decide
+from kvtide.plan.base import Chunk, Request
 from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S
 
 

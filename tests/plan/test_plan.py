@@ -7,20 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.plan import (
-    Chunk,
-    Fetch,
-    PrefillSpeed,
-    Progress,
-    Request,
-    Way,
-    cut,
-    cut_for_meeting,
-    decide,
-    is_ready,
-    mean_kl,
-)
-from kvtide.plan.prefill import PrefillMeter
+from kvtide.plan import PrefillSpeed, Way, decide
+from kvtide.plan.base import Chunk, Fetch, Progress, Request, cut, cut_for_meeting, is_ready, mean_kl
+from kvtide.plan.speeds import PrefillMeter
 
 SPEED = PrefillSpeed(1000)
 CHUNKS = (Chunk(0, 1000, (100, 50), (0.4, 0.1)), Chunk(1000, 4000, (300, 150), (0.4, 0.1)))

@@ -6,21 +6,17 @@ from dataclasses import replace
 import pytest
 from tests.plan.plan_suite import PlanSuite
 
-from kvtide.plan import (
-    Chunk,
-    Fetch,
-    Plan,
-    PrefillSpeed,
-    Progress,
-    Reason,
-    Request,
-    StreamPolicy,
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import Chunk, Fetch, Plan, Progress, Reason, Request, StreamPolicy, expected_s, leading_pass
+from kvtide.plan.policies import (
+    AnchorFirst,
+    CachegenRule,
+    DeltasFirstWhenSlow,
+    FixedLevel,
+    ImportanceFirst,
+    Layered,
     TwoEnded,
-    expected_s,
-    leading_pass,
 )
-from kvtide.plan.layered import AnchorFirst, DeltasFirstWhenSlow, ImportanceFirst, Layered
-from kvtide.plan.levels import CachegenRule, FixedLevel
 
 SPEED = PrefillSpeed(1000)
 

@@ -7,6 +7,8 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from email import message_from_bytes
+from email.policy import HTTP
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
@@ -89,9 +91,39 @@ def test_range_is_served(server: RunningServer, asked: str, start: int, stop: in
     assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/1000"
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_many_ranges_come_as_parts_of_one_body(server: RunningServer, method: str) -> None:
+    data = object_bytes(1, 300_000)
+    ask(server, "PUT", path_of(object_id(1)), data)
+    spans = [(4000 * number, 4000 * number + 3000) for number in range(64)]
+    asked = "bytes=" + ",".join(f"{start}-{stop - 1}" for start, stop in spans)
+    answer, content = ask(server, method, path_of(object_id(1)), headers={"Range": asked})
+    assert answer.status == 206
+    assert answer.headers["Content-Range"] is None
+    kind = answer.headers["Content-Type"]
+    if method == "HEAD":
+        assert (int(answer.headers["Content-Length"]) > 64 * 3000, content) == (True, b"")
+        return
+    parts = message_from_bytes(f"Content-Type: {kind}\r\n".encode() + content, policy=HTTP).iter_parts()
+    assert [(part["Content-Range"], part.get_content()) for part in parts] == [
+        (f"bytes {start}-{stop - 1}/300000", data[start:stop]) for start, stop in spans
+    ]
+
+
 @pytest.mark.parametrize(
     ("asked", "status"),
-    [("bytes=1000-", 416), ("bytes=5-4", 400), ("bytes=0-1,5-6", 400), ("lines=0-1", 400), ("bytes=-0", 416)],
+    [
+        ("bytes=1000-", 416),
+        ("bytes=5-4", 400),
+        ("lines=0-1", 400),
+        ("bytes=-0", 416),
+        # Overlapping, descending, behind the end, nothing between commas, too many.
+        ("bytes=0-5,3-9", 400),
+        ("bytes=5-6,0-1", 400),
+        ("bytes=1000-,2000-", 416),
+        ("bytes=0-1,", 400),
+        ("bytes=" + ",".join(f"{2 * n}-{2 * n}" for n in range(65)), 400),
+    ],
 )
 def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) -> None:
     ask(server, "PUT", path_of(object_id(1)), object_bytes(1))

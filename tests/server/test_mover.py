@@ -19,8 +19,7 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.base import FilePart, LentObject
-from kvtide.wire.protocol import ByteRange
+from kvtide.tier.base import FilePart
 
 _Result = TypeVar("_Result")
 SLICE = 64 << 10
@@ -51,10 +50,9 @@ class Rig:
     def sending(self, client: str) -> tuple[asyncio.Task[float], socket.socket]:
         """Send CONTENT to a reader, who is returned."""
         ours, theirs = self.pair()
-        lent = LentObject(SIZE, b"", [memoryview(CONTENT)], None, lambda: None)
         stream = Connection(ours, asyncio.get_running_loop(), self.mover)
-        pace, part = ProgressBudget(1e9, 1.0, stream.now_s()), ByteRange(0, SIZE)
-        order = SendOrder(stream, b"head", lent, part, client, client, client, "", 0, pace, lambda: None, lambda: False)
+        pace, pieces = ProgressBudget(1e9, 1.0, stream.now_s()), [memoryview(CONTENT)]
+        order = SendOrder(stream, b"head", pieces, client, client, client, "", 0, pace, lambda: None, lambda: False)
         return asyncio.create_task(self.sender.send(order)), theirs
 
     def close(self) -> None:

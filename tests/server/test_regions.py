@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 from tests.server.worlds import World, ask, put
+from tests.servers import hints_heard
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.server.regions.manifest import Manifest
+from kvtide.evict import Hint
 from kvtide.server.regions.regions import CentralTier, RegionSettings
+from kvtide.server.regions.requests import Manifest
 from kvtide.server.service import backing_for
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.http import http_tier
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.types import Name, NamedId
 from kvtide_lab.bench.services import wait_until
 
@@ -87,7 +91,7 @@ def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None
 def test_a_dropped_object_that_was_read_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtide.server.regions.manifest.PENDING_MAX", 2)
+    monkeypatch.setattr("kvtide.server.regions.requests.PENDING_MAX", 2)
     manifest = Manifest(tmp_path / "manifest")
     manifest.open()
     manifest.add(named(0))
@@ -103,6 +107,16 @@ def test_a_manifest_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -
     os.mkfifo(tmp_path / "manifest")
     with pytest.raises(OSError, match="regular file"):
         Manifest(tmp_path / "manifest").open()
+
+
+def test_advice_of_a_regions_engine_reaches_the_centre(world: World) -> None:
+    one, two = world.regions
+    engine = TierStack([http_tier(one.url, SystemClock())])
+    engine.open()
+    assert engine.note_request([object_id(0)], Hint(is_last=True))
+    wait_until(lambda: hints_heard(world.centre) == 1, "the advice to come")
+    assert (hints_heard(one), hints_heard(two)) == (1, 0)
+    engine.close()
 
 
 def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
@@ -192,7 +206,7 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.manifest.PENDING_MAX", 3)
+    monkeypatch.setattr("kvtide.server.regions.requests.PENDING_MAX", 3)
     manifest = Manifest(tmp_path / "manifest")
     manifest.open()
     for number in range(5):
@@ -202,7 +216,7 @@ def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: p
 
 
 def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.manifest.RECORDS_MAX", 20)
+    monkeypatch.setattr("kvtide.server.regions.requests.RECORDS_MAX", 20)
     path = tmp_path / "manifest"
     manifest = Manifest(path)
     manifest.open()

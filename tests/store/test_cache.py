@@ -226,13 +226,13 @@ def test_flipped_bit_loses_a_refinement_where_the_quality_allows_it(
 ) -> None:
     profile, layout = fitted(LAYOUT), LAYOUT
     metas, sink = metas_of(layout, 1), Collector()
-    with cache_for(str(tmp_path), TideCodec(profile, 1e-4, 3), [profile]) as writer:
+    with cache_for(str(tmp_path), TideCodec(profile, 1e-4, 3), CodecRegistry([profile])) as writer:
         fill(writer, metas)
     (record,) = stored_records(tmp_path)
     data = bytearray(record.body())
     data[flipped] ^= 4  # in the last range's last refinement, or in a base
     record.write_body(bytes(data))
-    with cache_for(str(tmp_path), TideCodec(profile, quality, 3), [profile]) as reader:
+    with cache_for(str(tmp_path), TideCodec(profile, quality, 3), CodecRegistry([profile])) as reader:
         assert reader.load(metas, Whole(sink)).blocks == blocks
         assert (reader.stats().blocks_damaged, reader.stats().misses.get("corrupt", 0)) == (blocks, 1 - blocks)
     if blocks:

@@ -63,7 +63,7 @@ def read(tier: Tier, meta: BlockMeta) -> np.ndarray:
 def test_packed_anew_a_block_is_the_same_and_its_important_tokens_lie_together() -> None:
     tier = a_tier()
     report = repacked(tier, uses_of(tier))
-    assert (report.replaced, report.failed) == (1, 0) and report.written_bytes
+    assert (report.replaced, report.failed) == (1, 0) and report.moved_bytes
     assert np.array_equal(read(tier, META), BITS[0])
     assert not repacked(tier, uses_of(tier)).replaced  # It would gain nothing more.
 
@@ -151,6 +151,17 @@ def test_nothing_is_read_of_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tier, "get_into", lambda object_id, *rest: read_ids.append(object_id))
     assert Repacker(tier, REGISTRY, uses).run(METAS, load.bases) == (3, 0, 0, 0)
     assert not {meta.id for meta in METAS} & set(read_ids)
+
+
+def test_packing_reads_and_writes_no_more_than_it_may() -> None:
+    tier, load = a_tier(), SparseLoad(a_tier())
+    load.open(METAS, REGISTRY)
+    load.close()
+    uses = uses_of(tier)
+    block = 2 * META.layout.raw_bytes
+    assert Repacker(tier, REGISTRY, uses).run(METAS, load.bases, block - 1) == (3, 0, 0, 0)
+    done = Repacker(tier, REGISTRY, uses).run(METAS, load.bases, block)
+    assert done.replaced == 1 and done.moved_bytes
 
 
 def test_importance_of_another_shape_is_refused() -> None:

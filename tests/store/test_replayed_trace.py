@@ -1,4 +1,7 @@
-"""A trace through the real cache, memory and disk, beside the simulator: the same blocks, request by request."""
+"""A trace through the real cache, memory and disk, beside the simulator: the same blocks, request by request.
+
+Memory holds exactly the simulator's blocks. A disk frees whole segments: it holds these, and others for a while.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import object_bytes_max
 
 BLOCKS = 24
+# Beside what the order keeps, a disk holds given-up objects of its segments, and room for the next segment.
+DISK_BLOCKS = 60
 
 
 def traced_cache(folder: Path, policy: str, layout: BlockLayout, clock: ManualClock) -> tuple[Cache, MemoryTier]:
@@ -76,4 +81,29 @@ def test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_dis
             simulated.insert(metas[0].id.namespace, keys)
             known.update(keys)
             assert {each for each in known if simulated.is_held(each)} == {info.id.key for info in memory.objects()}
+        cache.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "mix"])
+def test_disk_that_evicts_for_real_keeps_what_the_simulator_keeps(
+    tmp_path: Path, layout: BlockLayout, policy: str
+) -> None:
+    clock, bytes_max = ManualClock(1e9), DISK_BLOCKS * (4096 + -(-object_bytes_max(layout) // 4096) * 4096)
+    simulated = RadixIndex(clock, policy_named(policy), BLOCKS)
+    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 10_000)
+    order = PolicyOrder(policy_named(policy), clock, bytes_max, BLOCKS)
+    disk = DiskTier(tmp_path, bytes_max, clock, index.is_pinned, order=order)
+    codecs, limits = CodecRegistry(()), Limits()
+    with Cache(TierStack([disk]), index, codecs.make("raw"), codecs, clock, limits) as cache:
+        for metas in made_up_prompts(layout, 150):
+            clock.advance(1.0)
+            hits = cache.match([meta.id for meta in metas])
+            assert hits >= len(simulated.match([meta.id.key for meta in metas]).blocks)
+            assert cache.load(metas[:hits], Whole(Collector())).blocks == hits
+            fill(cache, metas[hits:])
+            simulated.insert(metas[0].id.namespace, [meta.id.key for meta in metas])
+            here = {info.id.key for info in disk.objects()}
+            assert simulated.stats().held_blocks == sum(map(simulated.is_held, here))
+        assert disk.stats().evictions > BLOCKS
+        assert disk.stats().used_bytes <= bytes_max
         cache.check()

@@ -268,6 +268,48 @@ def test_segment_of_another_version_is_given_up_without_a_search(tmp_path: Path)
     assert path.stat().st_size == ALIGN_BYTES
 
 
+def test_body_before_its_header_is_not_searched_where_the_log_is_followed(tmp_path: Path) -> None:
+    class Counted(Files):
+        reads = 0
+
+        def preadv(self, descriptor: int, parts: object, offset: int) -> int:
+            self.reads += 1
+            return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
+
+    segment, record = golden_pages()[:2]
+    path, body, files = tmp_path / segment_name(7), b"body" * 65536, Counted()
+    path.write_bytes(segment + bytes(2 * ALIGN_BYTES) + body)
+    assert scan_segment(files, path, 7, 2 * ALIGN_BYTES).records == []
+    assert files.reads == 2
+    path.write_bytes(segment + bytes(ALIGN_BYTES) + record + body)
+    assert [each.offset for each in scan_segment(files, path, 7, 2 * ALIGN_BYTES).records] == [2 * ALIGN_BYTES]
+
+
+def test_record_written_during_the_search_for_the_next_one_is_found(tmp_path: Path) -> None:
+    class Written(Files):
+        """The writer goes on while a reader searches its body for a header."""
+
+        def next_data(self, descriptor: int, offset: int) -> int | None:
+            path.write_bytes(first + pack_record_header(other) + bytes(ALIGN_BYTES))
+            return super().next_data(descriptor, offset)
+
+    label = ObjectLabel(b"raw-1".ljust(16, b"\0"), object_id(0).key, 0)
+    one = RecordHeader(object_id(1), label, 7, 0, ALIGN_BYTES, ALIGN_BYTES, 1)
+    other = RecordHeader(object_id(2), label, 7, 1, 3 * ALIGN_BYTES, ALIGN_BYTES, 1)
+    segment, body = pack_segment_header(SegmentHeader(7, 1, 0)), b"b" * ALIGN_BYTES
+    first = segment + pack_record_header(one) + body
+    path = tmp_path / segment_name(7)
+    path.write_bytes(segment + bytes(ALIGN_BYTES) + body)
+    assert scan_segment(Written(), path, 7).records == [one, other]
+
+
+def test_record_behind_a_damaged_header_is_found_once(tmp_path: Path) -> None:
+    segment, record, _ = golden_pages()
+    path = tmp_path / segment_name(7)
+    path.write_bytes(segment + b"damaged!" * 512 + record + bytes(140_000))
+    assert [each.offset for each in scan_segment(Files(), path, 7).records] == [2 * ALIGN_BYTES]
+
+
 @pytest.mark.parametrize("place", [(8, 8192), (7, 4096)])
 def test_record_header_at_another_place_is_none(place: tuple[int, int]) -> None:
     assert parse_record_header(golden_pages()[1], *place) is None

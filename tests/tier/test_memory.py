@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.buffers import BufferPool, aligned_buffer, is_aligned
+from kvtide.tier.buffers import BufferPool, Recycler, aligned_buffer, is_aligned, touch
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.ram.framed import Arena, Span, frame_bytes_for
 
@@ -102,6 +104,40 @@ def test_frames_are_pages_in_small_tiers_and_larger_in_large_ones(bytes_max: int
 def test_buffers_begin_at_a_page(size: int) -> None:
     assert is_aligned(aligned_buffer(size)) and len(aligned_buffer(size)) == size
     assert not is_aligned(aligned_buffer(PAGE)[1:])
+
+
+def test_recycled_memory_has_one_holder_at_a_time_and_a_bound() -> None:
+    recycler = Recycler(3 * PAGE)
+    first = recycler.take(2 * PAGE)
+    first[:] = b"a" * len(first)
+    part = first[PAGE:]
+    del first
+    other = recycler.take(2 * PAGE)
+    other[:] = b"b" * len(other)
+    assert bytes(part) == b"a" * PAGE
+    del part
+    again = recycler.take(2 * PAGE)
+    assert is_aligned(again)
+    assert bytes(again) == b"a" * len(again), "new memory in place of what nobody holds"
+    del other, again
+    assert bytes(recycler.take(2 * PAGE)) != bytes(2 * PAGE)
+    held = [recycler.take(PAGE) for _ in range(5)]
+    del held
+    assert sum(map(len, recycler._free)) <= 3 * PAGE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
+
+    memory = aligned_buffer(64 << 20)
+    memory[:5] = b"bytes"
+    touch(memory, lambda: False)
+    before = resident_bytes()
+    touch(memory, lambda: True)
+    assert resident_bytes() - before > 48 << 20
+    assert bytes(memory[:6]) == b"bytes\0"
 
 
 def test_pool_lends_each_buffer_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,7 @@ from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
 from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection
-from kvtide.tier.http.peer import Call, Peer
-from kvtide.tier.http.pieces import REQUEST_BYTES_MAX, TRIES_MAX, put_in_pieces
+from kvtide.tier.http.peer import REQUEST_BYTES_MAX, TRIES_MAX, Call, Peer, put_in_pieces
 from kvtide.wire.protocol import PiecesAnswer
 from kvtide_lab.bench.services import wait_until
 

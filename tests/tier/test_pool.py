@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, hints_heard, running_server
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
+from kvtide.evict import Hint
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
@@ -181,6 +182,16 @@ def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier:
         return [each.loaded_tokens for one in metrics for each in one.namespaces()]
 
     wait_until(lambda: told() == [16], "the server to count")
+
+
+def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: Pool, tier: PoolTier) -> None:
+    pool.servers[min(pool.servers)].stop()
+    stack = TierStack([tier])
+    stack.open()
+    assert stack.note_request([object_id(number) for number in range(OBJECTS)], Hint(is_last=True))
+    assert stack.flush(20)
+    assert sorted(hints_heard(server) for server in pool.servers.values()) == [0, 1, 1, 1]
+    stack.close()
 
 
 def test_dead_server_costs_no_hit(pool: Pool, tier: PoolTier) -> None:

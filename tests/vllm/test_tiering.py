@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.families import EXACT, checkpoint, families
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
-from tests.vllm.families import checkpoint
 
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def _transfer(store: Path) -> dict[str, Any]:
-    tier = {"type": "KVTideTier", "module_path": "kvtide.engines.vllm.tiering", "store": str(store)}
+    tier = {"type": "KVTideTier", "store": str(store)}
     config = {
         "spec_name": "CpuTieringSpec",
         "spec_module_path": "kvtide_lab.vllm.cpu_offload",
@@ -40,7 +40,8 @@ def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
     assert answer["cached_tokens"] == (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss", "nemotron_h"])
+# Llama is the model of the test above.
+@pytest.mark.parametrize("family", [each for each in families("tier", EXACT) if each != "llama"])
 def test_any_groups_of_layers_come_back_as_they_were(nursery: EngineNursery, family: str, tmp_path: Path) -> None:
     model, prompt = checkpoint(family, tmp_path / "model"), [3 + 7 * i % 1000 for i in range(700)]
     options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}

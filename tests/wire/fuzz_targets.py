@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from kvtide.errors import CorruptPayload, RequestRefused
@@ -17,21 +18,22 @@ from kvtide.wire.protocol import (
     etag,
     is_tag_matched,
     parse_look_ups,
-    parse_range,
     parse_target,
     staleness_s,
     urgency,
 )
+from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges
 
 __all__ = ["TARGETS", "seeds"]
 
 _OBJECT_BYTES = 1000
+_ASKED = [ByteRange(0, 5), ByteRange(7, 100), ByteRange(100, 101)]
 _GOLDEN = Path(__file__).parent.parent / "golden" / "object-2.kvt"
 _ID = b"/v1/" + b"a1" * 32
 _REQUESTS = (
     b'GET %b/%b HTTP/1.1\r\nHost: x\r\nRange: bytes=5-9\r\nIf-None-Match: W/"a", *\r\nPriority: u=1, i\r\n\r\n'
     % (_ID, b"b2" * 32),
-    b"GET %b?after=%b&limit=10 HTTP/1.1\r\nHost: x\r\nRange: bytes=-7\r\n\r\n" % (_ID, b"c3" * 32),
+    b"GET %b?after=%b&limit=10 HTTP/1.1\r\nHost: x\r\nRange: bytes=0-3,7-9,-7\r\n\r\n" % (_ID, b"c3" * 32),
     b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n%b: 30\r\n%b: 1.5\r\n\r\n"
     % (DEADLINE_HEADER.encode(), STALENESS_HEADER.encode()),
     b'POST %b/exists HTTP/1.0\r\nConnection: close\r\n\r\n{"keys": ["%b"]}' % (_ID, b"d4" * 32),
@@ -51,8 +53,9 @@ def fuzz_request(data: bytes) -> None:
     with suppress(RequestRefused):
         parse_target(head.target)
     with suppress(RequestRefused):
-        start, stop = parse_range(head.headers.get("range", ""), _OBJECT_BYTES)
-        assert 0 <= start < stop <= _OBJECT_BYTES
+        parts = parse_ranges(head.headers.get("range", ""), _OBJECT_BYTES)
+        assert all(0 <= start < stop <= _OBJECT_BYTES for start, stop in parts)
+        assert all(part.stop <= later.start for part, later in pairwise(parts))
     with suppress(RequestRefused):
         assert 1 <= (deadline_ms(head.headers) or 1) <= DEADLINE_MS_MAX
     with suppress(RequestRefused):
@@ -76,9 +79,24 @@ def fuzz_object(data: bytes) -> None:
             continue
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"request": fuzz_request, "object": fuzz_object}
+def fuzz_parts(data: bytes) -> None:
+    """Parse what a server answers to many ranges: the kind of its body in the first line, then the body."""
+    kind, _, body = data.partition(b"\n")
+    with suppress(RequestRefused):
+        found = parse_parts(kind.decode("latin-1"), memoryview(body), _ASKED)
+        for part, (start, stop) in zip(found, _ASKED, strict=True):
+            assert len(part) in {0, stop - start} or part is found[-1]
+
+
+def _parts() -> bytes:
+    kind, leads = multipart("ab" * 16, _OBJECT_BYTES, _ASKED)
+    bodies = [bytes(stop - start) + lead for (start, stop), lead in zip(_ASKED, leads[1:], strict=True)]
+    return kind.encode() + b"\n" + leads[0] + b"".join(bodies)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {"request": fuzz_request, "object": fuzz_object, "parts": fuzz_parts}
 
 
 def seeds(name: str) -> list[bytes]:
     """Return good inputs of a target, to begin with."""
-    return list(_REQUESTS) if name == "request" else [_GOLDEN.read_bytes()]
+    return {"request": list(_REQUESTS), "object": [_GOLDEN.read_bytes()], "parts": [_parts()]}[name]

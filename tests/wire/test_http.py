@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -26,10 +27,10 @@ from kvtide.wire.protocol import (
     PageRoute,
     deadline_ms,
     parse_look_ups,
-    parse_range,
     parse_target,
     urgency,
 )
+from kvtide.wire.ranges import RANGES_MAX, ByteRange, multipart, parse_parts, parse_ranges, ranges_header
 
 # CI gives every fuzzer a minute; a slow machine needs it for so many.
 EXAMPLES = max(200, 50 * int(os.environ.get("KVTIDE_FUZZ_S", "1")))
@@ -98,8 +99,30 @@ def test_any_target_is_a_route_or_refused(target: str) -> None:
 @given(st.text(max_size=60) | st.from_regex(r"bytes=\d{0,20}-\d{0,20}", fullmatch=True), st.integers(0, 1 << 40))
 def test_any_range_lies_in_the_object_or_is_refused(value: str, size: int) -> None:
     with contextlib.suppress(RequestRefused):
-        part = parse_range(value, size)
-        assert 0 <= part.start < part.stop <= size
+        parts = parse_ranges(value, size)
+        assert all(0 <= part.start < part.stop <= size for part in parts)
+        assert all(part.stop <= later.start for part, later in pairwise(parts))
+        assert len(parts) <= RANGES_MAX
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(st.integers(0, 900), min_size=4, max_size=2 * RANGES_MAX, unique=True), st.data())
+def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: st.DataObject) -> None:
+    size, content = 700, bytes(range(256)) * 3
+    asked = [ByteRange(*pair) for pair in zip(*[iter(sorted(edges))] * 2, strict=False)]
+    with contextlib.suppress(RequestRefused):
+        parts = parse_ranges(ranges_header(asked), size)
+        kind, leads = multipart("ab" * 16, size, parts)
+        whole = leads[0] + b"".join(
+            content[start:stop] + lead for (start, stop), lead in zip(parts, leads[1:], strict=True)
+        )
+        found = parse_parts(kind, memoryview(whole), asked)
+        assert list(map(bytes, found)) == [content[start : min(stop, size)] for start, stop in asked]
+        damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+        for _ in range(data.draw(st.integers(0, 3)) if damaged else 0):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+        lengths = [len(part) for part in parse_parts(kind, memoryview(damaged), asked)]
+        assert all(length <= stop - start for length, (start, stop) in zip(lengths, asked, strict=True))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

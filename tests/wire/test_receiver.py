@@ -20,7 +20,7 @@ from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import StoredObject, arrival, pack_object, parse_header, parse_object
+from kvtide.wire import StoredObject, pack_object, parse_header, parse_object, receiver
 from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame
 from kvtide.wire.receiver import OfferOutcome, Receiver, Usable
 
@@ -350,7 +350,7 @@ def test_bad_arguments_are_value_errors() -> None:
 
 
 def test_table_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "LAYER_STEPS_MAX", 11)
+    monkeypatch.setattr(receiver, "LAYER_STEPS_MAX", 11)
     with pytest.raises(CorruptPayload, match="4 refinement steps of 3 layers"):
         Receiver([made_up(NESTED)])
 

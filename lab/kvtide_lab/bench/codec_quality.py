@@ -129,8 +129,13 @@ def subject_of(
 
 def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Measured]:
     """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
+    return Partial(inputs_of(subject, profiles), Measured, path)
+
+
+def inputs_of(subject: Subject, profiles: Sequence[Profile]) -> Inputs:
+    """Return all that decides what is found of a subject."""
     layout, size = subject.layout, subject.size
-    inputs = Inputs(
+    return Inputs(
         model=model_fingerprint(subject.model).hex(),
         kv_dtype=layout.dtype.value,
         block_tokens=layout.tokens,
@@ -140,7 +145,6 @@ def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None)
         texts=[ids_digest(ids) for ids in subject.ids],
         profiles=[profile.digest.hex() for profile in profiles],
     )
-    return Partial(inputs, Measured, path)
 
 
 def run(

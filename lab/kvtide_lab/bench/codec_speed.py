@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 
-from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams
-from kvtide.codec.entropy.rans import rans_paths
+from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams, rans_paths
 from kvtide.codec.published.integers import PrefixCoder
 
 TABLES = 128

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from kvtide_lab.bench.engine_process import kvtide_transfer
 from kvtide_lab.bench.link import open_link
+from kvtide_lab.bench.services import end
 from kvtide_lab.config import engine_environment
 
 PEERS = ("native", "lmcache")
@@ -51,7 +52,7 @@ class Contender(NamedTuple):
     @property
     def is_kvtide(self) -> bool:
         """Tell whether kvtide's connector is in it."""
-        return self.transfer is not None and not self.is_peer
+        return (self.transfer or {}).get("kv_connector") == "KVTideConnector"
 
 
 def contenders(
@@ -67,13 +68,13 @@ def contenders(
         raise ValueError(f"unknown peer {unknown[0]!r}, expected none or some of {', '.join(PEERS)}")
     disk = kvtide_transfer(str(work / "kvtide"), memory_bytes_max=MEMORY_BYTES)
     folder = work / "lossless"
-    lossless = _further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
+    lossless = further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
     found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
     for store in stores:
         codec, separator, url = store.partition("=")
         if not separator or "/" in codec:
             raise ValueError(f"a further store is given as codec=URL, got {store!r}")
-        found.append(_further(f"kvtide {store}", python, codec, url))
+        found.append(further(f"kvtide {store}", python, codec, url))
     if "native" in peers:
         found.append(Contender("native", python, _native(work / "native"), work / "native"))
     if "lmcache" in peers:
@@ -83,12 +84,13 @@ def contenders(
     return found
 
 
-def _further(name: str, python: Path, codec: str, url: str) -> Contender:
+def further(name: str, python: Path, codec: str, url: str) -> Contender:
+    """Return kvtide with another codec on another store."""
     return Contender(name, python, kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES))
 
 
 def _behind(name: str, python: Path, codec: str, url: str, prefix: Sequence[str]) -> Contender:
-    return _further(name, python, codec, url)._replace(prefix=tuple(prefix), is_brief=True)
+    return further(name, python, codec, url)._replace(prefix=tuple(prefix), is_brief=True)
 
 
 @contextmanager
@@ -146,10 +148,10 @@ def _lmcache(python: Path, folder: Path) -> Contender:
 
 
 @contextmanager
-def side_server(contender: Contender, log: Path) -> Iterator[None]:
-    """Run the contender's server, if it has one, for the time of the `with`. RuntimeError if it does not come up."""
+def side_server(contender: Contender, log: Path) -> Iterator[int | None]:
+    """Run the contender's server, if it has one, and yield its process id. RuntimeError if it does not come up."""
     if not contender.server:
-        yield
+        yield None
         return
     if contender.folder is not None:
         contender.folder.mkdir(parents=True, exist_ok=True)
@@ -158,14 +160,9 @@ def side_server(contender: Contender, log: Path) -> Iterator[None]:
         process = subprocess.Popen(contender.server, stdout=output, stderr=output, env=environment)
     try:
         _wait_for(contender.health_url, process)
-        yield
+        yield process.pid
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 30)
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:

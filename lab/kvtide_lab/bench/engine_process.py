@@ -29,7 +29,6 @@ def kvtide_transfer(store: str, **options: Any) -> dict[str, Any]:
     """Return the fields of vLLM's KVTransferConfig for kvtide's connector."""
     return {
         "kv_connector": "KVTideConnector",
-        "kv_connector_module_path": "kvtide.engines.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": store, **options},
     }
@@ -129,6 +128,10 @@ class EngineProcess:
     def generate(self, prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Answer prompts (`ids`, `answer_tokens`, `abort_after`) that arrive together; return the session's Result."""
         return self._call({"verb": "generate", "prompts": list(prompts)})
+
+    def loop(self, chains: Sequence[Sequence[Mapping[str, Any]]], at_once: int) -> dict[str, Any]:
+        """Talk chains of prompts, so many at a time, each prompt once the one before is answered; as `generate`."""
+        return self._call({"verb": "loop", "chains": [list(chain) for chain in chains], "at_once": at_once})
 
     def ask(self, ids: Sequence[int], answer_tokens: int, logprobs: int = 0) -> dict[str, Any]:
         """Answer one prompt and return its Answer. logprobs: of so many most likely tokens at each place."""

@@ -18,7 +18,10 @@ from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads
 from kvtide.importance.probe import FirstHeads, Selector
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
+from kvtide_lab.bench.importance_engine import EngineRow
+from kvtide_lab.bench.importance_engine import rows as engine_rows
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
+from kvtide_lab.bench.importance_needles import NeedleRow, needle_rows
 from kvtide_lab.bench.importance_set import make_tasks, tokenized
 from kvtide_lab.judge.importance_curve import SharePoint, all_tokens, over_line, selective
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
@@ -33,7 +36,7 @@ class ImportanceSize(NamedTuple):
     """The amount of judging. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
 
     has_others: those selectors too that no step of the ablation needs.
-    guards: on how many prompts guards are tried, and at which lengths besides the context's.
+    guards: on how many prompts guards are tried, and at which lengths besides the context's. needles: texts of a kind.
     """
 
     contexts: int
@@ -44,10 +47,11 @@ class ImportanceSize(NamedTuple):
     stride: int
     has_others: bool
     guards: GuardSize
+    needles: int
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, True, GuardSize(3, 2, 2, (1024,)))
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 3, False, GuardSize(1, 1, 1, ()))
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, True, GuardSize(3, 2, 2, (1024,)), 4)
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 3, False, GuardSize(1, 1, 1, ()), 1)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -107,7 +111,9 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     questions: list[str]
     rows: list[Row]
     guards: list[GuardRow]
+    needles: list[NeedleRow]
     ttft: list[TtftRow]
+    engine: list[EngineRow]
     ablation: list[AblationRow]
     curve: list[CurveRow]
     ttft_speedup: float
@@ -171,6 +177,18 @@ def run(
         prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
     rows, judged = _rows(judge, prefixes, size, progress)
     ttft = _ttft(judge, prefixes, size, progress)
+    progress("the engine itself", 0, 1)
+    uses, questions = tokenized(tasks[0], tokenize, 1)
+    engine = engine_rows(
+        model,
+        profiles,
+        tasks[0].ids,
+        [use.ids for use in uses],
+        questions[0].ids,
+        HEADLINE_RATIO,
+        size.tries,
+        clock or SystemClock(),
+    )
     progress("quality against bytes", 0, 2)
     curve = _curve(judge, prefixes, profiles, rows, size.stride)
     words = model.config.vocab_size
@@ -186,7 +204,9 @@ def run(
         [question.kind for question in prefixes[0].questions],
         rows,
         guards,
+        needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, progress),
         ttft,
+        engine,
         _ablation(judge, prefixes, judged, bytes_s),
         curve,
         median(row.speedup for row in ttft),

@@ -13,7 +13,7 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance.probe import FirstHeads, HeadsAgree
 from kvtide_lab.bench.importance_set import make_tasks, noisy, shuffled, tokenized
-from kvtide_lab.judge.importance_judge import ImportanceJudge, JudgedPrefix, Question
+from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
 
 # What is asked of a prefix for packing it: two uses are the fewest.
 USES = 2
@@ -39,7 +39,9 @@ class GuardRow(msgspec.Struct, frozen=True):
 
     prompts: how many there were, questions counted. rest: the outcome of what is not selected, `drop` as in the
     paper or `base`, the engine's default. kl, bytes_read_share: means, fallbacks included; kl_fallback: the worst of
-    the fallbacks, None if there were none. ttft_s: median.
+    the fallbacks, None if there were none. ttft_s: median. fallback_bytes_share, fallback_reads, fallback_over_whole:
+    bytes of the raw cache, ranges, and time to the first token over that of a whole load of the same prompt; None
+    without fallbacks.
     """
 
     prompt: str
@@ -52,6 +54,9 @@ class GuardRow(msgspec.Struct, frozen=True):
     kl_fallback: float | None
     bytes_read_share: float
     ttft_s: float
+    fallback_bytes_share: float | None
+    fallback_reads: float | None
+    fallback_over_whole: float | None
 
 
 class _Case(NamedTuple):
@@ -122,7 +127,8 @@ def _row(judge: ImportanceJudge, kind: str, tokens: int, prefixes: Sequence[Judg
     settings = case.settings
     asked = [(prefix, number) for prefix in prefixes for number in range(len(prefix.questions))]
     judged = [judge.selected(*each, settings, case.is_packed, case.has_base, case.probes) for each in asked]
-    back = [each for each in judged if each.selected is not None and each.selected.is_fallback]
+    whole = [(each, judge.whole(*at)) for each, at in zip(judged, asked, strict=True) if _is_back(each)]
+    back = [each for each, _ in whole]
     assert settings.guard is not None
     return GuardRow(
         kind,
@@ -135,4 +141,11 @@ def _row(judge: ImportanceJudge, kind: str, tokens: int, prefixes: Sequence[Judg
         kl_fallback=max((each.kl for each in back), default=None),
         bytes_read_share=fmean(each.read_bytes / each.whole_bytes for each in judged),
         ttft_s=median(each.ttft_s for each in judged),
+        fallback_bytes_share=fmean(each.read_bytes / each.whole_bytes for each in back) if back else None,
+        fallback_reads=fmean(each.selected.reads for each in back if each.selected) if back else None,
+        fallback_over_whole=median(each.ttft_s / other.ttft_s for each, other in whole) if whole else None,
     )
+
+
+def _is_back(judged: Judged) -> bool:
+    return judged.selected is not None and judged.selected.is_fallback

@@ -14,8 +14,8 @@ from kvtide_lab.judge.importance_judge import Question
 
 Tokenize = Callable[[str], list[int]]
 
-_TOWNS = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Perth", "Riga", "Lima")
-_OPEN = (
+TOWNS = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Perth", "Riga", "Lima")
+OPEN = (
     "\n\nQuestion: What is this text about?\nAnswer: This text is about",
     "\n\nQuestion: Give one important recommendation from the text above.\nAnswer: One important recommendation is",
     "\n\nSummary of the text in one paragraph:\n",
@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 def make_task(text: str, others: Sequence[str], tokens: int, tokenize: Tokenize, rng: random.Random) -> Task:
     """Return a task of a text with needles in it. ValueError for a text that is too short."""
-    towns = rng.sample(_TOWNS, 4)
+    towns = rng.sample(TOWNS, 4)
     codes = [rng.randrange(10_000, 99_999) for _ in towns]
     lines = text[: 8 * tokens].splitlines()
     true = [line.strip() for line in lines[: len(lines) // 3] if 30 <= len(line.strip()) <= 60]
@@ -62,7 +62,7 @@ def make_task(text: str, others: Sequence[str], tokens: int, tokenize: Tokenize,
     ]
     false = [line.strip() for other in others for line in other.splitlines() if 30 <= len(line.strip()) <= 60]
     choices = [_choice(rng, rng.choice(true), rng.sample(false, 2)) for _ in range(2)] if len(false) > 1 else []
-    opened = [Asked("open", words, None) for words in rng.sample(_OPEN, len(_OPEN))]
+    opened = [Asked("open", words, None) for words in rng.sample(OPEN, len(OPEN))]
     return Task(ids, [*opened[:3], *needles[:2], *choices[:1]], [needles[2], *choices[1:], opened[3], needles[3]])
 
 

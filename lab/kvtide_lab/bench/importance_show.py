@@ -28,13 +28,27 @@ def render(result: ImportanceBench) -> Table:
     for guard in result.guards:
         where = f"{guard.prompt}, {guard.tokens}, of {guard.prompts}"
         shares = (f"{guard.fallback_share:.2f}", f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}")
-        table.add_row(f"{guard.guard} falls back", guard.rest, where, *shares, "", "", "", _s(guard.ttft_s))
+        cost = ("", "", "")
+        if guard.fallback_bytes_share is not None:
+            over = f"{guard.fallback_over_whole or 0:.2f} of the whole"
+            cost = (f"back {guard.fallback_bytes_share:.3f}", f"{guard.fallback_reads:.0f} reads", over)
+        table.add_row(f"{guard.guard} falls back", guard.rest, where, *shares, *cost, _s(guard.ttft_s))
+    table.add_section()
+    for needle in result.needles:
+        found = (f"whole {needle.found_whole}", f"part {needle.found_part}", f"both {needle.found_both}")
+        where = f"depth {needle.depth:g}, of {needle.needles}"
+        table.add_row("needles", needle.kind, where, "", f"{needle.bytes_read_share:.3f}", *found, "", "")
     table.add_section()
     for each in result.ttft:
         spread = f"{each.speedup:.2f} times ({each.speedup_low:.2f} … {each.speedup_high:.2f})"
         disk = f"disk {each.whole_disk_s:.2f}, {each.selective_disk_s:.2f} s"
         times = (f"{each.whole_s:.3f}", f"{each.selective_s:.3f}")
         table.add_row("TTFT, whole and selective", each.question, disk, spread, "", "", "", "", *times)
+    table.add_section()
+    for asked in result.engine:
+        shares = (f"{asked.front_share:.3f}", f"behind {asked.behind_share:.3f}", f"{asked.ratio:.2f} of the whole")
+        both = (f"part {_s(asked.part_s)}", f"whole {_s(asked.whole_s)}", _s(asked.ttft_s))
+        table.add_row("attach", asked.place, f"{asked.use}, {asked.tokens}", asked.decided, *shares, *both)
     table.add_section()
     for step in result.ablation:
         shares = (f"memory {step.memory_share:.2f}", f"{step.disk_read_share:.3f}", f"{step.kl:.4f}")

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
-from kvtide.codec.tide import LossLaw, PositionLaw, TideCodec, law_table
+from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide.law import LossLaw, PositionLaw, law_table
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.codec.tide import LossLaw, PositionLaw, Purpose, law_table
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, law_of
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, PositionLaw, Purpose, law_of, law_table
 
 # Patches of mixtures are of whole pieces.
 PIECE_TOKENS = 64

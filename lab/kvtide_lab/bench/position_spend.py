@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvtide.codec.tide import LossLaw, Purpose
+from kvtide.codec.tide.law import LossLaw, Purpose
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 
 # KLs that are asked for; half of the bytes that one refinement for all takes at the first is tried besides.

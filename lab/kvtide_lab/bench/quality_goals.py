@@ -63,11 +63,15 @@ def bits_at_kl(rows: Sequence[JudgedRow]) -> list[BitsAtKl]:
     for line in lines:
         points = [Point(row.bits_per_element, row.kl) for row in rows if (row.codec, row.coder, row.profile) == line]
         for kl in KL_GOALS:
-            between = _between(points, kl)
             good = [point.bits_per_element for point in points if point.kl <= kl]
-            bits = _bits(*between, kl) if between else None
-            found.append(BitsAtKl(*line, kl, bits, min(good, default=None), between))
+            found.append(BitsAtKl(*line, kl, bits_of_points(points, kl), min(good, default=None), _between(points, kl)))
     return found
+
+
+def bits_of_points(points: Sequence[Point], kl: float) -> float | None:
+    """Return the bits at a KL on the line through the points worth having, None beyond its ends."""
+    between = _between(points, kl)
+    return _bits(*between, kl) if between else None
 
 
 def _between(points: Sequence[Point], kl: float) -> tuple[Point, Point] | None:

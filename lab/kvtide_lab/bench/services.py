@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import create_connection, socket
-from typing import Any
+from typing import Any, NamedTuple
 
 START_S_MAX = 30.0
 
@@ -61,6 +62,16 @@ class BenchService:
         return True
 
 
+def end(process: subprocess.Popen[bytes], wait_s_max: float) -> None:
+    """End a process: ask it to, and kill it if it takes longer than this."""
+    process.terminate()
+    try:
+        process.wait(wait_s_max)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def wait_until(is_true: Callable[[], bool], what: str, wait_s_max: float = START_S_MAX) -> None:
     """Wait for a condition. RuntimeError if it takes longer."""
     give_up_s = time.monotonic() + wait_s_max
@@ -73,6 +84,27 @@ def wait_until(is_true: Callable[[], bool], what: str, wait_s_max: float = START
 def kvtide_words(port: int, folder: Path) -> list[str]:
     """Return the command of a kvtide server that keeps its objects in memory."""
     return [sys.executable, "-m", "kvtide.cli", "serve", "--tier", "memory://", "--listen", f"127.0.0.1:{port}"]
+
+
+@contextmanager
+def kvtide_pool(count: int) -> Iterator[list[BenchService]]:
+    """Run the servers of one pool, each with memory."""
+    ports = free_ports(count)
+    url = pool_url(ports)
+    with tempfile.TemporaryDirectory(prefix="kvtide-pool-") as name, ExitStack() as stack:
+        folder = Path(name)
+        services = [BenchService([*kvtide_words(port, folder), "--pool", url], port, folder) for port in ports]
+        for service in services:
+            stack.callback(service.kill)
+            service.start()
+        for service in services:
+            service.wait_listening()
+        yield services
+
+
+def pool_url(ports: Sequence[int]) -> str:
+    """Return the URL of a pool of servers on this machine."""
+    return "pool://" + ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
 def free_ports(count: int) -> list[int]:
@@ -185,6 +217,65 @@ def _join(clients: Sequence[Any], services: Sequence[BenchService], buses: Seque
 def _cluster_info(client: Any) -> dict[str, str]:
     found = client.execute_command("CLUSTER", "INFO")
     return found if isinstance(found, dict) else dict(line.split(":", 1) for line in found.decode().split())
+
+
+def mooncake_folder() -> Path | None:
+    """Return the folder with Mooncake's programs; None if they are not installed or can't run for want of a library."""
+    packaged = importlib.util.find_spec("mooncake")
+    folder = Path(packaged.origin).parent if packaged and packaged.origin else None
+    return folder if folder and ctypes.util.find_library("ibverbs") else None
+
+
+def _mooncake_program(name: str) -> str:
+    folder = mooncake_folder()
+    if folder is None:
+        raise ValueError(
+            "Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda; apt install libibverbs1"
+        )
+    return str(folder / name)
+
+
+class MooncakeServers(NamedTuple):
+    """A master, and stores that it knows."""
+
+    master: BenchService
+    admin_port: int
+    stores: list[BenchService]
+
+    @property
+    def url(self) -> str:
+        """Return the store's URL, without further options."""
+        return f"mooncake://127.0.0.1:{self.master.port}?admin={self.admin_port}"
+
+    def segments(self) -> int:
+        """Return how many stores the master knows."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/get_all_segments", timeout=5) as answer:
+            return len(answer.read().split())
+
+
+@contextmanager
+def mooncake_servers(stores: int = 1, store_mb: int = 256, client_ttl_s: int = 10) -> Iterator[MooncakeServers]:
+    """Run a master and stores. It forgets one that is silent for `client_ttl_s`. ValueError if it can't run here."""
+    master, store = _mooncake_program("mooncake_master"), _mooncake_program("mooncake_client")
+    rpc, admin, *ports = free_ports(2 + stores)
+    words = [f"-rpc_port={rpc}", "-rpc_address=127.0.0.1", f"-metrics_port={admin}", "-metrics_host=127.0.0.1"]
+    place = [f"-master_server_address=127.0.0.1:{rpc}", "-metadata_server=P2PHANDSHAKE", "-host=127.0.0.1"]
+    with tempfile.TemporaryDirectory(prefix="kvtide-mooncake-") as name, ExitStack() as stack:
+        folder = Path(name)
+        servers = MooncakeServers(
+            BenchService([master, *words, f"-client_ttl={client_ttl_s}", "-logtostderr"], rpc, folder),
+            admin,
+            [
+                BenchService([store, *place, f"-port={port}", f"-global_segment_size={store_mb}MB"], port, folder)
+                for port in ports
+            ],
+        )
+        for service in (servers.master, *servers.stores):
+            stack.callback(service.kill)
+            service.start()
+            service.wait_listening()
+        wait_until(lambda: servers.segments() == stores, "the master to know its stores")
+        yield servers
 
 
 def s3_command() -> str | None:

@@ -40,6 +40,8 @@ class ShapedProxy:
         self._is_closed = False
         self._open: set[socket.socket] = set()
         self.passed_bytes = 0
+        # Requests that clients have sent.
+        self.requests = 0
         # So many of the next large pieces of answers are damaged on their way.
         self.to_damage = 0
         self._listener = socket.socket()
@@ -114,6 +116,7 @@ class ShapedProxy:
                     break
                 sink.sendall(self._damaged(data) if is_answer and self.to_damage else data)
                 with self._lock:
+                    self.requests += 0 if is_answer else data.count(b" HTTP/1.1\r\n")
                     # Only now: a cut may have come while it waited.
                     self.passed_bytes += len(data) if is_answer else 0
         with self._lock:

@@ -15,8 +15,8 @@ import msgspec
 from rich.table import Table
 
 from kvtide.codec import Profile
-from kvtide.plan import POLICIES, StreamPolicy, is_by_level, policy_named
-from kvtide.plan.layered import AnchorFirst
+from kvtide.plan.base import StreamPolicy
+from kvtide.plan.policies import POLICIES, AnchorFirst, is_by_level, policy_named
 from kvtide_lab.bench.stream_world import Played, StreamDoor, StreamSize, StreamWorld
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.report import new_figure

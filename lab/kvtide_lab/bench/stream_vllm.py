@@ -69,7 +69,8 @@ def run(
 
         progress("engines", 0, total)
         with engine(None) as plain:
-            plain.ask(other, 2)
+            # The first answer with likelihoods compiles what ranks them, in about two seconds.
+            plain.ask(other, 2, LOGPROBS)
             exact = plain.ask(prompt, ANSWER_TOKENS, LOGPROBS)
         progress("engines", 1, total)
         with engine(kvtide_transfer(f"http://127.0.0.1:{server.port}", codec=CODEC)) as storing:
@@ -82,7 +83,7 @@ def run(
                 transfer = kvtide_transfer(f"http://127.0.0.1:{proxy.port}", codec=CODEC, start_within_s=within_s)
                 with engine(transfer) as streaming:
                     proxy.restart(lambda seconds: 1e9 * seconds)
-                    streaming.ask(other, 2)
+                    streaming.ask(other, 2, LOGPROBS)
                     proxy.restart((mbit * 1e6 / 8).__mul__)
                     answer = streaming.ask(prompt, ANSWER_TOKENS, LOGPROBS)
                     streaming.do("settle")

@@ -16,7 +16,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.codec import CodecRegistry, Profile
-from kvtide.codec.tide import LossLaw, Purpose, TideCodec
+from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide.law import LossLaw, Purpose
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.store.load.streamed import StreamedReport
 from kvtide_lab.bench.position_cases import passages_of

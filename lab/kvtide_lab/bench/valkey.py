@@ -5,24 +5,20 @@ The clients move the same values in turns, a few at a time; ratios are medians o
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from socket import IPPROTO_TCP, TCP_NODELAY, create_connection
-from typing import NamedTuple, Protocol
 
 import msgspec
 from rich.table import Table
 
-from kvtide.clock import SystemClock
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import valkey_server
+from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, bench_id, in_turns, move, quartiles
 
 _VALUE_BYTES = 4 << 20
 _VALUES = 32
@@ -63,16 +59,6 @@ class ValkeyBenchResult(msgspec.Struct, frozen=True):
     value_bytes: int
     rounds: int
     rows: list[ValkeyBenchRow]
-
-
-class _Client(Protocol):
-    """A measured client: one connection's worth of it."""
-
-    def put(self, number: int, value: bytes) -> None: ...
-
-    def get(self, number: int) -> memoryview | bytes: ...
-
-    def close(self) -> None: ...
 
 
 class _Raw:
@@ -127,61 +113,39 @@ class _RedisPy:
         self._client.close()
 
 
-class _Tier:
-    """The tier, with a buffer that is used again."""
+class _Tier(TierClient):
+    """The tier, that also reads many values in one call."""
 
     def __init__(self, port: int) -> None:
-        from kvtide.tier.valkey.tier import ValkeyTier
-
-        self._tier = ValkeyTier(f"valkey://127.0.0.1:{port}", SystemClock())
-        self._tier.open()
-        self._buffer = aligned_buffer(_VALUE_BYTES + 1)
-
-    def put(self, number: int, value: bytes) -> None:
-        self._tier.put_from(_object_id(number), value)
-
-    def get(self, number: int) -> memoryview:
-        size = self._tier.get_into(_object_id(number), self._buffer)
-        assert size is not None
-        return self._buffer[:size]
+        super().__init__(f"valkey://127.0.0.1:{port}", _VALUE_BYTES)
 
     def batch_ratio(self, first: int) -> float:
         """Return how much longer single reads of small values take than one read of all."""
-        ids = [_object_id(first + number) for number in range(_BATCH_VALUES)]
+        from kvtide.tier.valkey import ValkeyTier
+
+        assert isinstance(self.tier, ValkeyTier)
+        ids = [bench_id(first + number) for number in range(_BATCH_VALUES)]
         values = [bytes([number]) * _BATCH_VALUE_BYTES for number in range(_BATCH_VALUES)]
         for object_id, value in zip(ids, values, strict=True):
-            self._tier.put_from(object_id, value)
+            self.tier.put_from(object_id, value)
         buffers = [memoryview(bytearray(_BATCH_VALUE_BYTES + 1)) for _ in ids]
         started_s = time.perf_counter()
         for object_id, buffer in zip(ids, buffers, strict=True):
-            self._tier.get_into(object_id, buffer)
+            self.tier.get_into(object_id, buffer)
         single_s = time.perf_counter() - started_s
         started_s = time.perf_counter()
-        self._tier.get_many_into(ids, buffers)
+        self.tier.get_many_into(ids, buffers)
         batch_s = time.perf_counter() - started_s
         assert all(buffer[:-1] == value for buffer, value in zip(buffers, values, strict=True)), "wrong values"
         return single_s / batch_s
 
-    def close(self) -> None:
-        self._tier.close()
 
-
-_CLIENTS: dict[str, Callable[[int], _Client]] = {"raw": _Raw, "kvtide": _Tier, "redis-py": _RedisPy}
-
-
-def _object_id(number: int) -> ObjectId:
-    digest = hashlib.sha256(b"bench valkey %d" % number).digest()
-    return ObjectId(Namespace(digest), BlockKey(digest))
-
-
-class _Measured(NamedTuple):
-    wall_s: float
-    cpu_s: float
+_CLIENTS: dict[str, Callable[[int], StoreClient]] = {"raw": _Raw, "kvtide": _Tier, "redis-py": _RedisPy}
 
 
 # Figures by verb, client and threads.
 _Case = tuple[str, str, int]
-_Figures = dict[_Case, list[_Measured]]
+_Figures = dict[_Case, list[Took]]
 
 
 def run(quick: bool) -> ValkeyBenchResult:
@@ -209,12 +173,12 @@ def run(quick: bool) -> ValkeyBenchResult:
         get_vs_raw_resp=statistics.median(get_raw),
         put_vs_raw_resp=statistics.median(put_raw),
         get_vs_redis_py=statistics.median(get_redis),
-        get_vs_raw_resp_spread=_quartiles(get_raw),
-        put_vs_raw_resp_spread=_quartiles(put_raw),
-        get_vs_redis_py_spread=_quartiles(get_redis),
+        get_vs_raw_resp_spread=quartiles(get_raw),
+        put_vs_raw_resp_spread=quartiles(put_raw),
+        get_vs_redis_py_spread=quartiles(get_redis),
         get_vs_redis_py_4_threads=statistics.median(_ratios(figures, "get", "redis-py", 4)),
         batch_get_vs_single=statistics.median(batched),
-        batch_get_vs_single_spread=_quartiles(batched),
+        batch_get_vs_single_spread=quartiles(batched),
         batch_value_bytes=_BATCH_VALUE_BYTES,
         server=version,
         value_bytes=_VALUE_BYTES,
@@ -240,21 +204,19 @@ def _flushed_server() -> Iterator[tuple[int, Callable[[], object], str]]:
 def _round(
     number: int,
     threads: int,
-    clients: dict[str, list[_Client]],
+    clients: dict[str, list[StoreClient]],
     values: Sequence[bytes],
     flush: Callable[[], object],
-) -> dict[_Case, _Measured]:
+) -> dict[_Case, Took]:
     flush()
     names = list(clients)
-    found: dict[_Case, _Measured] = {}
+    found: dict[_Case, Took] = {}
     for verb in ("put", "get"):
-        times = {name: _Measured(0.0, 0.0) for name in names}
-        # In slices, so that whatever else the machine does falls on all clients alike.
+        times = dict.fromkeys(names, Took(0.0, 0.0))
         for start in range(0, len(values), _SLICE):
-            first = (number + start // _SLICE) % len(names)
-            for name in names[first:] + names[:first]:
-                took = _measure(clients[name][:threads], verb, range(start, start + _SLICE), values)
-                times[name] = _Measured(times[name].wall_s + took.wall_s, times[name].cpu_s + took.cpu_s)
+            for name in in_turns(names, number + start // _SLICE):
+                took = move(clients[name][:threads], verb, range(start, start + _SLICE), values)
+                times[name] = times[name].plus(took)
         for name in names:
             found[verb, name, threads] = times[name]
     wrong = sum(clients[name][0].get(n) != values[n] for name in names for n in range(0, len(values), 7))
@@ -262,31 +224,9 @@ def _round(
     return found
 
 
-def _measure(clients: Sequence[_Client], verb: str, numbers: range, values: Sequence[bytes]) -> _Measured:
-    def work(position: int) -> None:
-        for number in numbers[position :: len(clients)]:
-            if verb == "put":
-                clients[position].put(number, values[number])
-            else:
-                clients[position].get(number)
-
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    if len(clients) == 1:
-        work(0)
-    else:
-        with ThreadPoolExecutor(len(clients)) as workers:
-            list(workers.map(work, range(len(clients))))
-    return _Measured(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
-
-
 def _ratios(figures: _Figures, verb: str, other: str, threads: int) -> list[float]:
     pairs = zip(figures[verb, "kvtide", threads], figures[verb, other, threads], strict=True)
     return [theirs.wall_s / ours.wall_s for ours, theirs in pairs]
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, high
 
 
 def _row(figures: _Figures, client: str, threads: int) -> ValkeyBenchRow:

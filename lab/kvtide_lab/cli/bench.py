@@ -9,22 +9,37 @@ import typer
 
 from kvtide.cli.calibrate import TextOption
 from kvtide.cli.report import JsonOption, emit, progress_bars
-from kvtide_lab.bench import codec_speed, disk, fairness, index, server, siege, stack, valkey
-from kvtide_lab.cli.bench_engine import bench_engine, bench_offload
+from kvtide_lab.bench import codec_speed, disk, fairness, index, server, siege, stack, stores, valkey
+from kvtide_lab.cli.bench_agents import bench_agents
+from kvtide_lab.cli.bench_bound import bench_codec_bound
+from kvtide_lab.cli.bench_derived import bench_derived
+from kvtide_lab.cli.bench_engine import bench_completion, bench_engine, bench_follow, bench_offload, bench_prompts
 from kvtide_lab.cli.bench_importance import bench_importance
+from kvtide_lab.cli.bench_local import bench_local_window
 from kvtide_lab.cli.bench_position import bench_position
 from kvtide_lab.cli.bench_stream import bench_stream
+from kvtide_lab.cli.bench_tools import bench_tools
 from kvtide_lab.cli.bench_turns import bench_turns
+from kvtide_lab.cli.bench_width import bench_codec_width
 from kvtide_lab.cli.sim import ClientOption, client_mix
 from kvtide_lab.sim import read_trace
 from kvtide_lab.sim.fairness import FairnessSetup
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases, under 50 s.")]
+app.command("agents")(bench_agents)
+app.command("tools")(bench_tools)
 app.command("engine")(bench_engine)
 app.command("offload")(bench_offload)
+app.command("prompts")(bench_prompts)
+app.command("completion")(bench_completion)
+app.command("follow")(bench_follow)
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
+app.command("codec-bound")(bench_codec_bound)
+app.command("codec-width")(bench_codec_width)
+app.command("local-window")(bench_local_window)
+app.command("derived")(bench_derived)
 app.command("stream")(bench_stream)
 app.command("importance")(bench_importance)
 app.command("position")(bench_position)
@@ -121,6 +136,12 @@ def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> Non
 def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
     emit(valkey.run(quick), valkey.table, as_json)
+
+
+@app.command("stores")
+def bench_stores(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Mooncake, a Valkey cluster, a pool and a bucket side by side, and Mooncake's own client, on servers it starts."""
+    emit(stores.run(quick), stores.table, as_json)
 
 
 @app.command("codec-quality")

@@ -1,9 +1,11 @@
-"""`kvtide-lab bench engine` and `kvtide-lab bench offload`: real engines in processes of their own."""
+"""`kvtide-lab bench engine | offload | prompts | completion | follow`: real engines in processes of their own."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +18,12 @@ from kvtide.cli.report import JsonOption, emit
 from kvtide_lab.bench import engine
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.config import leave_a_core
 
 PythonOption = Annotated[
     Path | None, typer.Option("--python", help="Interpreter with vLLM and kvtide; default: this one.")
 ]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")]
 LINK_MBIT_S = 1000.0
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer rounds; engines take minutes to start.")]
 
@@ -38,7 +42,7 @@ def bench_engine(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Restarts of each engine; 0: as many as usual.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
-    plot: Annotated[Path | None, typer.Option("--plot", help="Where to draw the medians.")] = None,
+    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,24 +73,94 @@ def bench_offload(
     python: PythonOption = None,
     device: Annotated[str, typer.Option("--device", help="Where the pages are: cpu or cuda.")] = "cpu",
     swaps_only: Annotated[bool, typer.Option("--swaps-only", help="Only the first table; needs no vLLM.")] = False,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Only this model of the first table; may be repeated.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Both tables of the offloading study: swap seconds by model, requests a second by answer length."""
+    """Both tables of the offloading study: prefill and swaps by model, requests a second by answer length."""
+    # What swaps beside the computing has a core of its own.
+    leave_a_core()
     from kvtide_lab.bench import offload
+    from kvtide_lab.bench.offload_swaps import MODELS
 
     size = offload.QUICK if quick else offload.FULL
+    models = [shape for shape in MODELS if model is None or shape.name in model]
+    if len(models) < len(model or ()):
+        raise ValueError(f"--model is one of {', '.join(shape.name for shape in MODELS)}, got {model}")
     if swaps_only:
-        emit(offload.run(device, offload.MODELS, _show, size=size), offload.tables, as_json)
+        emit(offload.run(device, models, _show, size=size), offload.tables, as_json)
         return
     folder, tokens = _model_and_text()
-    engines = python or Path(sys.executable)
+    with _engines_of(python, folder) as start:
+        result = offload.run(device, models, _show, start, tokens, size, folder.name)
+    emit(result, offload.tables, as_json)
+
+
+def bench_prompts(
+    python: PythonOption = None,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The prefix report's random prompts on real vLLM: hit rate and items per second against p."""
+    from kvtide.engines.transformers import smollm2
+    from kvtide_lab.bench import prompts
+
+    folder = smollm2.converted_folder()
+    with _engines_of(python, folder) as start:
+        result = prompts.run(start, folder.name, prompts.QUICK if quick else prompts.FULL, _show)
+    emit(result, prompts.table, as_json)
+    if plot is not None:
+        prompts.plot(result, plot)
+
+
+def bench_completion(
+    python: PythonOption = None,
+    link: Annotated[float, typer.Option("--link", min=1.0, help="Mbit/s of the link to the server.")] = LINK_MBIT_S,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Completion with a remote store on hits and on misses, by codec: the CacheGen notes' two graphs."""
+    from kvtide_lab.bench import completion
+
+    folder, tokens = _model_and_text()
+    with _engines_of(python, folder) as start:
+        result = completion.run(start, folder.name, tokens, link, completion.QUICK if quick else completion.FULL, _show)
+    emit(result, completion.table, as_json)
+    if plot is not None:
+        completion.plot(result, plot)
+
+
+def bench_follow(
+    python: PythonOption = None,
+    link: Annotated[float, typer.Option("--link", min=1.0, help="Mbit/s of the link between the engines.")] = 100.0,
+    codec: Annotated[list[str] | None, typer.Option("--codec", help="Default: raw, lossless, tide; repeats.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Pairs of prompts; 0: as many as usual.")] = 0,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Prefill elsewhere: one real vLLM computes, another one follows over a link; also one that is cut meanwhile."""
+    from kvtide_lab.bench import follow
+
+    folder, tokens = _model_and_text()
+    size = follow.QUICK if quick else follow.FULL
+    size = replace(size, rounds=rounds or size.rounds)
+    with _engines_of(python, folder) as start:
+        result = follow.run(start, folder.name, tokens, link, codec or follow.WAYS, size, _show)
+    emit(result, follow.table, as_json)
+
+
+@contextmanager
+def _engines_of(python: Path | None, folder: Path) -> Iterator[Callable[..., EngineProcess]]:
+    """Yield what starts an engine of the model (transfer=, options=)."""
+    interpreter = python or Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:
         log = Path(work) / "log"
-        with EngineNursery(engines, log) as nursery:
-            start = partial(EngineProcess, engines, folder, log, nursery=nursery)
-            result = offload.run(device, offload.MODELS, _show, start, tokens, size, folder.name)
-    emit(result, offload.tables, as_json)
+        with EngineNursery(interpreter, log) as nursery:
+            yield partial(EngineProcess, interpreter, folder, log, nursery=nursery)
 
 
 def _model_and_text() -> tuple[Path, list[int]]:

@@ -13,6 +13,7 @@ from kvtide.cli.report import JsonOption, emit
 from kvtide.evict.policies import POLICIES
 from kvtide_lab.cli.sim_stream import stream
 from kvtide_lab.sim import (
+    HINTS,
     MADE,
     MADE_PREFIX,
     PROBABILITIES,
@@ -26,6 +27,7 @@ from kvtide_lab.sim import (
     standing,
 )
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
+from kvtide_lab.sim.groups import STATE_BLOCKS, render_groups, run_groups
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
 from kvtide_lab.sim.report import (
@@ -74,6 +76,7 @@ def trace(
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
     room: Annotated[bool, typer.Option("--room", help="Several traces: what room LRU needs for as many hits.")] = False,
     weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
+    hints: Annotated[str | None, typer.Option("--hints", help=f"One trace: advice, {', '.join(HINTS)}.")] = None,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
@@ -89,7 +92,7 @@ def trace(
     loaded = _trace(names[0], sessions)
     shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
-    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost))
+    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost, hints))
     if plot is not None:
         plot_trace(report, plot)
     emit(report, render_trace, as_json)
@@ -129,6 +132,26 @@ def shrink(
     loaded = _trace(file, sessions)
     shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
     emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
+
+
+@app.command("groups")
+def groups(
+    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
+    policy: Annotated[str, typer.Option("--policy", help="An order of a memory tier, `?policy=`.")] = "frequency",
+    capacity: Annotated[
+        list[str] | None, typer.Option("--capacity", help="As for `trace`, in bytes of blocks.")
+    ] = None,
+    state_blocks: Annotated[
+        float, typer.Option("--state-blocks", help="A state's bytes, in a block's.")
+    ] = STATE_BLOCKS,
+    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep states of a hybrid model beside keys and values: hits, bytes and cuts, by how often states are kept."""
+    loaded = _trace(file, sessions)
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
+    emit(run_groups(loaded, policy, shares, state_blocks), render_groups, as_json)
 
 
 @app.command("regions")

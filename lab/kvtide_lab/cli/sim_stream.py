@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit
-from kvtide.plan.bandwidth import ESTIMATORS
+from kvtide.plan.speeds import ESTIMATORS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.stream_report import plot_stream, render_stream, stream_report
 from kvtide_lab.sim.stream_sweep import STREAM_POLICIES, StreamSetup, sweep

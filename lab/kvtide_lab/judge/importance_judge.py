@@ -103,7 +103,7 @@ class Device(Paced):
         return size
 
 
-class ProbeKeys:
+class ReadKeys:
     """Exact keys of some KV heads, read from the device layer by layer: what probes without a rough base need.
 
     The other heads' keys are zeros: a probe that asked them would find nothing.
@@ -271,10 +271,9 @@ class ImportanceJudge:
             load.open(prefix.metas, self._registry, pages.write, ahead)
         selection = SparsePrefix(load, importance, keys)
         past = self._filled(pages, load.blocks)
-        first = self._first(past, prefix.questions[number], selection)
-        if selection.is_refused:
-            selection.fall_back(past)
-            first = self._first(past, prefix.questions[number], selection)
+        ids = prefix.questions[number].ids
+        selection.probe(self._model, torch.tensor([ids]), past)
+        first = self._pass(past, ids[past.get_seq_length() - load.tokens :], selection, 1)
         ttft_s = self._clock.monotonic_s() - started_s
         read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
         cost = (read_bytes, ttft_s, device.reads)
@@ -294,12 +293,12 @@ class ImportanceJudge:
         load.close()
         return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
 
-    def _probe(self, prefix: JudgedPrefix, device: Device, importance: SparseSettings) -> ProbeKeys:
+    def _probe(self, prefix: JudgedPrefix, device: Device, importance: SparseSettings) -> ReadKeys:
         config = self._model.config
         group = config.num_attention_heads // self.layout.kv_heads
         asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
         dtype = {KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT32: torch.float32}
-        return ProbeKeys(prefix, device, sorted({head // group for head in asked}), dtype[self.layout.dtype])
+        return ReadKeys(prefix, device, sorted({head // group for head in asked}), dtype[self.layout.dtype])
 
     def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
         """Ask with blocks that something else decoded; nothing is read."""

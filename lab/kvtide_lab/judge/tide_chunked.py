@@ -15,22 +15,23 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.decoder import Decoding, refine, restore
 from kvtide.codec.tide.encoder import Levels, first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import THIRD, part_bounds
 from kvtide.codec.tide.model import TideModel, check_quality, units_of_quality
-from kvtide.codec.tide.rows import place_groups
+from kvtide.codec.tide.rows import Decoding, place_groups, refine, restore
 from kvtide.codec.tide.section import (
     Base,
+    Floats,
     Loudness,
     SectionBytes,
     Steps,
+    StoredLayers,
     join_base,
     join_refinement,
+    keep_apart,
     split_base,
     split_refinement,
 )
-from kvtide.codec.tide.values import Floats, StoredLayers, keep_apart
 from kvtide.errors import CorruptPayload
 from kvtide.importance import CHUNK_TOKENS, chunks_of, packing_orders
 

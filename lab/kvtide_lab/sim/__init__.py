@@ -1,6 +1,7 @@
 """Replays of public traces and of the report's experiments through the real index, on a clock of their own."""
 
 from kvtide_lab.sim.belady import belady_hits
+from kvtide_lab.sim.hints import HINTS
 from kvtide_lab.sim.made import MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.prompts import PROBABILITIES, PromptPoint, PromptSetup, run_prompts
 from kvtide_lab.sim.replay import (
@@ -27,6 +28,7 @@ from kvtide_lab.sim.workload import (
 
 __all__ = [
     "BELADY",
+    "HINTS",
     "MADE",
     "MADE_PREFIX",
     "PROBABILITIES",

@@ -12,8 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvtide.codec.tide import LossLaw
-from kvtide.codec.tide.law import DEFAULT_POSITIONS
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.server.names import Names
-from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.regions import CentralTier, RegionSettings, Synchroniser
+from kvtide.server.regions.requests import Manifest
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.clock import ManualClock
+from kvtide.evict import AdvisedPolicy
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide_lab.sim.belady import belady_hits
+from kvtide_lab.sim.hints import hints_of
 from kvtide_lab.sim.learned import LEARNED
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
@@ -100,20 +102,27 @@ def prefill_cost(blocks: float, block_tokens: int) -> float:
     return blocks * (1 + blocks * block_tokens / (2 * TOKENS_OF_EQUAL_COST))
 
 
-def replay(trace: Trace, policy: str, blocks_max: int, weighs_cost: bool = False) -> ReplayResult:
+def replay(
+    trace: Trace, policy: str, blocks_max: int, weighs_cost: bool = False, hints: str | None = None
+) -> ReplayResult:
     """Match and insert every request in order; `weighs_cost` tells the policy what blocks cost to prefill.
 
-    ValueError for an unknown policy.
+    hints: the kind of advice that comes with the requests, for policies that take any. ValueError for an unknown
+    policy or kind.
     """
     clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
-    index = RadixIndex(clock, LEARNED.get(policy) or policy_named(policy), blocks_max)
+    ranks = (LEARNED.get(policy) or policy_named(policy))(blocks_max)
+    index = RadixIndex(clock, lambda _: ranks, blocks_max)
+    marks = [hint.mark for hint in hints_of(trace, hints)] if hints else []
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
     requests: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
     hits: Counter[str] = Counter()
     saved = total = 0.0
-    for at_s, tenant, keys in trace.requests:
+    for number, (at_s, tenant, keys) in enumerate(trace.requests):
         clock.advance(at_s - clock.monotonic_s())
+        if marks and isinstance(ranks, AdvisedPolicy):
+            ranks.hear(marks[number])
         requests[tenant] += 1
         blocks[tenant] += len(keys)
         hit, length = len(index.match(keys).blocks), len(keys)
@@ -128,7 +137,11 @@ def replay(trace: Trace, policy: str, blocks_max: int, weighs_cost: bool = False
 
 
 def compare(
-    trace: Trace, policies: Sequence[str], shares: Sequence[float], weighs_cost: bool = False
+    trace: Trace,
+    policies: Sequence[str],
+    shares: Sequence[float],
+    weighs_cost: bool = False,
+    hints: str | None = None,
 ) -> list[Comparison]:
     """Replay every policy at every capacity, against LRU and Belady's bound of hits."""
     comparisons = []
@@ -139,7 +152,7 @@ def compare(
         bound = ReplayResult(BELADY, blocks_max, lru.blocks, best, None, ())
         for policy in (*policies, BELADY):
             known = {BELADY: bound, "lru": lru}.get(policy)
-            result = known or replay(trace, policy, blocks_max, weighs_cost=weighs_cost)
+            result = known or replay(trace, policy, blocks_max, weighs_cost, hints)
             comparisons.append(Comparison(result, share, lru.hit_rate, bound.hit_rate))
     return comparisons
 

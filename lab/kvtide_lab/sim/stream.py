@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from kvtide.plan import (
+from kvtide.plan.base import (
     Fetch,
     Plan,
     Progress,
@@ -23,7 +23,7 @@ from kvtide.plan import (
     leading_pass,
     mean_kl,
 )
-from kvtide.plan.bandwidth import Estimator
+from kvtide.plan.speeds import Estimator
 from kvtide_lab.sim.links import Link
 
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded, cut, cut_for_meeting
-from kvtide.plan.bandwidth import estimator_named
-from kvtide.plan.layered import AnchorFirst, Layered
-from kvtide.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import Chunk, Request, StreamPolicy, cut, cut_for_meeting
+from kvtide.plan.policies import AnchorFirst, CachegenRule, FixedLevel, Layered, TwoEnded
+from kvtide.plan.speeds import estimator_named
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 from kvtide_lab.sim.stream import Costs, Outcome, play

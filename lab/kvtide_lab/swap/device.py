@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtide.engines.gpu.kernels import Kernels, Opened, Staging, address
-from kvtide.engines.gpu.rans import THREADS, warp_blocks
+from kvtide.engines.gpu.kernels import THREADS, Kernels, Opened, Staging, address, warp_blocks
 from kvtide_lab.swap.pages import Swap, runs
 
 PIECE_BYTES = 16 << 20

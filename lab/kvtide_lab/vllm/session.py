@@ -11,10 +11,13 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+
+IDLE_S = 0.001
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -36,31 +39,40 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class SessionJob(msgspec.Struct, frozen=True):
-    """A session's work: `generate` prompts at once, `reset` the engine's prefix cache, `settle` or `check` kvtide."""
+    """A session's work: `generate` prompts at once, `reset` the engine's prefix cache, `reload` its weights.
+
+    `settle` and `check` are for kvtide.
+    `loop`: talk `chains`, `at_once` at a time; each prompt of a chain is asked when the one before it is answered.
+    """
 
     verb: str
     prompts: list[Prompt] = []
+    chains: list[list[Prompt]] = []
+    at_once: int = 1
     # With `reset`: the connector's as well.
     is_deep: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The outcome of a prompt. `finish`: `length`, `abort`, or what vLLM says of a failure."""
+    """The outcome of a prompt. `finish`: `length`, `abort`, or what vLLM says of a failure. Times are since it came."""
 
     ids: list[int]
     ttft_s: float
     cached_tokens: int
     finish: str
+    seconds: float = 0.0
     logprobs: list[dict[int, float]] = []
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The outcome of a job."""
+    """The outcome of a job. Answers of chains come chain by chain."""
 
     answers: list[Answer] = []
     seconds: float = 0.0
     # Of the thread that runs the engine and, with one OpenMP thread, its kernels: busy neighbours don't count.
     cpu_s: float = 0.0
+    # Of all threads of the process, the connector's too.
+    process_cpu_s: float = 0.0
     is_done: bool = True
     rss_bytes: int = 0
     stats: dict[str, Any] = {}
@@ -70,16 +82,18 @@ class _Running:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.ids: list[int] = []
-        self.ttft_s = 0.0
+        self.started_s = time.perf_counter()
+        self.ttft_s = self.seconds = 0.0
         self.cached_tokens = 0
         self.finish = ""
         self.logprobs: list[dict[int, float]] = []
 
-    def take(self, output: Any, started_s: float) -> bool:
+    def take(self, output: Any) -> bool:
         """Take an output; tell whether the request is to be aborted now."""
         fresh = list(output.outputs[0].token_ids)
+        self.seconds = time.perf_counter() - self.started_s
         if fresh and not self.ids:
-            self.ttft_s = time.perf_counter() - started_s
+            self.ttft_s = self.seconds
         self.ids = fresh
         places = output.outputs[0].logprobs or []
         self.logprobs = [{token: each.logprob for token, each in place.items()} for place in places]
@@ -102,57 +116,92 @@ class _Session:
         self._count = 0
 
     def do(self, job: SessionJob) -> Result:
-        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+        started_s, started_cpu_s, process_s = time.perf_counter(), time.thread_time(), time.process_time()
         answers: list[Answer] = []
         is_done, stats = True, dict[str, Any]()
         if job.verb == "generate":
-            answers = self._generate(job.prompts)
+            answers = self._talk([[prompt] for prompt in job.prompts], len(job.prompts))
+        elif job.verb == "loop":
+            answers = self._talk(job.chains, job.at_once)
         elif job.verb == "reset":
             is_done = bool(self._llm.reset_prefix_cache(reset_connector=job.is_deep))
         elif job.verb == "settle":
             is_done = self._halves()[1].worker.cache.flush(60.0)
+        elif job.verb == "reload":
+            # As after a training step: other weights may lie in place of these.
+            self._llm.collective_rpc("reload_weights")
+            is_done = bool(self._llm.reset_prefix_cache(reset_connector=True))
         elif job.verb == "check":
             stats = self._check()
         else:
             raise ValueError(f"unknown job {job.verb!r}")
         seconds, cpu_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
-        return Result(answers, seconds, cpu_s, is_done, _rss_bytes(), stats)
+        process_cpu_s = time.process_time() - process_s
+        return Result(answers, seconds, cpu_s, process_cpu_s, is_done, _rss_bytes(), stats)
 
-    def _generate(self, prompts: list[Prompt]) -> list[Answer]:
+    def _talk(self, chains: list[list[Prompt]], at_once: int) -> list[Answer]:
+        said: list[list[_Running]] = [[] for _ in chains]
+        waiting, talking = deque(range(len(chains))), dict[str, int]()
+        while waiting or talking:
+            while waiting and len(talking) < at_once:
+                self._ask_next(chains, said, talking, waiting.popleft())
+            outputs = self._engine.step()
+            if not outputs:
+                # As vLLM's own loop does where nothing is computed: those that load have the processor.
+                time.sleep(IDLE_S)
+            for output in outputs:
+                chain = talking.get(output.request_id)
+                if chain is None:
+                    continue
+                running = said[chain][-1]
+                if running.take(output):
+                    self._engine.abort_request([output.request_id])
+                    running.finish = "abort"
+                if running.finish:
+                    del talking[output.request_id]
+                    self._ask_next(chains, said, talking, chain)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        # Empty steps let the connector hear of requests that ended last.
+        self._engine.step()
+        return [
+            Answer(each.ids, each.ttft_s, each.cached_tokens, each.finish, each.seconds, each.logprobs)
+            for answers in said
+            for each in answers
+        ]
+
+    def _ask_next(
+        self, chains: list[list[Prompt]], said: list[list[_Running]], talking: dict[str, int], chain: int
+    ) -> None:
+        """Ask the chain's next prompt, if it has one."""
         from vllm.inputs import TokensPrompt
 
         from vllm import SamplingParams
 
-        running: dict[str, _Running] = {}
-        started_s = time.perf_counter()
-        for prompt in prompts:
-            self._count += 1
-            # Ids alone: small models of tests have no tokenizer.
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=prompt.answer_tokens,
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=prompt.logprobs or None,
-            )
-            running[str(self._count)] = _Running(prompt)
-            self._engine.add_request(str(self._count), TokensPrompt(prompt_token_ids=prompt.ids), params)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if running[output.request_id].take(output, started_s):
-                    self._engine.abort_request([output.request_id])
-                    running[output.request_id].finish = "abort"
-        # Empty steps let the connector hear of requests that ended last.
-        self._engine.step()
-        return [
-            Answer(each.ids, each.ttft_s, each.cached_tokens, each.finish, each.logprobs) for each in running.values()
-        ]
+        if len(said[chain]) == len(chains[chain]):
+            return
+        prompt = chains[chain][len(said[chain])]
+        self._count += 1
+        # Ids alone: small models of tests have no tokenizer.
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=prompt.answer_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=prompt.logprobs or None,
+        )
+        said[chain].append(_Running(prompt))
+        talking[str(self._count)] = chain
+        self._engine.add_request(str(self._count), TokensPrompt(prompt_token_ids=prompt.ids), params)
 
     def _halves(self) -> tuple[Any, Any]:
         """Return the connector's two sides; both live in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
+        both = self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
+        # Beside others kvtide comes first.
+        scheduler, worker = (getattr(each, "sub_connectors", [each])[0] for each in both)
+        return scheduler, worker
 
     def _check(self) -> dict[str, Any]:
         scheduler, worker = self._halves()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtide.cli import calibrate, demo, doctor, explain, ping, serve, size, store
+from kvtide.cli import calibrate, demo, doctor, explain, ping, profile, serve, size, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -41,7 +41,7 @@ app.command("doctor")(doctor.doctor)
 app.command("stats")(store.stats)
 app.command("ls")(store.ls)
 app.command("rm")(store.rm)
-app.command("profile")(calibrate.profile)
+app.add_typer(profile.app, name="profile")
 app.command("ping")(ping.ping)
 app.command("size")(size.size)
 app.command("explain")(explain.explain)

@@ -1,36 +1,33 @@
-"""`kvtide calibrate` makes a model's profile from texts; `kvtide profile` lists the profiles that a store needs."""
+"""`kvtide calibrate` makes a model's profile from texts, for a file or for the store of the model's engines."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table, progress_bars
-from kvtide.cli.store import (
-    DEFAULT_STORE,
-    STATS_LIMIT,
-    HeadsOption,
-    NamespaceOption,
-    ObjectRow,
-    StoreOption,
-    listed,
-    looking_at,
-    rows_of,
-)
+from kvtide.cli.profile import FingerprintOption, SaltOption, adding, names_of, store_profile
+from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, progress_bars
+from kvtide.clock import SystemClock
 from kvtide.codec import Profile
 from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
 from kvtide.codec.tide import COSTS
-from kvtide.engines import installed_profiles, read_profile
+from kvtide.config import cache_home
+from kvtide.tier import shown_url
 
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
 _KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)
+_SEED = 1
 _Progress = Callable[[str, int, int], None]
 
 
@@ -40,49 +37,115 @@ class _Subject:
     def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
         from kvtide.engines import transformers
 
-        tokenizer = transformers.load_tokenizer(folder)
         self.model = transformers.load_model(folder)
         self.name = Path(folder).name
         self.layout = transformers.model_layout(self.model, transformers.BLOCK_TOKENS)
-        self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+        self.texts: list[list[int]] = []
+        has_tokenizer = any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists()
+        if has_tokenizer:
+            tokenizer = transformers.load_tokenizer(folder)
+            self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+        else:
+            print(f"no tokenizer in {folder}: tokens are bytes of the texts, and any", file=sys.stderr)
+            size = self.model.config.get_text_config(decoder=True).vocab_size
+            rng = np.random.default_rng(_SEED)
+            self.texts = [[byte % size for byte in content.encode()[:tokens]] for content in contents]
+            self.texts += [rng.integers(0, size, len(ids)).tolist() for ids in self.texts]
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
     model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file to write the profile to.")] = None,
+    url: Annotated[str | None, typer.Option("--store", help="The store in which engines look for it.")] = None,
+    fingerprint: FingerprintOption = "",
+    tenant_salt: SaltOption = "",
     text: TextOption = None,
+    pieces: Annotated[
+        int, typer.Option("--snippets", min=0, help="Instead of whole texts, so many pieces of files of many kinds.")
+    ] = 0,
     codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(_KINDS)}.")] = "tide-layer",
     tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1664,
+    seconds: Annotated[float, typer.Option("--seconds", help="Stop after so long; run it again to go on.")] = math.inf,
+    memory: Annotated[int, typer.Option("--memory-bytes", min=0, help="Take no more memory than this; 0: any.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Fit a profile: what a codec needs to know of one model, from texts, once.
 
-    Profiles of tide are fitted in three passes; one that was stopped goes on from `OUTPUT.partial`.
+    With --store the model's engines find it, also those that run already. Profiles of tide are fitted in three passes;
+    one that was stopped goes on.
     """
-    from kvtide.engines.calibrate import calibration_texts, read_texts
+    from kvtide.engines.calibrate import calibration_texts, read_texts, snippets
     from kvtide.engines.transformers import converted_folder
 
     if codec not in _KINDS:
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
-    chosen = read_texts(text) if text else calibration_texts()
-    subject = _Subject(model or str(converted_folder()), [item.content for item in chosen], tokens)
+    if output is None and url is None:
+        raise ValueError("say where the profile is to go: --store URL, --output FILE, or both")
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    chosen = read_texts(text) if text else snippets(pieces) if pieces else calibration_texts()
+    folder = Path(model or converted_folder())
+    if url:
+        # What is wrong with the store is an error now, and not when all is done.
+        with adding(url):
+            pass
+    subject = _Subject(str(folder), [item.content for item in chosen], tokens)
+    names = names_of(folder, fingerprint, tenant_salt, subject.model) if url else []
     report: dict[str, Any] = {}
-    with progress_bars() as show:
+    with progress_bars() as bars:
+        show = _Progressing(bars, seconds)
         if codec in _TIDE_KINDS:
-            profile, report = _tide(subject, codec.removeprefix("tide-"), output, show)
+            partial = _partial(output, folder, codec)
+            profile, report = _tide(subject, codec.removeprefix("tide-"), partial, show)
         else:
             profile = _published(subject, codec, show)
-    data = profile.to_bytes()
-    output.write_bytes(data)
-    found = {"profile": str(output), "digest": profile.digest.hex(), "codec": codec, "model": profile.model}
+    _keep(profile, output, url, names)
+    found = {"profile": str(output or ""), "store": url or "", "digest": profile.digest.hex(), "codec": codec}
+    sizes = {"texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(profile.to_bytes())}
     if as_json:
-        sizes = {"texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(data)}
-        emit_json({**found, **sizes, **report})
+        emit_json({**found, "model": profile.model, **sizes, **report})
         return
-    CONSOLE.print(f"{output}: {format_bytes(len(data))}, fitted on {profile.tokens} tokens of {profile.texts} texts")
+    where = " and ".join(str(each) for each in (output, url and shown_url(url)) if each)
+    CONSOLE.print(
+        f"{where}: {format_bytes(sizes['profile_bytes'])}, fitted on {profile.tokens} tokens of {profile.texts} texts"
+    )
     CONSOLE.print(f"digest {profile.digest.hex()}")
-    if report:
-        _print_report(report)
+    _print_report(report)
+
+
+def _keep(profile: Profile, output: Path | None, url: str | None, names: Sequence[bytes]) -> None:
+    if output is not None:
+        output.write_bytes(profile.to_bytes())
+    if url:
+        with adding(url) as tier:
+            store_profile(tier, profile, names)
+
+
+class _Progressing:
+    """Tells of each text, in lines where stderr is no terminal, and ends the fitting when its time is over."""
+
+    def __init__(self, bars: _Progress, seconds: float) -> None:
+        self._bars = bars
+        self._seconds = seconds
+        self._clock = SystemClock()
+        self._started_s = self._clock.monotonic_s()
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        self._bars(step, done, total)
+        if not sys.stderr.isatty():
+            print(f"{step} {done}/{total}", file=sys.stderr, flush=True)
+        if self._clock.monotonic_s() - self._started_s > self._seconds:
+            raise ValueError(f"stopped after {self._seconds:.0f} s, at text {done} of {total}: run it again to go on")
+
+
+def _partial(output: Path | None, folder: Path, codec: str) -> Path:
+    """Return the file in which an unfinished fitting is kept."""
+    if output is not None:
+        return output.with_name(f"{output.name}.partial")
+    name = hashlib.sha256(f"{folder.resolve()} {codec}".encode()).hexdigest()
+    partial = cache_home() / "calibrations" / f"{name[:32]}.partial"
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    return partial
 
 
 def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
@@ -100,16 +163,17 @@ def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
     return fitter.profile(len(subject.texts))
 
 
-def _tide(subject: _Subject, cost: str, output: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
+def _tide(subject: _Subject, cost: str, partial: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
     from kvtide.engines.calibrate import TideCalibration
 
-    partial = output.with_name(f"{output.name}.partial")
     calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.layout, partial)
     profile, report = calibration.run(show)
     return profile, msgspec.to_builtins(report)
 
 
 def _print_report(report: dict[str, Any]) -> None:
+    if not report:
+        return
     table = Table("step", "bits an element", "KL", title=f"Predicted, from {report['held_out_texts']} held-out texts")
     for point in report["points"]:
         table.add_row(str(point["step_units"]), f"{point['bits_per_element']:.3f}", f"{point['kl']:.5f}")
@@ -119,48 +183,6 @@ def _print_report(report: dict[str, Any]) -> None:
         CONSOLE.print("too few texts to hold any out: the table is that of texts that were fitted on")
     else:
         verdict = " [bold]: overfitted, give more texts[/]" if report["is_overfitted"] else ""
+        if report["texts_wanted"]:
+            verdict += f"; about {report['texts_wanted']} more texts would halve that"
         CONSOLE.print(f"held-out texts take {100 * (ratio - 1):+.1f} % bits of what fitted ones do{verdict}")
-
-
-class ProfileRow(msgspec.Struct, frozen=True):
-    """A profile by its digest: whose it is, where it is from ("" if it is not here), and what needs it."""
-
-    profile: str
-    model: str
-    codec: str
-    found: str
-    objects: int
-    stored_bytes: int
-
-
-def profile(
-    files: Annotated[list[Path] | None, typer.Argument(help="Profiles beside those that are installed.")] = None,
-    url: StoreOption = DEFAULT_STORE,
-    namespace: NamespaceOption = "",
-    limit: HeadsOption = STATS_LIMIT,
-    as_json: JsonOption = False,
-) -> None:
-    """Show which profiles a store's blocks need, and whether they are here: without it a block is a miss."""
-    known = {each.digest.hex(): "installed" for each in installed_profiles()}
-    known |= {read_profile(path).digest.hex(): str(path) for path in files or ()}
-    with looking_at(url) as tier:
-        rows = rows_of(tier, listed(tier, namespace)[: limit or None])
-    groups: dict[tuple[str, str, str], list[ObjectRow]] = {}
-    for row in rows:
-        if row.profile:
-            groups.setdefault((row.profile, row.model, row.codec), []).append(row)
-    found = [
-        ProfileRow(*name, known.get(name[0], ""), len(members), sum(row.stored_bytes for row in members))
-        for name, members in sorted(groups.items())
-    ]
-    if as_json:
-        emit_json({"store": url, "looked_into": len(rows), "rows": found})
-        return
-    table = narrow_table("profile", "model", "codec", "here", ">blocks", ">stored")
-    for each in found:
-        here = "yes" if each.found else "no"
-        figures = (str(each.objects), format_bytes(each.stored_bytes))
-        table.add_row(each.profile[:12], escape(each.model), escape(each.codec), here, *figures)
-    CONSOLE.print(table if found else f"none of {len(rows)} blocks needs a profile")
-    if any(not each.found for each in found):
-        CONSOLE.print("What is not here is a miss: give the file to attach(profiles=[read_profile(FILE)]).")

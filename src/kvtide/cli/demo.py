@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import statistics
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 
-from kvtide.cli.demo_job import DemoJob, DemoRun
-from kvtide.cli.demo_link import LINK_CODEC, link_table, stream_over
-from kvtide.cli.demo_runner import demo_runs, figure_type
-from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit, emit_json, format_bytes
+from kvtide.cli.demo_runner import DemoJob, DemoLink, DemoRun, demo_runs, figure_type
+from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit, emit_json, format_bytes, narrow_table
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
+from kvtide.engines import installed_profiles
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
@@ -181,5 +187,162 @@ def _plot(result: DemoResult, path: Path) -> str | None:
     axes.set_xlabel(f"time to first token, seconds, on {os.cpu_count()} cores")
     axes.set_title(f"{result.hit_tokens} of {result.prompt_tokens} tokens restored: {result.speedup:.1f} times faster")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    return str(path)
+
+
+# Its base and three refinements: what comes first says roughly what the rest says better.
+LINK_CODEC = "tide:1e-3:3"
+RATE_BITS_S_MIN, RATE_BITS_S_MAX = 1e6, 1e11
+# Times to start within, in shares of a plain prefill; None waits for the stored quality.
+_SHARES = (0.1, 0.25, 0.5, None)
+# Small enough that a slow link, too, carries many of them within a run.
+_SLICE_BYTES = 64 << 10
+_SERVER_STOP_S_MAX = 10.0
+# Below this, rounding of float32 is what a KL divergence measures.
+_KL_SHOWN_MIN = 1e-6
+
+
+class LinkRow(msgspec.Struct, frozen=True):
+    """One load. `computed`: share of the prompt that the model computed.
+
+    `kl_law`: what the codec's law says the load cost; `kl`: the model's own, mean over the exact answer's tokens, nats.
+    """
+
+    start_within_s: float | None
+    ttft_s: float
+    received_bytes: int
+    computed: float
+    kl_law: float
+    kl: float
+
+
+class LinkResult(msgspec.Struct, frozen=True):
+    """The figures of a demo over a link. `plain_ttft_s`: of a full prefill. `raw_bytes`: of the stored blocks."""
+
+    link_bits_s: float
+    codec: str
+    prompt_tokens: int
+    plain_ttft_s: float
+    raw_bytes: int
+    rows: list[LinkRow]
+    plot: str | None
+
+
+def rate_bits_s(text: str) -> float:
+    """Return the bits a second that `20mbit` or `1gbit` says. ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text.lower())
+    rate = float(found[1]) * {"m": 1e6, "g": 1e9}[found[2]] if found else 0.0
+    if not RATE_BITS_S_MIN <= rate <= RATE_BITS_S_MAX:
+        raise ValueError(f"a link's rate is 1mbit to 100gbit, as 20mbit or 1gbit, got {text!r}")
+    return rate
+
+
+def stream_over(
+    link: str, codec: str, prefix_tokens: int, answer_tokens: int, chart: Path, console: Console
+) -> LinkResult:
+    """Store a prompt on a server of its own, then stream it to one new process after the other."""
+    rate = rate_bits_s(link)
+    CodecRegistry(installed_profiles()).make(codec)
+    chart.parent.mkdir(parents=True, exist_ok=True)
+    plain = f"{codec}: plain prefill, and store"
+    names = {share: f"over {link}: {_share_name(share)}" for share in _SHARES}
+    with TemporaryDirectory(prefix="kvtide-demo-") as made, limited_server(Path(made), rate) as url:
+        said_path = str(Path(made) / "said.npy")
+        job = DemoJob(url, codec, prefix_tokens, answer_tokens, is_cold=True, link=DemoLink(said_path))
+        with demo_runs([plain, *names.values()], console) as run:
+            cold = run(plain, job)
+            answers = msgspec.structs.replace(job, is_cold=False, answer_tokens=len(cold.answer_ids))
+            rows = []
+            for share, name in names.items():
+                within_s = None if share is None else share * cold.ttft_s
+                link_part = DemoLink(said_path, within_s, cold.answer_ids)
+                rows.append(_row(within_s, run(name, msgspec.structs.replace(answers, link=link_part))))
+    result = LinkResult(rate, codec, cold.prompt_tokens, cold.ttft_s, cold.raw_bytes, rows, plot=None)
+    return msgspec.structs.replace(result, plot=_plot_link(result, chart))
+
+
+def _share_name(share: float | None) -> str:
+    return "without a deadline" if share is None else f"start within {share:.0%} of that"
+
+
+def _row(within_s: float | None, run: DemoRun) -> LinkRow:
+    assert run.kl is not None
+    computed = 1 - run.loaded_tokens / run.prompt_tokens
+    return LinkRow(within_s, run.ttft_s, run.stored_bytes, computed, run.kl_law, run.kl)
+
+
+@contextmanager
+def limited_server(folder: Path, rate: float) -> Iterator[str]:
+    """Run `kvtide serve` on a free port of this machine, sending at most so many bits a second; give its URL."""
+    config = folder / "kvtide.toml"
+    config.write_text(f"[sending]\nlink_bits_s = {rate!r}\nslice_bytes = {_SLICE_BYTES}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "kvtide.cli", "serve", "--config", str(config)]
+    command += ["--listen", "127.0.0.1:0", "--tier", "memory://"]
+    # A demo that is told to end would otherwise leave the server behind.
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                line = server.stdout.readline()
+                if " on " not in line:
+                    raise ValueError("the demo's server did not start; its error is above")
+                yield f"http://{line.rsplit(' on ', 1)[1].strip()}"
+            finally:
+                server.terminate()
+                try:
+                    server.wait(_SERVER_STOP_S_MAX)
+                except subprocess.TimeoutExpired:
+                    server.kill()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def link_table(result: LinkResult) -> Group:
+    """Show a row a load, the plain prefill first."""
+    table = narrow_table(">start within", ">first token", ">MB received", ">computed", ">KL by law", ">KL, model's")
+    table.add_row("plain", f"{result.plain_ttft_s:.2f} s", "0", "100%", "0", "0")
+    for row in result.rows:
+        within = "no deadline" if row.start_within_s is None else f"{row.start_within_s:.2f} s"
+        received, computed = f"{row.received_bytes / 1e6:.2f}", f"{row.computed:.0%}"
+        table.add_row(within, f"{row.ttft_s:.2f} s", received, computed, f"{row.kl_law:.1e}", f"{row.kl:.1e}")
+    title = f"SmolLM2-135M, {result.prompt_tokens:,} tokens, {result.raw_bytes / 1e6:.1f} MB raw, as {result.codec}:"
+    return Group(title, table, _finding(result), *([f"chart: {result.plot}"] if result.plot else []))
+
+
+def _finding(result: LinkResult) -> str:
+    first, *_, last = sorted(result.rows, key=lambda row: row.ttft_s)
+    times = f"{first.ttft_s:.2f} s at KL {first.kl:.1g}, {last.ttft_s:.2f} s at {last.kl:.1g}"
+    return f"{result.link_bits_s / 1e6:g} Mbit/s: first token in {times}; plain {result.plain_ttft_s:.2f} s"
+
+
+def _plot_link(result: LinkResult, path: Path) -> str | None:
+    """Draw bytes and KL over the time to the first token; None where matplotlib is not installed."""
+    make = figure_type()
+    if make is None:
+        return None
+    figure = make(figsize=(6.4, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    rows = sorted(result.rows, key=lambda row: row.ttft_s)
+    times = [row.ttft_s for row in rows]
+    upper.plot(times, [row.received_bytes / 1e6 for row in rows], "o-", color="#264653")
+    upper.set_ylabel("MB received")
+    upper.set_ylim(bottom=0)
+    lower.plot(times, [max(_KL_SHOWN_MIN, row.kl) for row in rows], "o-", color="#2a9d8f", label="the model's own")
+    lower.plot(times, [max(_KL_SHOWN_MIN, row.kl_law) for row in rows], "x--", color="#e76f51", label="by the law")
+    lower.set_yscale("log")
+    lower.set_ylabel("KL, nats")
+    lower.set_xlabel("time to first token, seconds")
+    for axes in (upper, lower):
+        axes.axvline(result.plain_ttft_s, color="#adb5bd", linestyle=":", label="full prefill")
+        axes.spines[["top", "right"]].set_visible(False)
+    lower.set_xlim(left=0)
+    lower.legend(frameon=False)
+    figure.suptitle(_finding(result), fontsize=10)
     figure.savefig(path, dpi=150)
     return str(path)

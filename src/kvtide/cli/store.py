@@ -27,7 +27,10 @@ DEFAULT_STORE = str(cache_home() / "demo-store")
 READERS = 8
 
 StoreOption = Annotated[
-    str, typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with its options.")
+    str,
+    typer.Option(
+        "--store", help="A path, disk://, http(s)://, pool://, valkey://, mooncake:// or s3:// URL, with options."
+    ),
 ]
 HeadsOption = Annotated[
     int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
@@ -44,13 +47,13 @@ def looking_at(url: str) -> AbstractContextManager[Tier]:
     """Open an existing store to look at it: nothing in it changes. ValueError if it is not there or does not answer."""
     tier = _tier_at(url)
     below = below_seal(tier)
-    return _opened(tier, below.open_read_only if isinstance(below, DiskTier) else tier.open)
+    return opened(tier, below.open_read_only if isinstance(below, DiskTier) else tier.open)
 
 
 def changing(url: str) -> AbstractContextManager[Tier]:
     """Open an existing store to change it. ValueError as in `looking_at`."""
     tier = _tier_at(url)
-    return _opened(tier, tier.open)
+    return opened(tier, tier.open)
 
 
 def below_seal(tier: Tier) -> Tier:
@@ -71,7 +74,8 @@ def _tier_at(url: str) -> Tier:
 
 
 @contextmanager
-def _opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
+def opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
+    """Open a tier by `action` for the time of the `with`. ValueError if it can't be used."""
     try:
         action()
         yield tier
@@ -82,7 +86,7 @@ def _opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
 
 
 class ObjectRow(msgspec.Struct, frozen=True):
-    """One object in a listing; `problem` is empty for a good one."""
+    """One object in a listing; `problem` is empty for a good one. quality: the KL it was stored for, 0 for exact."""
 
     namespace: str
     key: str
@@ -95,6 +99,7 @@ class ObjectRow(msgspec.Struct, frozen=True):
     age_s: float
     problem: str
     profile: str = ""
+    quality: float = 0.0
 
 
 def listed(tier: Tier, namespace: str = "", order: str = "use") -> list[ObjectInfo]:
@@ -133,7 +138,7 @@ def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> Objec
     meta, profile = stored.meta, stored.profile.hex() if stored.profile else ""
     layout = meta.layout
     sizes = (layout.tokens, layout.raw_bytes, info.size)
-    return plain(meta.model, stored.codec_id, meta.start, *sizes, age_s, "", profile)
+    return plain(meta.model, stored.codec_id, meta.start, *sizes, age_s, "", profile, stored.quality)
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):

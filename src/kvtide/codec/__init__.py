@@ -1,19 +1,30 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers. The registry imports one when it is named."""
 
-from kvtide.codec.base import Codec, EmbeddedCodec, LayeredCodec, LevelledCodec, layer_section_ids, sections_by_layer
+from kvtide.codec.base import (
+    Codec,
+    EmbeddedCodec,
+    LayeredCodec,
+    LevelledCodec,
+    OrderingCodec,
+    layer_section_ids,
+    sections_by_layer,
+)
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import PROFILE_BYTES_MAX, Profile
-from kvtide.codec.registry import CodecRegistry
+from kvtide.codec.registry import AwaitingCodec, CodecRegistry, PromisingCodec
 
 __all__ = [
     "PROFILE_BYTES_MAX",
+    "AwaitingCodec",
     "Codec",
     "CodecRegistry",
     "EmbeddedCodec",
     "LayeredCodec",
     "LevelledCodec",
     "LosslessCodec",
+    "OrderingCodec",
     "Profile",
+    "PromisingCodec",
     "layer_section_ids",
     "sections_by_layer",
 ]

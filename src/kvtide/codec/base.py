@@ -82,6 +82,14 @@ class LevelledCodec(Codec, Protocol):
 
 
 @runtime_checkable
+class OrderingCodec(Codec, Protocol):
+    """A codec that can store a block's tokens in orders of their own."""
+
+    def ordered(self, orders: NDArray[np.uint16]) -> Codec:
+        """Return this codec for one block: `orders[layer, place]` is the token that is stored there."""
+
+
+@runtime_checkable
 class LayeredCodec(Codec, Protocol):
     """A codec whose objects have one section for each layer, which is decoded without the others."""
 

@@ -1,4 +1,6 @@
-"""The codec `packed-1`: every bit of a block, in chunks of tokens that belong together, over a rough base of all.
+"""The codecs `packed-1` and `impress-1`: every bit of a block, in chunks of tokens that belong together.
+
+Over a rough base of all tokens, or over the exact keys of the heads that choose chunks.
 
 Invariant: with all sections a block decodes to exactly its bits, whatever the order its tokens are stored in.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +30,29 @@ BASE_QUALITY = 2e-2
 _REPACKS_MAX = 65535
 
 _PREFIX = struct.Struct("<HH")
+_HEADS = struct.Struct("<H")
 
 
 class PackedBase(NamedTuple):
-    """The base sections' account of how an object's tokens are stored, beside the rough values."""
+    """The base sections' account of how an object's tokens are stored, beside the rough values.
+
+    probe: exact keys that chunks lack, (layers, tokens, the first KV heads, head_dim).
+    """
 
     chunk_tokens: int
     repacks: int
     orders: Orders
+    probe: BlockBits | None = None
 
     def chunk(self, layer: int, number: int) -> NDArray[np.uint16]:
         """Return the logical tokens of a layer's chunk, as they are stored."""
         start = number * self.chunk_tokens
         return self.orders[layer, start : start + self.chunk_tokens]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Tell whether the leading chunks hold what matters: tokens don't lie as they come."""
+        return bool((self.orders != np.arange(self.orders.shape[1])).any())
 
 
 class PackedCodec:
@@ -55,20 +68,34 @@ class PackedCodec:
         """quality: KL that the base alone is to have, as of `TideCodec`. Without a profile only whole blocks decode."""
         if not 1 <= chunk_tokens <= 65535:
             raise ValueError(f"a chunk has 1 to 65535 tokens, got {chunk_tokens}")
-        self._tide = TideCodec(profile, quality, 0)
+        self._tide: TideCodec | ProbeKeys = TideCodec(profile, quality, 0)
         self._chunk_tokens = chunk_tokens
+        self._orders: Orders | None = None
+
+    def ordered(self, orders: Orders) -> PackedCodec:
+        """Return this codec for one block, whose tokens it stores in these orders (layers, tokens)."""
+        if not is_order(orders):
+            raise ValueError(f"expected every token once a layer, got {orders.shape}")
+        found = copy(self)
+        found._orders = orders
+        return found
 
     @property
     def profile(self) -> bytes | None:
         """Return the digest of the base's profile."""
         return self._tide.profile
 
+    @property
+    def has_base(self) -> bool:
+        """Tell whether parts of blocks decode."""
+        return self.profile is not None
+
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return tide's bound and a copy of the block."""
+        """Return the base's bound and a copy of the block."""
         return self._tide.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
-        """Return base and chunks, tokens as they come.
+        """Return base and chunks, tokens as they come unless `ordered` said otherwise.
 
         UnencodableBlock as of tide, or if base and chunks are more than an object may have.
         """
@@ -76,8 +103,9 @@ class PackedCodec:
         bases = self._tide.encode(meta, bits)
         layers, tokens = meta.layout.layers, meta.layout.tokens
         assert tokens <= 65536
-        orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1))
-        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders), bits)
+        orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1)) if self._orders is None else self._orders
+        assert orders.shape == (layers, tokens)
+        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, self._probe_of(bits)), bits)
         size = HEADER_BYTES + sum(ENTRY_BYTES + len(section.data) for section in sections)
         if size > object_bytes_max(meta.layout):
             raise UnencodableBlock("the base takes too much beside exact values")
@@ -91,16 +119,16 @@ class PackedCodec:
         if orders.shape != (meta.layout.layers, meta.layout.tokens) or not is_order(orders):
             raise ValueError(f"expected an order of {meta.layout.tokens} tokens a layer, got {orders.shape}")
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-        base, bases = _split(meta, sections)
+        base, bases = self._split(meta, sections)
         if _put_chunks(meta, base, sections, bits) < meta.layout.layers * meta.layout.tokens:
             raise CorruptPayload(f"{meta.id}: chunks are missing, it can't be packed anew")
         repacks = min(base.repacks + 1, _REPACKS_MAX)
-        return _joined(bases, PackedBase(base.chunk_tokens, repacks, orders), bits)
+        return _joined(bases, base._replace(repacks=repacks, orders=orders), bits)
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write the block: exact where chunks are here, else as the base has it."""
         check_bits(out, meta.layout)
-        base, bases = _split(meta, sections)
+        base, bases = self._split(meta, sections)
         chunks = meta.layout.layers * len(chunks_of(meta.layout.tokens, base.chunk_tokens))
         if len(sections) - len(bases) < chunks:
             self._tide.decode(meta, bases, out)
@@ -108,13 +136,84 @@ class PackedCodec:
 
     def layout_of(self, meta: BlockMeta, sections: Sequence[Section]) -> PackedBase:
         """Return how tokens are stored. CorruptPayload as for `decode`."""
-        return _split(meta, sections)[0]
+        return self._split(meta, sections)[0]
 
     def decode_base(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> PackedBase:
         """Write the rough values of all tokens; return how they are stored. Sections: those of the base."""
-        base, bases = _split(meta, sections)
+        base, bases = self._split(meta, sections)
         self._tide.decode(meta, bases, out)
         return base
+
+    def _probe_of(self, bits: BlockBits) -> BlockBits | None:
+        return None
+
+    def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
+        return _split(meta, sections)
+
+
+class ProbeKeys:
+    """The exact keys of the first KV heads of each layer, as the base of a block. The rest decodes to zeros."""
+
+    profile = None
+
+    def __init__(self, kv_heads: int) -> None:
+        self.kv_heads = kv_heads
+
+    def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return a bound on a copy of the keys."""
+        return layout.raw_bytes
+
+    def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return a section for each layer. UnencodableBlock for a block of fewer heads."""
+        if self.kv_heads > meta.layout.kv_heads:
+            raise UnencodableBlock(
+                f"impress reads keys of {self.kv_heads} KV heads to choose, of {meta.layout.kv_heads}"
+            )
+        return [
+            Section(
+                SectionId(SectionKind.DATA, 0, layer, layer + 1),
+                _HEADS.pack(self.kv_heads) + each[0, :, : self.kv_heads].tobytes(),
+            )
+            for layer, each in enumerate(bits)
+        ]
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Write keys, and zeros for all else. CorruptPayload as of `keys`."""
+        keys = self.keys(meta, sections)
+        out[:] = 0
+        out[:, 0, :, : keys.shape[2]] = keys
+
+    def keys(self, meta: BlockMeta, sections: Sequence[Section]) -> BlockBits:
+        """Return (layers, tokens, KV heads, head_dim). CorruptPayload if they are of different heads, or cut."""
+        layout = meta.layout
+        said = {_HEADS.unpack_from(data)[0] for _, data in sections if len(data) >= _HEADS.size}
+        heads = said.pop() if len(said) == 1 and len(sections) == layout.layers else 0
+        size = _HEADS.size + layout.tokens * heads * layout.head_dim * layout.dtype.item_bytes
+        if not 0 < heads <= layout.kv_heads or any(len(data) != size for _, data in sections):
+            raise CorruptPayload(f"{meta.id}: {len(sections)} sections of probe keys are of {heads} heads, or cut")
+        found = [np.frombuffer(data, np.uint8)[_HEADS.size :].view(layout.bits_dtype) for _, data in sections]
+        return np.stack(found).reshape(layout.layers, layout.tokens, heads, layout.head_dim)
+
+
+class ImpressCodec(PackedCodec):
+    """IMPRESS: keys of the heads that choose lie apart, the rest in chunks. It needs no profile."""
+
+    codec_id = "impress-1"
+    has_base = True
+
+    def __init__(self, kv_heads: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        """kv_heads: whose keys lie apart, the first ones."""
+        super().__init__(None, chunk_tokens=chunk_tokens)
+        if kv_heads < 1:
+            raise ValueError(f"keys of at least one head are read to choose, got {kv_heads}")
+        self._tide = self._keys = ProbeKeys(kv_heads)
+
+    def _probe_of(self, bits: BlockBits) -> BlockBits:
+        return bits[:, 0, :, : self._keys.kv_heads]
+
+    def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
+        base, bases = _split(meta, sections)
+        return base._replace(probe=self._keys.keys(meta, bases)), bases
 
 
 def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list[Section]:
@@ -125,9 +224,11 @@ def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list
     ]
     for layer, order in enumerate(base.orders):
         stored = bits[layer][:, order]
+        apart = 0 if base.probe is None else base.probe.shape[2]
         for number, (start, stop) in enumerate(chunks_of(len(order), base.chunk_tokens)):
             section_id = SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1)
-            sections.append(Section(section_id, stored[:, start:stop].tobytes()))
+            keys, values = stored[:, start:stop]
+            sections.append(Section(section_id, keys[:, apart:].tobytes() + values.tobytes()))
     return sections
 
 
@@ -177,11 +278,31 @@ def put_chunk(meta: BlockMeta, base: PackedBase, section: Section, layer_out: Bl
 
 
 def chunk_bits(meta: BlockMeta, base: PackedBase, section: Section) -> tuple[NDArray[np.uint16], BlockBits]:
-    """Return a chunk's tokens and their bits, (2, tokens, kv_heads, head_dim), a view of it. CorruptPayload."""
+    """Return a chunk's tokens and their bits, (2, tokens, kv_heads, head_dim), a view of it if it has all of them.
+
+    CorruptPayload for a chunk of another size.
+    """
     tokens = base.chunk(section.id.layer_start, section.id.refinement - 1)
     layout = meta.layout
     found = np.frombuffer(section.data, dtype=np.uint8)
+    if base.probe is not None:
+        return tokens, _with_probe(meta, base.probe[section.id.layer_start, tokens], section)
     if not len(tokens) or found.size != layout.layer_bytes // layout.tokens * len(tokens):
         raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {len(tokens)} tokens")
     bits = found.view(layout.bits_dtype).reshape(2, len(tokens), layout.kv_heads, layout.head_dim)
     return tokens, bits
+
+
+def _with_probe(meta: BlockMeta, probe: BlockBits, section: Section) -> BlockBits:
+    """Return a chunk's bits with the keys that lie apart, (tokens, KV heads, head_dim)."""
+    tokens, apart, head_dim = probe.shape
+    found = np.frombuffer(section.data, dtype=np.uint8)
+    heads, row_bytes = meta.layout.kv_heads, head_dim * meta.layout.dtype.item_bytes
+    if not tokens or found.size != tokens * (2 * heads - apart) * row_bytes:
+        raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {tokens} tokens")
+    bits: BlockBits = np.empty((2, tokens, heads, head_dim), dtype=meta.layout.bits_dtype)
+    keys, values = np.split(found, [tokens * (heads - apart) * row_bytes])
+    bits[0, :, :apart] = probe
+    bits[0, :, apart:] = keys.view(bits.dtype).reshape(tokens, heads - apart, head_dim)
+    bits[1] = values.view(bits.dtype).reshape(tokens, heads, head_dim)
+    return bits

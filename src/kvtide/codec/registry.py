@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvtide.block import BlockLayout
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.base import Codec, RawCodec
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
+from kvtide.types import Section
 
 # Makes a codec from the spec's arguments and a profile. ValueError for arguments that it does not take.
 _Maker = Callable[[tuple[str, ...], Profile | None], Codec]
+
+
+@runtime_checkable
+class PromisingCodec(Codec, Protocol):
+    """A codec that can tell of an encoded block whether it keeps what was promised of it."""
+
+    def check_decoded(self, meta: BlockMeta, bits: BlockBits, sections: Sequence[Section]) -> None:
+        """Decode the sections and compare. UnencodableBlock if they are further from the block than is promised."""
+
+
+class AwaitingCodec(NamedTuple):
+    """A codec whose profile may come later than `first`; without one it can encode nothing.
+
+    make: returns the codec with a profile, or without one, to ask what blocks will be like.
+    """
+
+    profile_kind: str
+    layout: BlockLayout
+    make: Callable[[Profile | None], Codec]
+    first: Profile | None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Tell whether blocks keep every bit with a profile."""
+        return self.make(None).is_lossless
+
+    @property
+    def quality(self) -> float:
+        """Return the KL divergence that was asked for."""
+        return self.make(None).quality
+
+    def takes(self, profile: Profile) -> bool:
+        """Tell whether a profile is of this kind and model shape."""
+        return profile.kind == self.profile_kind and profile.fits(self.layout)
+
+    def through(self, wrap: Callable[[Codec], Codec]) -> AwaitingCodec:
+        """Return this one with each of its codecs wrapped, as by a device that encodes."""
+        return self._replace(make=lambda profile: wrap(self.make(profile)))
 
 
 class _Kind(NamedTuple):
@@ -83,6 +124,17 @@ def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
         raise ValueError(f"codec packed[:quality[:chunk tokens]], got {arguments}: {error}") from error
 
 
+def _impress(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
+    from kvtide.codec.packed import ImpressCodec
+    from kvtide.importance import CHUNK_TOKENS
+
+    kv_heads, chunk_tokens = (*arguments, *("1", str(CHUNK_TOKENS))[len(arguments) :])
+    try:
+        return ImpressCodec(int(kv_heads), int(chunk_tokens))
+    except ValueError as error:
+        raise ValueError(f"codec impress[:KV heads[:chunk tokens]], got {arguments}: {error}") from error
+
+
 # Codecs by the name that a user gives: the id that objects carry, the kind of profile, what makes one. Each is
 # imported when it is first made.
 _KINDS = {
@@ -91,6 +143,7 @@ _KINDS = {
     "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
     "cachegen-snippet": _Kind("snippet-1", None, _snippet),
     "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
+    "impress": _Kind("impress-1", None, _impress),
     "packed": _Kind("packed-1", "tide-layer", _packed),
     "tide": _Kind("tide-1", "tide-layer", _tide),
     "tide-light": _Kind("tide-1", "tide-light", _tide),
@@ -98,6 +151,8 @@ _KINDS = {
 }
 # These can't do without a profile.
 _PROFILED = {"tide-1", "packed-1"}
+# Digests that are remembered until somebody looks for them.
+UNKNOWN_MAX = 16
 
 
 class CodecRegistry:
@@ -105,8 +160,14 @@ class CodecRegistry:
 
     def __init__(self, profiles: Sequence[Profile] = ()) -> None:
         self._profiles = {profile.digest: profile for profile in profiles}
+        # Digests that objects named lately and nobody gave; appends are atomic.
+        self.unknown: deque[bytes] = deque(maxlen=UNKNOWN_MAX)
         # What decodes: one for each id and profile, made when first asked for. A race makes one twice, harmlessly.
         self._decoders: dict[tuple[str, bytes | None], Codec] = {}
+
+    def add(self, profile: Profile) -> None:
+        """Know one more profile from now on."""
+        self._profiles[profile.digest] = profile
 
     def names(self) -> list[str]:
         """Return the names of all codecs, sorted."""
@@ -117,7 +178,11 @@ class CodecRegistry:
         found = self._decoders.get((codec_id, profile))
         if found is None:
             kind = next((kind for kind in _KINDS.values() if kind.codec_id == codec_id), None)
-            if kind is None or (profile is not None and (kind.profile_kind is None or profile not in self._profiles)):
+            if kind is None or (profile is not None and kind.profile_kind is None):
+                return None
+            if profile is not None and profile not in self._profiles:
+                if profile not in self.unknown:
+                    self.unknown.append(profile)
                 return None
             found = kind.make((), self._profiles[profile] if profile else None)
             assert found.codec_id == codec_id
@@ -131,18 +196,31 @@ class CodecRegistry:
         fits the published codecs keep their tables in each payload. ValueError for an unknown name, for arguments that
         the codec does not take, and for tide and packed where the layout is given and no profile fits.
         """
-        name, *arguments = spec.split(":")
-        if not name or len(arguments) > 2:
-            raise ValueError(f"a codec is name[:argument[:argument]], got {spec!r}")
-        kind = _KINDS.get(name)
-        if kind is None:
-            raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(self.names())}")
-        fitting = [
-            found
-            for found in self._profiles.values()
-            if layout is not None and found.kind == kind.profile_kind and found.fits(layout)
-        ]
-        needs_profile = kind.codec_id in _PROFILED
-        if needs_profile and layout is not None and not fitting:
-            raise ValueError(f"codec {name!r} needs a profile of this model: make one with `kvtide calibrate`")
-        return kind.make(tuple(arguments), fitting[0] if fitting else None)
+        kind, arguments = _parsed(spec)
+        fitting = self._fitting(kind, layout)
+        if kind.codec_id in _PROFILED and layout is not None and fitting is None:
+            raise ValueError(f"codec {spec!r} needs a profile of this model: make one with `kvtide calibrate`")
+        return kind.make(arguments, fitting)
+
+    def make_awaiting(self, spec: str, layout: BlockLayout) -> Codec | AwaitingCodec:
+        """Return the codec as `make` does; tide and packed take a profile that is found later. ValueError as there."""
+        kind, arguments = _parsed(spec)
+        if kind.codec_id not in _PROFILED or kind.profile_kind is None:
+            return self.make(spec, layout)
+        return AwaitingCodec(kind.profile_kind, layout, partial(kind.make, arguments), self._fitting(kind, layout))
+
+    def _fitting(self, kind: _Kind, layout: BlockLayout | None) -> Profile | None:
+        if layout is None:
+            return None
+        known = self._profiles.values()
+        return next((found for found in known if found.kind == kind.profile_kind and found.fits(layout)), None)
+
+
+def _parsed(spec: str) -> tuple[_Kind, tuple[str, ...]]:
+    name, *arguments = spec.split(":")
+    if not name or len(arguments) > 2:
+        raise ValueError(f"a codec is name[:argument[:argument]], got {spec!r}")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(sorted(_KINDS))}")
+    return kind, tuple(arguments)

@@ -1,23 +1,36 @@
-"""Engine connectors, and profiles of models: installed ones, and files of the user's.
+"""Engine connectors, profiles of models (installed ones, files, the command that makes one), tested versions of vLLM.
 
 Each connector imports its engine; none is imported by the package itself.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvtide.codec import PROFILE_BYTES_MAX, Profile
+from kvtide.engines.plugin import untested_vllm, vllm_distribution
 from kvtide.errors import CorruptPayload
+from kvtide.tier import shown_url
 
-__all__ = ["VLLM_VERSIONS", "installed_profiles", "read_profile"]
+__all__ = [
+    "calibrate_command",
+    "calibrate_words",
+    "installed_profiles",
+    "option_bytes",
+    "option_text",
+    "read_profile",
+    "untested_vllm",
+    "vllm_distribution",
+]
 
-# The connector's interface is experimental and changes between versions; these were tested.
-VLLM_VERSIONS = ("0.32.",)
 _ENTRY_POINTS = "kvtide.profiles"
+DEFAULT_PROFILE_KIND = "tide-layer"
+# Before hex digits.
+_HEX = "hex:"
 
 
 def installed_profiles() -> Sequence[Profile]:
@@ -38,3 +51,29 @@ def read_profile(path: Path) -> Profile:
         raise ValueError(f"can't read profile {path}: {error}") from error
     except CorruptPayload as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def calibrate_command(folder: str, store: str, kind: str, fingerprint: bytes, is_salted: bool) -> str:
+    """Return the command line of `calibrate_words`, without secrets: neither the URL's nor the salt."""
+    model = folder if folder and Path(folder).is_dir() else "MODEL_FOLDER"
+    salt = ["--tenant-salt", "TENANT_SALT"] if is_salted else []
+    return shlex.join(["kvtide", *calibrate_words(model, shown_url(store), kind, fingerprint), *salt])
+
+
+def calibrate_words(folder: str, store: str, kind: str, fingerprint: bytes) -> list[str]:
+    """Return the command that puts a profile into a store, for the engine that was given this fingerprint, or none."""
+    words = ["calibrate", folder, "--store", store]
+    words += ["--codec", kind] if kind != DEFAULT_PROFILE_KIND else []
+    return [*words, "--fingerprint", option_text(fingerprint)] if fingerprint else words
+
+
+def option_text(data: bytes) -> str:
+    """Return a fingerprint or a salt as commands take it: as it is, or in hex digits."""
+    text = data.decode("ascii", errors="replace")
+    is_text = text.isascii() and text.isprintable() and not text.startswith(_HEX)
+    return text if is_text else _HEX + data.hex()
+
+
+def option_bytes(text: str) -> bytes:
+    """Return the bytes that `option_text` wrote. ValueError for bad hex digits."""
+    return bytes.fromhex(text.removeprefix(_HEX)) if text.startswith(_HEX) else text.encode()

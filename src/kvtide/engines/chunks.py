@@ -18,6 +18,7 @@ from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
+from kvtide.group import Parts
 from kvtide.keys import NamespaceSpec
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.store.load import Whole
@@ -27,13 +28,13 @@ from kvtide.types import BlockKey, ObjectId
 _UNIT = KVDtype.BFLOAT16
 
 
-def chunk_layout(chunk_bytes: int, layers: int, tokens: int) -> BlockLayout:
+def chunk_layout(chunk_bytes: int, layers: int, tokens: int, dtype: KVDtype = _UNIT) -> BlockLayout:
     """Return a block layout of exactly so many bytes. UnsupportedModel if the size can't be split so."""
-    elements, rest = divmod(chunk_bytes, 2 * layers * tokens * _UNIT.item_bytes)
+    elements, rest = divmod(chunk_bytes, 2 * layers * tokens * dtype.item_bytes)
     heads = next((n for n in range(1, elements + 1) if elements % n == 0 and elements // n <= HEAD_DIM_MAX), 0)
     if rest or not heads:
         raise UnsupportedModel(f"a chunk of {chunk_bytes} bytes is not {layers} layers of {tokens} tokens")
-    return BlockLayout(layers, tokens, heads, elements // heads, _UNIT)
+    return BlockLayout(layers, tokens, heads, elements // heads, dtype)
 
 
 class WriteGate:
@@ -85,7 +86,16 @@ class ChunkStore:
         salt = settings.tenant_salt.encode()
         self._namespace = NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, salt).digest()
         self._load_s_max = settings.load_s_max
-        self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=SystemClock())
+        self._prefill_tokens_per_s = settings.prefill_tokens_per_s
+        self._clock = SystemClock()
+        self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=self._clock)
+
+    def open(self) -> None:
+        """Open the cache; its judge knows what the engine computes, from the settings or another engine's record."""
+        self.cache.open()
+        self.cache.recall()
+        if self._prefill_tokens_per_s:
+            self.cache.judge.note_prefill(0, 1024, 1024 / self._prefill_tokens_per_s)
 
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())
@@ -96,6 +106,14 @@ class ChunkStore:
     def contains(self, name: bytes) -> bool:
         """Tell whether the store seems to have the chunk."""
         return bool(self.cache.match([self._meta(name).id]))
+
+    def leading(self, names: Sequence[bytes]) -> int:
+        """Return how many leading chunks the store seems to have, 0 where the judge says that computing is faster."""
+        ids = [self._meta(name).id for name in names]
+        count = self.cache.match_parts([Parts(ids, is_sparse=True)]).blocks if ids else 0
+        is_near = self.cache.is_near(ids[:count])
+        is_worth = count and self.cache.is_worth(count * self.layout.tokens, is_near, self._namespace)
+        return count if is_worth else 0
 
     def store(self, name: bytes, chunk: memoryview) -> bool:
         """Copy a chunk and queue it to be stored. False if the queue is full. ValueError for another size."""
@@ -120,6 +138,11 @@ class ChunkStore:
                 if is_in:
                     write(position, bits.data.cast("B"))
 
-        report = self.cache.load([self._meta(name) for name in names], Whole(sink), self._load_s_max)
+        metas, started_s = [self._meta(name) for name in names], self._clock.monotonic_s()
+        is_near = self.cache.is_near([meta.id for meta in metas])
+        report = self.cache.load(metas, Whole(sink), self._load_s_max)
         gate.close()
+        now_s = self._clock.monotonic_s()
+        if not is_near:
+            self.cache.judge.note_load(report.blocks * self.layout.tokens, now_s - started_s, now_s)
         return report.blocks

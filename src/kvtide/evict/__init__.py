@@ -1,5 +1,6 @@
 """Eviction orders of everything that holds bytes: by policies over prefixes or by rankings of single objects."""
 
+from kvtide.evict.hint import Advice, AdvisedPolicy, Hint, Sessions
 from kvtide.evict.ranking import (
     DEFAULT_POLICY,
     EvictionOrder,
@@ -12,10 +13,14 @@ from kvtide.evict.ranking import (
 
 __all__ = [
     "DEFAULT_POLICY",
+    "Advice",
+    "AdvisedPolicy",
     "EvictionOrder",
+    "Hint",
     "RankedOrder",
     "Ranking",
     "RecencyRanking",
     "ScoreRanking",
+    "Sessions",
     "order_named",
 ]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
+from kvtide.evict.hint import Hint
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Objects whose uses are remembered, whether they are in a fast tier or not.
@@ -171,8 +172,12 @@ class EvictionOrder:
         """Tell whether `note_request` matters; by default reads tell all that there is to know."""
         return False
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Note that a prompt asks for these blocks, all of its full ones from the first on."""
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
+        """Note that a prompt asks for these blocks, all of its full ones from the first on. True if it takes advice.
+
+        A session's latest request once more, as its last one, is no use but the session's end, said afterwards.
+        """
+        return False
 
     def note_use(self, object_id: ObjectId) -> None:
         """Note that an object that is here was read."""
@@ -206,9 +211,9 @@ class EvictionOrder:
 class RankedOrder(EvictionOrder):
     """By rank of single objects, lowest first. The ranking may be shared; whoever shares it tells it of uses."""
 
-    def __init__(self, ranking: Ranking | None = None) -> None:
-        """ranking: the default is by last use, and this order's own."""
-        self._is_mine = ranking is None
+    def __init__(self, ranking: Ranking | None = None, is_shared: bool = True) -> None:
+        """ranking: the default is by last use, and this order's own, as is one that is not shared."""
+        self._is_mine = ranking is None or not is_shared
         self._ranking = ranking or RecencyRanking()
         self._heap = RankHeap(self._ranking)
 
@@ -243,7 +248,7 @@ class RankedOrder(EvictionOrder):
 
 
 # The order of memory, of this machine or a device, whose URL names none.
-DEFAULT_POLICY = "frequency"
+DEFAULT_POLICY = "mix"
 
 
 def order_named(name: str, clock: Clock, bytes_max: int, ranking: Ranking | None = None) -> EvictionOrder:
@@ -251,13 +256,12 @@ def order_named(name: str, clock: Clock, bytes_max: int, ranking: Ranking | None
 
     ranking: what `frequency` ranks by, if somebody shares one. ValueError for an unknown name.
     """
-    if name == "frequency":
-        return RankedOrder(ranking or ScoreRanking(lambda object_id: 1.0))
-    if name == "pool":
-        from kvtide.evict.pool import PoolOrder
+    from kvtide.evict.policies import PolicyOrder, PoolOrder, policy_named
 
+    if name == "frequency":
+        return RankedOrder(ranking or ScoreRanking(lambda object_id: 1.0), is_shared=ranking is not None)
+    if name == "pool":
         return PoolOrder(clock)
-    from kvtide.evict.policies import PolicyOrder, policy_named
 
     try:
         policy_of = policy_named(name)

@@ -2,8 +2,10 @@
 
 from kvtide.importance.probe import (
     AllHeads,
+    FirstHeads,
     Floats,
     Guard,
+    HeadsAgree,
     NeighboursAgree,
     ProbeFinding,
     ProbeQuestion,
@@ -30,8 +32,10 @@ __all__ = [
     "RECORD_BYTES_MAX",
     "WRITER_BYTES",
     "AllHeads",
+    "FirstHeads",
     "Floats",
     "Guard",
+    "HeadsAgree",
     "NeighboursAgree",
     "Orders",
     "ProbeFinding",

@@ -1,8 +1,7 @@
 """The index: which blocks are known and which are in use. It knows keys, never bytes."""
 
-from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
 from kvtide.index.radix import ListedBlock, RadixIndex, RestoreReport
-from kvtide.index.tree import TIERS_MAX, Run
+from kvtide.index.tree import TIERS_MAX, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 
 __all__ = [
     "TIERS_MAX",

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.index.policy import EvictionPolicy, Use
-from kvtide.index.tree import TIERS_MAX, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
+from kvtide.index.tree import TIERS_MAX, Anchor, EvictionPolicy, Run, Tree, Use, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
 
 _Edge = tuple[Namespace, BlockKey]
@@ -301,6 +300,12 @@ class RadixIndex:
             position = run.keys.index(key) if run is not None else 0
             if run is not None and position < run.held:
                 run.tiers[position] |= bit
+
+    def advise(self, key: BlockKey) -> None:
+        """Have the policy note advice about the request that ended with a known block; not a use."""
+        with self._lock:
+            if self._tree.run_of(key) is not None:
+                self._policy.advise(self._tree.path_of(key))
 
     def remove(self, key: BlockKey, tier: int | None = None) -> list[BlockKey]:
         """Drop a block from one tier or from all; if none has it then, all blocks below go too. Deepest first.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import threading
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvtide.plan.bandwidth import Estimator, HarmonicRate
-from kvtide.plan.base import Request
-from kvtide.plan.prefill import PrefillMeter, PrefillSpeed
+from kvtide.plan.speeds import Estimator, HarmonicRate, PrefillMeter, PrefillSpeed
+
+if TYPE_CHECKING:
+    from kvtide.plan.base import Request
 
 # A way that needs both link and engine must save so much of the time to be worth it.
 _SAVING_MIN = 0.05

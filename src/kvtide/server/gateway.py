@@ -26,11 +26,15 @@ from kvtide.wire.protocol import (
     ExistsAnswer,
     ExistsRoute,
     ListRoute,
+    LookUps,
     ObjectList,
     ObjectRoute,
     PageRoute,
+    PrefetchAnswer,
+    PrefetchRoute,
     TenantView,
     decisions,
+    hint,
     parse_look_ups,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
@@ -47,6 +51,7 @@ _EVENTS = "/events"
 _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
     ObjectRoute: ("GET", "HEAD", "PUT", "POST", "DELETE"),
     ExistsRoute: ("POST",),
+    PrefetchRoute: ("POST",),
     ListRoute: ("GET", "HEAD"),
     RecordName: ("GET", "HEAD", "PUT", "DELETE"),
     RecordsRoute: ("GET", "HEAD"),
@@ -55,6 +60,7 @@ _METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
 _KINDS = {
     ObjectRoute: Route.OBJECT,
     ExistsRoute: Route.EXISTS,
+    PrefetchRoute: Route.PREFETCH,
     ListRoute: Route.LIST,
     RecordName: Route.RECORDS,
     RecordsRoute: Route.RECORDS,
@@ -214,26 +220,46 @@ class Gateway:
         caller.require(Scope.READ)
         if isinstance(route, ListRoute):
             await exchange.reply_json(await self._walked(exchange, self._listing.objects(caller.tenant, route)))
+        elif isinstance(route, PrefetchRoute):
+            await self._prefetch(exchange, route)
         else:
             await self._exists(exchange, route)
 
-    async def _exists(self, exchange: Exchange, route: ExistsRoute) -> None:
-        """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
+    async def _asked(self, exchange: Exchange) -> LookUps:
+        """Return the keys in the request's body."""
         size = exchange.head.content_length
         if size is None or size > EXISTS_BYTES_MAX:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
         body, give_back = await receive(exchange, self._buffers, self._limits, size)
         try:
-            keys, leading_only = parse_look_ups(body)
+            return parse_look_ups(body)
         finally:
             give_back()
+
+    async def _prefetch(self, exchange: Exchange, route: PrefetchRoute) -> None:
+        """Have objects brought to faster tiers. Its keys cost as much as requests for each."""
+        keys, _ = await self._asked(exchange)
+        self._reception.charge(exchange, len(keys))
+        ask = partial(
+            self._listing.prefetch, exchange.caller.tenant, route.namespace, keys, self._limits.object_bytes_max
+        )
+        await exchange.reply_json(PrefetchAnswer(await self._workers.read(exchange.owner, ask)))
+
+    async def _exists(self, exchange: Exchange, route: ExistsRoute) -> None:
+        """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
+        keys, leading_only = await self._asked(exchange)
         await self._objects.catch_up(exchange)
+        tenant, advice = exchange.caller.tenant, hint(exchange.head.headers)
+        if advice is not None:
+            self._metrics.count_hint(tenant)
         look = self._listing.leading if leading_only else self._listing.present
         present: list[bool] = []
         for start in range(0, len(keys), _LOOK_UPS_A_TURN):
             await self._reception.go_on(exchange)
             asked = keys[start : start + _LOOK_UPS_A_TURN]
-            part = partial(look, exchange.caller.tenant, route.namespace, asked)
+            part = partial(look, tenant, route.namespace, asked)
+            if leading_only and not start:
+                part = partial(self._listing.beginning, tenant, route.namespace, keys, len(asked), advice)
             found = await self._workers.read(exchange.owner, part)
             self._reception.charge(exchange, len(found))
             present += found
@@ -275,7 +301,7 @@ def _namespace(route: ProtocolRoute) -> Namespace:
     """Return the namespace that a request is about, as its owner says it; without bytes if it is about none."""
     if isinstance(route, ObjectRoute):
         return route.id.namespace
-    return route.namespace if isinstance(route, ExistsRoute | ListRoute) else Namespace(b"")
+    return route.namespace if isinstance(route, ExistsRoute | PrefetchRoute | ListRoute) else Namespace(b"")
 
 
 def _kind(route: ProtocolRoute) -> Route:

@@ -40,6 +40,7 @@ class Route(StrEnum):
 
     OBJECT = "object"
     EXISTS = "exists"
+    PREFETCH = "prefetch"
     LIST = "list"
     RECORDS = "records"
     HEALTH = "health"
@@ -107,6 +108,7 @@ class Metrics:
             ["tenant", "namespace", "decision", "reason"],
             registry=registry,
         )
+        self._hints = Counter("kvtide_hints", "Requests with advice", ["tenant"], registry=registry)
         self._connections = Gauge("kvtide_connections", "Open connections", registry=registry)
 
     def count_request(self, route: Route, status: int) -> None:
@@ -133,6 +135,10 @@ class Metrics:
     def count_wait(self, tenant: str, wait_s: float) -> None:
         """Count a body's wait for its first slice."""
         self._waits.labels(self.label(tenant)).observe(wait_s)
+
+    def count_hint(self, tenant: str) -> None:
+        """Count a request that came with advice."""
+        self._hints.labels(self.label(tenant)).inc()
 
     def count_corrupt(self) -> None:
         """Count an object that failed a check."""

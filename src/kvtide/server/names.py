@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from kvtide.evict import Hint
 from kvtide.server.auth import Caller, Scope, generation_namespace, tenant_namespace
 from kvtide.tier import ObjectInfo
 from kvtide.tier.stack import TierStack
@@ -100,11 +101,20 @@ class Listing:
         """Return which of a tenant's objects are here."""
         return self._tier.contains_each(self._names.ids(tenant, namespace, keys))
 
+    def prefetch(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey], size_max: int) -> int:
+        """Have a tenant's objects brought to faster tiers in the background; return how many there was room for."""
+        return self._tier.prefetch(self._names.ids(tenant, namespace, keys), size_max)
+
+    def beginning(
+        self, tenant: str, namespace: Namespace, prompt: Sequence[BlockKey], count: int, hint: Hint | None
+    ) -> list[bool]:
+        """Note what engines ask before they load, a prompt and its advice; return the answer to its first keys."""
+        self._tier.note_request(self._names.ids(tenant, namespace, prompt), hint)
+        return self.leading(tenant, namespace, prompt[:count])
+
     def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Return True for each leading object that is here, and False for the first one that is not."""
         ids = self._names.ids(tenant, namespace, keys)
-        # What engines ask before they load is a prompt.
-        self._tier.note_request(ids)
         count = len(self._tier.run_places(ids))
         return ([True] * count + [False])[: len(keys)]
 

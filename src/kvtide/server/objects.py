@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http import BodyBuffers, Exchange, Headers, Sender, SendOrder, Workers, receive
+from kvtide.server.http import (
+    BodyBuffers,
+    Exchange,
+    Headers,
+    Sender,
+    SendOrder,
+    Workers,
+    lent_pieces,
+    piece_bytes,
+    receive,
+)
 from kvtide.server.lending import Lending
 from kvtide.server.live import Live
 from kvtide.server.metrics import Metrics
@@ -35,13 +46,12 @@ from kvtide.wire.protocol import (
     LOCAL_HEADER,
     REASON_HEADER,
     REMOVED_HEADER,
-    ByteRange,
     PiecesAnswer,
     etag,
     generation,
     is_tag_matched,
-    parse_range,
 )
+from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 from kvtide.wire.records import RecordKind, RecordName
 
 _REASON_CHARACTERS_MAX = 16
@@ -187,35 +197,41 @@ class ObjectRequests:
         if is_tag_matched(headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=common)
             return
-        part, status = ByteRange(0, lent.size), 200
+        status, asked = 200, [ByteRange(0, lent.size)]
+        pieces, kind = lent_pieces(lent, asked[0]), "application/octet-stream"
         if "range" in headers and headers.get("if-range", tag) == tag:
-            part, status = parse_range(headers["range"], lent.size), 206
-            common.append(("Content-Range", f"bytes {part.start}-{part.stop - 1}/{lent.size}"))
-        count = part.stop - part.start
-        common.append(("Content-Type", "application/octet-stream"))
+            status, asked = 206, parse_ranges(headers["range"], lent.size)
+            if "," in headers["range"]:
+                kind, leads = multipart(tag.strip('"'), lent.size, asked)
+                behind = [
+                    [*lent_pieces(lent, part), memoryview(lead)] for part, lead in zip(asked, leads[1:], strict=True)
+                ]
+                pieces = [memoryview(leads[0]), *chain.from_iterable(behind)]
+            else:
+                pieces = lent_pieces(lent, asked[0])
+                common.append(("Content-Range", f"bytes {asked[0].start}-{asked[0].stop - 1}/{lent.size}"))
+        common.append(("Content-Type", kind))
+        count = sum(map(piece_bytes, pieces))
         if exchange.head.method == "HEAD":
             await exchange.reply(status, headers=common, length=count)
             return
-        if part.start == 0:
+        if asked[0].start == 0:
             # Whoever loads layer by layer reads an object in several ranges.
             self._metrics.count_read(exchange.caller.tenant)
-        head = exchange.begin(status, count, common)
-        exchange.wait_s = await self._sender.send(
-            SendOrder(
-                stream=exchange.stream,
-                head=head,
-                lent=lent,
-                part=part,
-                tenant=exchange.caller.tenant,
-                owner=exchange.owner,
-                client=exchange.client,
-                share=exchange.share,
-                priority=exchange.priority,
-                pace=self._limits.pace(exchange.stream.now_s()),
-                on_start=exchange.started,
-                is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
-            )
+        order = SendOrder(
+            stream=exchange.stream,
+            head=exchange.begin(status, count, common),
+            pieces=pieces,
+            tenant=exchange.caller.tenant,
+            owner=exchange.owner,
+            client=exchange.client,
+            share=exchange.share,
+            priority=exchange.priority,
+            pace=self._limits.pace(exchange.stream.now_s()),
+            on_start=exchange.started,
+            is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
         )
+        exchange.wait_s = await self._sender.send(order)
         exchange.status, exchange.sent_bytes = status, count
         self._metrics.count_sent(exchange.caller.tenant, count)
 

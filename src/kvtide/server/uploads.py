@@ -17,7 +17,8 @@ from kvtide.tier.base import LentObject
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 from kvtide.wire.frame import is_frame, parse_frame_header
-from kvtide.wire.protocol import etag, parse_range
+from kvtide.wire.protocol import etag
+from kvtide.wire.ranges import parse_ranges
 from kvtide.wire.receiver import OfferOutcome, Receiver
 
 
@@ -55,7 +56,7 @@ class Upload:
     def has_part(self, asked: str) -> bool:
         """Tell whether all that a Range header asks for is here."""
         try:
-            return self.receiver.has_range(0, *parse_range(asked, self.stored.object_bytes))
+            return all(self.receiver.has_range(0, *part) for part in parse_ranges(asked, self.stored.object_bytes))
         except RequestRefused:
             return False
 

@@ -1,7 +1,21 @@
 """The cache that engines use: match, load, store."""
 
 from kvtide.store.cache import Cache, cache_for
+from kvtide.store.moves import Move, Moves
 from kvtide.store.notes import NOTES
+from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.store.storing import BlockSource, PendingBlock
 
-__all__ = ["NOTES", "BlockSource", "Cache", "PendingBlock", "cache_for"]
+__all__ = [
+    "NOTES",
+    "BlockSource",
+    "Cache",
+    "Move",
+    "Moves",
+    "PendingBlock",
+    "ProfileStore",
+    "ProfileVersion",
+    "cache_for",
+    "newest_of",
+    "profile_name",
+]

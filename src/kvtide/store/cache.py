@@ -8,34 +8,37 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import Codec, CodecRegistry, LevelledCodec, Profile
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LevelledCodec
 from kvtide.config import Limits
-from kvtide.evict import Ranking
+from kvtide.evict import Advice, Hint, Ranking, Sessions
+from kvtide.group import Hit, Parts, hit_of
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
-from kvtide.outcomes import DecisionCounter, decisions_text
+from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.plan import Judge
-from kvtide.store.judging import read_judge, write_judge
+from kvtide.store.following import ProfileFollower
 from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
+from kvtide.store.moves import Moves, PlaceNotes
+from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
 from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId, TierStats, wants_latest
+from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
+from kvtide.wire import object_bytes_max
 
 if TYPE_CHECKING:
-    from kvtide.tier.ram.device import DeviceMemory
+    from kvtide.tier.ram import DeviceMemory
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 # What a judge knows is worth no longer wait for a store that is silent.
 JUDGE_S_MAX = 2.0
 
@@ -43,7 +46,8 @@ JUDGE_S_MAX = 2.0
 class CacheStats(NamedTuple):
     """Counters since the cache was opened; decisions as `decisions_text` writes them.
 
-    Damaged blocks were loaded from the sections of theirs that were good.
+    Damaged blocks were loaded from their good sections. Unencodable ones and those without profile are lossless,
+    checked ones were decoded again and kept their promise.
     """
 
     blocks_loaded: int
@@ -51,24 +55,16 @@ class CacheStats(NamedTuple):
     blocks_stored: int
     blocks_dropped: int
     blocks_unencodable: int
+    blocks_without_profile: int
+    blocks_checked: int
     raw_bytes_stored: int
     bytes_stored: int
+    # Prompts that came with advice, one for each group of layers, and those of which no tier took it.
+    hints_heard: int
+    hints_ignored: int
     misses: dict[str, int]
     decisions: str
     tiers: list[TierStats]
-
-
-class _Placement:
-    """Keeps the index's tiers up to date."""
-
-    def __init__(self, index: RadixIndex) -> None:
-        self._index = index
-
-    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
-        self._index.place(object_id.key, tier)
-
-    def removed(self, object_id: ObjectId, tier: int) -> None:
-        self._index.remove(object_id.key, tier)
 
 
 class Cache:
@@ -84,7 +80,7 @@ class Cache:
         self,
         tiers: TierStack,
         index: RadixIndex,
-        codec: Codec,
+        codec: Codec | AwaitingCodec,
         registry: CodecRegistry,
         clock: Clock,
         limits: Limits,
@@ -95,12 +91,17 @@ class Cache:
         self.quality = quality = codec.quality if quality is None else quality
         self._clock = clock
         self._limits = limits
-        self._guard = FaultGuard()
+        # Runs what engines do with the cache beside its verbs, too; a fault in it becomes a `fallback`.
+        self.guarded = FaultGuard()
         self._storer: Storer | None = None
         self._pid = 0
+        # The last block of the latest request of each session that hints have named.
+        self._sessions = Sessions[ObjectId]()
         self._coarse = CoarseBlocks(clock)
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
+        # Where objects go: given before `open` by who takes what is in it.
+        self.moves: Moves | None = None
         # What it knows of link, decoding and prefill; engines tell it what they compute.
         self.judge = Judge(limits.load_s_max)
         self._workers = LoadWorkers(limits.load_threads)
@@ -114,28 +115,33 @@ class Cache:
             clock,
             self.judge,
             self.decisions,
-            self._guard,
+            self.guarded,
             self._queued,
             self._workers,
             self.backfill,
             len(codec.coarser) if isinstance(codec, LevelledCodec) else 0,
         )
-        self._placer = Placer(tiers, index, codec, quality, limits, self._guard, self._coarse, self.decisions)
+        self.profiles = ProfileFollower(tiers, codec, registry, clock, self.guarded)
+        self._placer = Placer(tiers, index, self.profiles, quality, limits, self.guarded, self._coarse, self.decisions)
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
         assert len(self.tiers.tier_names) <= QUEUE_TIER
-        self.tiers.observe(_Placement(self.index))
-        self._guard("open", self.tiers.open, None)
+        self.tiers.observe(PlaceNotes(self.index, self.moves, self.tiers.tier_names))
+        self.guarded("open", self.tiers.open, None)
         started_s = self._clock.monotonic_s()
-        report = self._guard("list", self._restore, RestoreReport(0, 0))
+        report = self.guarded("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
         self._workers.open()
-        self._storer = Storer(self._placer, self._limits.store_queue_bytes_max)
+        self._storer = Storer(self._placer.store, self._do_chores, self._limits.store_queue_bytes_max)
         self._storer.open()
         self._pid = os.getpid()
         atexit.register(self.close)
+
+    def _do_chores(self) -> None:
+        self.profiles.look()
+        self._placer.tell_decisions()
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +151,7 @@ class Cache:
     def recall(self) -> None:
         """Have the judge go by what the last process on this machine knew of the store."""
         if self.is_open:
-            self._guard("read the judge's record", self._recall, None)
+            self.guarded("read the judge's record", self._recall, None)
 
     def _recall(self) -> None:
         with until(self._clock.monotonic_s() + JUDGE_S_MAX):
@@ -173,10 +179,10 @@ class Cache:
             self.index.remove(meta.id.key, QUEUE_TIER)
         self._placer.tell_decisions()
         self.backfill.close()
-        self._guard("store the judge's record", self._store_judge, None)
+        self.guarded("store the judge's record", self._store_judge, None)
         self._workers.close()
         self._storer = None
-        self._guard("close", self.tiers.close, None)
+        self.guarded("close", self.tiers.close, None)
 
     def __enter__(self) -> Self:
         self.open()
@@ -187,22 +193,88 @@ class Cache:
     ) -> None:
         self.close()
 
-    def match(self, ids: Sequence[ObjectId]) -> int:
+    def match(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> int:
         """Return the length of the longest leading run of blocks that some tier seems to have.
 
-        A hint: blocks may be gone when they are loaded. Blocks that wait to be stored are found, and those that another
-        process stored.
+        It only seems: blocks may be gone when they are loaded. Blocks that wait to be stored are found, and those that
+        another process stored. hint: what the prompt's client advises, a `Hint` or what `Hint.parse` takes.
         """
-        return self._guard("look up", partial(self._match, ids), 0) if self.is_open else 0
+        return self.guarded("look up", partial(self._match, ids, hint), 0) if self.is_open else 0
 
-    def _match(self, ids: Sequence[ObjectId]) -> int:
-        self.tiers.note_request(ids)
+    def advise(self, ids: Sequence[ObjectId], hint: Advice) -> None:
+        """Take a prompt's advice before the prompt is looked up, where that is done by others."""
+        if self.is_open:
+            self.guarded("advise", partial(self._note_request, ids, hint), None)
+
+    def end_session(self, session: str) -> bool:
+        """Say that a session has ended after its latest request. False if no hint has named it lately."""
+        ends = self._sessions.take(session)
+        for end in ends:
+            self.advise([end], Hint(session, is_last=True))
+        return bool(ends)
+
+    def prefetch(self, metas: Sequence[BlockMeta]) -> int:
+        """Have blocks that are in slower tiers brought to the faster ones; return how many leading ones are queued."""
+        size_max = max((object_bytes_max(meta.layout) for meta in metas), default=0)
+        bring = partial(self.tiers.prefetch, [meta.id for meta in metas], size_max)
+        return self.guarded("prefetch", bring, 0) if self.is_open else 0
+
+    def _note_request(self, ids: Sequence[ObjectId], said: Advice | None) -> None:
+        hint = Hint.parse(said)
+        if hint is not None and hint.session is not None and not hint.is_last and ids:
+            self._sessions.note(ids[-1].namespace, hint.session, ids[-1])
+        is_taken = self.tiers.note_request(ids, hint)
+        if said is not None:
+            self._placer.counts.add("hints")
+            self._placer.counts.add("hints_ignored", not is_taken)
+
+    def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> int:
+        self._note_request(ids, hint)
         keys = [object_id.key for object_id in ids]
         known = 0 if any(map(wants_latest, ids)) else len(self.index.match(keys).blocks)
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
         return self._coarse.first_of(ids[:known])
+
+    def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None) -> Hit:
+        """Return how many leading blocks of a model of several groups seem restorable; they only seem, as in `match`.
+
+        Parts that are not sparse are looked for as leading runs, the others each by itself.
+        """
+        return self.guarded("look up", partial(self._match_parts, groups, hint), Hit(0)) if self.is_open else Hit(0)
+
+    def _match_parts(self, groups: Sequence[Parts], hint: Advice | None) -> Hit:
+        runs = [None if group.is_sparse else self._match(group.ids, hint) for group in groups]
+        blocks = len(groups[0].ids)
+        # A hit ends no later, and what stands alone is asked for up to there.
+        stop = min((run for run in runs if run is not None), default=blocks)
+        present = [
+            [*self._present(group.ids[:stop]), *[False] * (blocks - stop)]
+            if run is None
+            else [each < run for each in range(blocks)]
+            for run, group in zip(runs, groups, strict=True)
+        ]
+        rows = [number for number, run in enumerate(runs) if run is not None]
+        return hit_of(present, [group.reach for group in groups], rows)
+
+    def _present(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Tell of each object whether it waits to be stored or some tier has it."""
+        known = {each for each in ids if not wants_latest(each) and self.index.is_held(each.key)}
+        asked = [each for each in ids if each not in known]
+        found = {each for each, is_here in zip(asked, self.tiers.contains_each(asked), strict=True) if is_here}
+        return [each in known or each in found for each in ids]
+
+    def is_near(self, ids: Sequence[ObjectId]) -> bool:
+        """Tell whether all of the objects are in the fastest of several tiers."""
+        return bool(ids) and self.guarded("look up", lambda: all(map(self.tiers.is_near, ids)), False)
+
+    def is_worth(self, tokens: int, is_near: bool, namespace: Namespace) -> bool:
+        """Tell whether loading tokens is expected to be faster than computing them; where it is not, count it."""
+        if is_near or self.judge.is_load_faster(tokens, self._clock.monotonic_s()):
+            return True
+        self.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, tokens, namespace)
+        return False
 
     def _queued(self, object_id: ObjectId) -> BlockSource | None:
         # Read once: `close` takes it away at any moment.
@@ -221,7 +293,7 @@ class Cache:
             return LoadReport(0, 0, MissReason.CLOSED)
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
         load = partial(self._load, metas, strategy, give_up_s)
-        report = self._guard("load", load, LoadReport(0, 0, MissReason.FAULT))
+        report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
             self._coarse.note(metas[report.blocks].id)
         self.access.count(report)
@@ -236,7 +308,7 @@ class Cache:
 
         The first that does not fit ends it: blocks after a gap could not be matched.
         """
-        return self._guard("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
+        return self.guarded("queue blocks", partial(self._queue, blocks), 0) if self.is_open else 0
 
     def _queue(self, blocks: Sequence[PendingBlock]) -> int:
         storer = self._storer
@@ -258,7 +330,7 @@ class Cache:
         except BaseException:
             storer.release(meta)
             raise
-        return storer.append(QueuedBlock(meta, source, block.cost))
+        return storer.append(QueuedBlock(meta, source, block.cost, block.is_exact, block.orders))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""
@@ -274,32 +346,32 @@ class Cache:
         self.index.check()
         self.tiers.check()
 
-    def guarded(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        """Run what an engine does with the cache beside its verbs; a fault in it becomes `fallback`."""
-        return self._guard(verb, action, fallback)
-
-    def stats(self) -> CacheStats:
-        """Return the counters."""
+    def stats(self, tier_names: Collection[str] | None = None) -> CacheStats:
+        """Return the counters. tier_names: the tiers to ask, all by default; those of other machines take a while."""
         counts = self._placer.counts.all()
-        loaded = self.access.loaded()
+        loaded, profiles = self.access.loaded(), self.profiles.totals()
         return CacheStats(
             blocks_loaded=loaded.blocks,
             blocks_damaged=loaded.damaged,
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
-            blocks_unencodable=counts["unencodable"],
+            blocks_unencodable=profiles["unfit_blocks"],
+            blocks_without_profile=profiles["unprofiled_blocks"],
+            blocks_checked=profiles["checked_blocks"],
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
+            hints_heard=counts["hints"],
+            hints_ignored=counts["hints_ignored"],
             misses={reason.value: count for reason, count in loaded.misses.items()},
             decisions=decisions_text(self.decisions.counts()),
-            tiers=self.tiers.tier_stats(),
+            tiers=self.tiers.tier_stats(tier_names),
         )
 
 
 def cache_for(
     store: str | Path,
-    codec: Codec,
-    profiles: Sequence[Profile] = (),
+    codec: Codec | AwaitingCodec,
+    registry: CodecRegistry | None = None,
     limits: Limits | None = None,
     clock: Clock | None = None,
     ranking: Ranking | None = None,
@@ -308,11 +380,11 @@ def cache_for(
 ) -> Cache:
     """Return a cache, not yet opened, of memory in front of a store by URL or folder, and of `device` before both.
 
-    Objects of any codec that ships are read, those that need a profile if it is among `profiles`. `ranking` is
-    `stack_of`'s, `quality` the cache's. ValueError for a bad URL.
+    Profiles are those of `registry` and of the store. `ranking` is `stack_of`'s, `quality` the cache's. ValueError for
+    a bad URL.
     """
     limits, clock = limits or Limits(), clock or SystemClock()
     # What the index forgets the tiers still have: `match` asks them for what comes after the last known block.
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), limits.index_blocks_max)
     tiers = stack_of(store, limits, clock, index.is_pinned, ranking, device)
-    return Cache(tiers, index, codec, CodecRegistry(profiles), clock, limits, quality)
+    return Cache(tiers, index, codec, registry or CodecRegistry(), clock, limits, quality)

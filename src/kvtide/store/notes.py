@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
+
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.plan import JudgeRecord
 from kvtide.tier import Tier
-from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
+from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
 # Codec ids, and what listings call them.
 JUDGE_CODEC, USES_CODEC = "judge-1", "uses-1"
+PROFILE_CODEC, VERSION_CODEC = "profile-1", "profile-of-1"
 NOTES: Mapping[str, str] = MappingProxyType(
-    {JUDGE_CODEC: "what a machine's judge knows", USES_CODEC: "uses of a block"}
+    {
+        JUDGE_CODEC: "what a machine's judge knows",
+        USES_CODEC: "uses of a block",
+        PROFILE_CODEC: "a piece of a profile",
+        VERSION_CODEC: "a model's profile",
+    }
 )
 _ROW_BYTES = 8192
 
@@ -42,3 +53,23 @@ def write_note(tier: Tier, object_id: ObjectId, codec_id: str, data: bytes) -> b
     meta = BlockMeta(object_id, BlockKey(object_id.key), 0, _layout(len(data)))
     tier.delete(object_id, "renewed")
     return tier.put_from(object_id, pack_object(meta, codec_id, [Section(SectionId(SectionKind.DATA, 0, 0, 1), data)]))
+
+
+# Room for every codec that is remembered.
+RECORD_BYTES_MAX = 8192
+
+
+def _judge_id() -> ObjectId:
+    namespace = Namespace(hashlib.sha256(b"kvtide judge").digest())
+    return ObjectId(namespace, BlockKey(hashlib.sha256(namespace + platform.node().encode()).digest()))
+
+
+def read_judge(tier: Tier) -> JudgeRecord | None:
+    """Return what this machine wrote last, None if there is nothing. CorruptPayload or ValueError for what is none."""
+    data = read_note(tier, _judge_id(), JUDGE_CODEC, RECORD_BYTES_MAX)
+    return msgspec.json.decode(data, type=JudgeRecord) if data is not None else None
+
+
+def write_judge(tier: Tier, record: JudgeRecord) -> bool:
+    """Put a record in the place of the last one. False if the tier did not take it."""
+    return write_note(tier, _judge_id(), JUDGE_CODEC, msgspec.json.encode(record))

@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import Codec, LevelledCodec, LosslessCodec
+from kvtide.codec import Codec, LevelledCodec, LosslessCodec, OrderingCodec
 from kvtide.config import Limits
-from kvtide.errors import TierUnavailable, UnencodableBlock
+from kvtide.errors import TierUnavailable
 from kvtide.index import TIERS_MAX, RadixIndex
 from kvtide.outcomes import DecisionCounter
+from kvtide.store.following import ProfileFollower
 from kvtide.store.load import QUALITY_SLACK, level_meta
 from kvtide.store.storing import QueuedBlock
 from kvtide.tier.stack import TierStack
@@ -109,7 +110,7 @@ class Placer:
         self,
         tiers: TierStack,
         index: RadixIndex,
-        codec: Codec,
+        profiles: ProfileFollower,
         quality: float,
         limits: Limits,
         guard: FaultGuard,
@@ -119,7 +120,7 @@ class Placer:
         self.counts = Counts()
         self._tiers = tiers
         self._index = index
-        self._codec = codec
+        self._profiles = profiles
         self._quality = quality
         self._limits = limits
         self._guard = guard
@@ -128,27 +129,30 @@ class Placer:
 
     def store(self, block: QueuedBlock) -> None:
         """Place a block that was queued; it waits no more. Raises nothing."""
-        self._guard("store", partial(self.place, block.meta, partial(self._packed, block), block.cost), False)
-        if isinstance(self._codec, LevelledCodec) and self._codec.coarser:
-            self._guard("store levels", partial(self._place_levels, block, self._codec), None)
+        self._profiles.look()
+        codec = self._profiles.codec  # once: a profile that comes meanwhile is not that of the bytes
+        if block.orders is not None and isinstance(codec, OrderingCodec):
+            codec = codec.ordered(block.orders)
+        self._guard("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)
+        if isinstance(codec, LevelledCodec) and codec.coarser and not block.is_exact:
+            self._guard("store levels", partial(self._place_levels, block, codec), None)
         self._index.remove(block.meta.id.key, QUEUE_TIER)
 
     def tell_decisions(self) -> None:
         """Tell the tiers what engines decided since it was told last. Raises nothing."""
         self._guard("tell decisions", partial(self._decisions.tell, self._tiers.note_decisions), None)
 
-    def _packed(self, block: QueuedBlock) -> bytearray | None:
+    def _packed(self, block: QueuedBlock, chosen: Codec) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
         meta, bits = block.meta, block.source()
-        for codec in (self._codec, LosslessCodec()):
-            if codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max:
+        for codec in (chosen, LosslessCodec()):
+            is_large = codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max
+            if is_large or (block.is_exact and not codec.is_lossless):
                 continue
-            try:
+            sections = self._profiles.encode(codec, block, bits)
+            if sections is not None:
                 # A block computed on top of blocks of this quality is no better, however it is encoded.
-                return pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile, self._quality)
-            except UnencodableBlock as error:
-                level = logging.WARNING if self.counts.add("unencodable") == 1 else logging.DEBUG
-                _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
+                return pack_object(meta, codec.codec_id, sections, codec.profile, self._quality)
         return None
 
     def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:
@@ -172,6 +176,8 @@ class Placer:
             self.counts.add("stored")
             self.counts.add("raw_bytes", meta.layout.raw_bytes)
             self.counts.add("bytes", len(packed))
+            # The tiers have told where it is now.
+            return True
         for number, tier in enumerate(self._tiers.places(meta.id)):
             if number:
                 self._index.place(meta.id.key, tier)

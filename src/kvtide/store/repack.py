@@ -6,6 +6,7 @@ Invariant: an object is replaced only by one that was read back, parsed and deco
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from kvtide.tier.base import Replacing, Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
+
+__all__ = ["Repacker", "UseStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,15 @@ class UseStore:
         """Return average importance (layers, tokens) now, None for a block that was never used."""
         return self.known(meta).scores(self._clock.wall_s())
 
+    def blended(self, meta: BlockMeta, importance: Floats) -> Floats:
+        """Return a use's importance together with what is remembered of past ones. Any thread may call it."""
+        record = self._records.get(meta.id)
+        if record is None:
+            return importance
+        now_s = self._clock.wall_s()
+        scores = record.noted(self._writer, importance, now_s).scores(now_s)
+        return importance if scores is None else scores
+
     def important_tokens(self, object_id: ObjectId) -> float:
         """Return a block's important tokens for `ScoreRanking`: those above the even share, 1 if nothing is known."""
         record = self._records.get(object_id)
@@ -93,11 +105,11 @@ class UseStore:
 
 
 class Repacked(NamedTuple):
-    """Counts of some blocks: looked at, replaced, bytes written, damaged or changed meanwhile."""
+    """Counts of some blocks: looked at, replaced, bytes read and written, damaged or changed meanwhile."""
 
     blocks: int
     replaced: int
-    written_bytes: int
+    moved_bytes: int
     failed: int
 
 
@@ -109,18 +121,24 @@ class Repacker:
         self._registry = registry
         self._uses = uses
 
-    def run(self, metas: Sequence[BlockMeta], bases: Sequence[PackedBase]) -> Repacked:
-        """Replace the blocks that gain. bases: how each is packed now; others than these are not read."""
-        replaced = written = failed = 0
+    def run(self, metas: Sequence[BlockMeta], bases: Sequence[PackedBase], bytes_max: float = math.inf) -> Repacked:
+        """Replace the blocks that gain, while their raw bytes, read and written, are at most `bytes_max`.
+
+        bases: how each is packed now; others than these are not read.
+        """
+        replaced = moved = failed = 0
         for meta, base in zip(metas, bases, strict=True):
+            if moved + 2 * meta.layout.raw_bytes > bytes_max:
+                break
+            if not self._gains(meta, base):
+                continue
             try:
-                size = self._repack(meta) if self._gains(meta, base) else 0
+                size = self._repack(meta)
             except (CorruptPayload, TierUnavailable) as error:
                 _log.debug("%s stays as it is: %s", meta.id, error)
-                failed += 1
-                continue
-            replaced, written = replaced + bool(size), written + size
-        return Repacked(len(metas), replaced, written, failed)
+                failed, size = failed + 1, 0
+            replaced, moved = replaced + bool(size), moved + (2 * size or meta.layout.raw_bytes)
+        return Repacked(len(metas), replaced, moved, failed)
 
     def _gains(self, meta: BlockMeta, base: PackedBase) -> bool:
         record, scores = self._uses.known(meta), self._uses.scores(meta)
@@ -138,7 +156,7 @@ class Repacker:
         size = self._tier.get_into(meta.id, buffer)
         stored = parse_object(buffer[:size], meta.id) if size else None
         codec = self._registry.get(stored.codec_id, stored.profile) if stored else None
-        if stored is None or not isinstance(codec, PackedCodec) or codec.profile is None or stored.meta != meta:
+        if stored is None or not isinstance(codec, PackedCodec) or not codec.has_base or stored.meta != meta:
             return 0
         sections = stored.sections()
         if not self._gains(meta, codec.layout_of(meta, sections)):

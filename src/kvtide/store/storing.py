@@ -10,15 +10,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.config import step_back
 from kvtide.types import ObjectId
 
+if TYPE_CHECKING:
+    from kvtide.importance import Orders
+
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
 STORE_NICE = 10
-# A storing thread without work tells decisions so often.
+# A storing thread without work does its chores so often.
 IDLE_S = 5.0
 # A thread that is still storing a block when `close` has waited its time gets so much longer.
 END_S_MAX = 1.0
@@ -31,12 +34,15 @@ class PendingBlock(NamedTuple):
     """A block to be stored in the background; `cost` as for `RadixIndex.insert`.
 
     capture: called once there is room for the block, in the thread that queues it. What it returns must not change
-    when the engine goes on: a copy.
+    when the engine goes on: a copy. is_exact: to be kept losslessly whatever the cache's codec. orders: of its tokens,
+    for an `OrderingCodec`.
     """
 
     meta: BlockMeta
     capture: Callable[[], BlockSource]
     cost: float | None = None
+    is_exact: bool = False
+    orders: Orders | None = None
 
 
 class QueuedBlock(NamedTuple):
@@ -45,6 +51,8 @@ class QueuedBlock(NamedTuple):
     meta: BlockMeta
     source: BlockSource
     cost: float | None
+    is_exact: bool = False
+    orders: Orders | None = None
 
 
 class Admission(Enum):
@@ -55,16 +63,6 @@ class Admission(Enum):
     REFUSED = "no room, no thread, or closing"
 
 
-class Storing(Protocol):
-    """The action on queued blocks. Raises nothing."""
-
-    def store(self, block: QueuedBlock) -> None:
-        """Store a block."""
-
-    def tell_decisions(self) -> None:
-        """Do what is to be done now and then."""
-
-
 class Storer:
     """Has one block after another stored, in a thread of its own that gives way to others.
 
@@ -73,8 +71,10 @@ class Storer:
     store(block)        until this returns
     """
 
-    def __init__(self, placer: Storing, bytes_max: int) -> None:
-        self._placer = placer
+    def __init__(self, store: Callable[[QueuedBlock], None], do_chores: Callable[[], None], bytes_max: int) -> None:
+        """do_chores: is called now and then while nothing waits. Both raise nothing."""
+        self._store = store
+        self._do_chores = do_chores
         self._bytes_max = bytes_max
         self._changed = threading.Condition()
         self._queue: deque[QueuedBlock] = deque()
@@ -171,8 +171,8 @@ class Storer:
                     return
                 block = self._queue.popleft() if has_work else None
             if block is None:
-                self._placer.tell_decisions()
+                self._do_chores()
                 continue
-            self._placer.store(block)
+            self._store(block)
             with self._changed:
                 self._release(block.meta)

@@ -17,6 +17,7 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing import namespace
 from kvtide.tier import Tier
 from kvtide.tier.base import Batched
+from kvtide.tier.source import RangeRead, read_ranges
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
@@ -87,6 +88,21 @@ class TierSuite:
         assert bytes(buffer) == object_bytes(1)[50:150]
         assert tier.get_into(object_id(1), memoryview(buffer), 950) == 50
         assert tier.get_into(object_id(1), memoryview(buffer), 5000) == 0
+
+    def test_many_ranges_are_read_as_each_alone(self, tier: Tier) -> None:
+        tier.put_from(object_id(1), object_bytes(1, 300_000))
+        for count in (1, 2, 5, 150):
+            # The last but one ends after the object, the last begins there.
+            spans = [(1900 * number, 1900 * number + 700 + number) for number in range(count)]
+            spans += [(299_900, 300_100), (300_200, 300_300)]
+            ranges = [RangeRead(start, memoryview(bytearray(stop - start))) for start, stop in spans]
+            sizes = read_ranges(tier, object_id(1), ranges)
+            assert sizes == [*(700 + number for number in range(count)), 100, 0]
+            for (start, _), size, (_, buffer) in zip(spans, sizes, ranges, strict=True):
+                assert buffer[:size] == object_bytes(1, 300_000)[start : start + size]
+        assert read_ranges(tier, object_id(2), ranges) is None
+        assert read_ranges(tier, object_id(1), ranges[-1:]) == [0]
+        assert read_ranges(tier, object_id(1), []) == []
 
     def test_negative_offset_is_a_value_error(self, tier: Tier) -> None:
         with pytest.raises(ValueError, match="offset"):

@@ -2,6 +2,16 @@
 
 from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import ObjectInfo, Tier
-from kvtide.tier.url import disk_path, open_tier, stack_of, tiers_of
+from kvtide.tier.url import disk_path, open_tier, shown_url, stack_of, tiers_of
 
-__all__ = ["LastingFault", "ObjectInfo", "Repeater", "Tier", "disk_path", "open_tier", "stack_of", "tiers_of"]
+__all__ = [
+    "LastingFault",
+    "ObjectInfo",
+    "Repeater",
+    "Tier",
+    "disk_path",
+    "open_tier",
+    "shown_url",
+    "stack_of",
+    "tiers_of",
+]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
+from kvtide.evict import Hint
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -170,8 +171,16 @@ class Ordered(Protocol):
     def hears_requests(self) -> bool:
         """Tell whether `note_request` matters."""
 
-    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
-        """Note that a prompt asks for these objects, all of its full blocks from the first on."""
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+        """Note that a prompt asks for these objects, all of its full blocks. True if its advice is taken."""
+
+
+@runtime_checkable
+class Advised(Protocol):
+    """A tier elsewhere that passes advice on to whoever orders its objects."""
+
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Pass a prompt's advice on. TierUnavailable if it is lost."""
 
 
 class Observer(Protocol):

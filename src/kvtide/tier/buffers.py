@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,13 +18,17 @@ import numpy as np
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer
 
-__all__ = ["aligned_buffer", "copy_bytes"]
+__all__ = ["aligned_buffer", "copy_bytes", "recycled_buffer", "touch"]
 
 # Buffers, records and direct reads are aligned to this; every disk that we know takes it.
 ALIGN_BYTES = 4096
 # Whoever holds a buffer does one transfer; one that takes longer than this hangs.
 LEASE_WAIT_S_MAX = 30.0
 _HUGE_PAGE_BYTES = 2 << 20
+# Memory that nobody holds and that waits for the next holder, all sizes together.
+RECYCLED_BYTES_MAX = 128 << 20
+# Linux's MADV_POPULATE_WRITE, of 5.14 and later.
+_POPULATE_WRITE = 23
 
 
 def aligned_buffer(size: int) -> memoryview:
@@ -41,6 +47,59 @@ def aligned_buffer(size: int) -> memoryview:
         # A kernel without huge pages: small ones do.
         return view[start : start + size]
     return view[start : start + size]
+
+
+class Recycler:
+    """Memory of the last holders for the next ones of the same size, at most `bytes_max` of it. Thread-safe."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        # A holder's end may come while this thread has the lock: wherever the interpreter collects garbage.
+        self._lock = threading.RLock()
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """Return memory that begins at a page, with whatever was left in it."""
+        with self._lock:
+            found = next((place for place, room in enumerate(self._free) if len(room) == size), None)
+            room = aligned_buffer(size) if found is None else self._free.pop(found)
+        holder = (ctypes.c_char * size).from_buffer(room)
+        weakref.finalize(holder, self._give_back, room).atexit = False
+        return memoryview(holder).cast("B")
+
+    def _give_back(self, room: memoryview) -> None:
+        with self._lock:
+            self._free.append(room)
+            # The oldest goes first, so that sizes that nobody wants any more make room.
+            while sum(map(len, self._free)) > self._bytes_max:
+                self._free.pop(0)
+
+
+_recycler = Recycler(RECYCLED_BYTES_MAX)
+
+
+def recycled_buffer(size: int) -> memoryview:
+    """Return memory as `aligned_buffer` does, but with whatever was left in it; unheld, it waits for the next holder.
+
+    The system clears new memory: for a block that costs as much as two copies of it, and ten where the machine is a
+    virtual one whose host has to find the memory first.
+    """
+    return aligned_buffer(size) if size < _HUGE_PAGE_BYTES else _recycler.take(size)
+
+
+def touch(memory: memoryview, is_wanted: Callable[[], bool]) -> None:
+    """Have the system give this memory now and not at first use, while `is_wanted`; what it holds stays.
+
+    Nothing happens where the system can't. The interpreter's lock is free meanwhile.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None).madvise
+    first, end = _address(memory) // ALIGN_BYTES * ALIGN_BYTES, _address(memory) + len(memory)
+    for start in range(first, end, _HUGE_PAGE_BYTES):
+        size = min(_HUGE_PAGE_BYTES, end - start)
+        if not is_wanted() or madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE):
+            return
 
 
 def _private(size: int) -> mmap.mmap:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
+from kvtide.tier.source import RangeRead
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _Result = TypeVar("_Result")
@@ -97,7 +98,9 @@ class S3Tier:
         self._breaker = Breaker(FAULTS_MAX, OPEN_S, clock, REQUEST_S_MAX)
         self._removals = Removals()
         self._lock = threading.Lock()
+        # For the parts of one range, and for ranges, which wait for their parts.
         self._workers: ThreadPoolExecutor | None = None
+        self._rangers: ThreadPoolExecutor | None = None
         self._counted: _Counted | None = None
         self._hits = self._misses = self._faults = 0
 
@@ -135,12 +138,14 @@ class S3Tier:
     def open(self) -> None:
         """Start the threads that read parts. The store is asked only when something is needed of it."""
         self._workers = self._workers or ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="kvtide-s3")
+        self._rangers = self._rangers or ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="kvtide-s3-range")
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
+        for workers in (self._rangers, self._workers):
+            if workers is not None:
+                workers.shutdown(wait=True)
+        self._workers = self._rangers = None
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask for the object's head."""
@@ -170,6 +175,22 @@ class S3Tier:
         self._read_rest(path, buffer[: stop - offset], offset, first)
         self._note(is_hit=True)
         return stop - offset
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read some ranges at a time: a bucket answers a request with one."""
+        workers, deadline_s = self._rangers, caller_deadline_s()
+        if workers is None:
+            raise TierUnavailable(f"{self._shown} is not open")
+
+        def read(each: RangeRead) -> int | None:
+            with until(deadline_s):
+                return self.get_into(object_id, each.buffer, each.offset)
+
+        reads = [workers.submit(read, each) for each in ranges]
+        # All have ended before the caller gets its buffers back.
+        wait(reads)
+        sizes = [size for size in (each.result() for each in reads) if size is not None]
+        return sizes if len(sizes) == len(ranges) else None
 
     def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
         """Read what comes after the first part, some parts at a time. TierUnavailable if it is of another object."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
+from kvtide.wire.ranges import RANGES_MAX
 
 __all__ = ["RangeSource", "read_heads"]
 
@@ -25,6 +27,13 @@ Take = Callable[[memoryview], bool]
 SLICE_BYTES = 1 << 18
 
 _log = logging.getLogger(__name__)
+
+
+class Sliceable(Protocol):
+    """The one verb of a tier that is read in slices."""
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """See `Tier`."""
 
 
 @runtime_checkable
@@ -39,11 +48,45 @@ class RangeSource(Protocol):
         """
 
 
-class Sliceable(Protocol):
-    """The one verb of a tier that is read in slices."""
+class RangeRead(NamedTuple):
+    """A range of an object: where it begins, and memory for its bytes, one at least."""
 
-    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """See `Tier`."""
+    offset: int
+    buffer: memoryview
+
+
+@runtime_checkable
+class RangesSource(Sliceable, Protocol):
+    """A tier for which many ranges of an object cost hardly more round trips than one."""
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read ranges that ascend and lie apart, each as `get_into` reads one; return how many bytes of each came.
+
+        At most RANGES_MAX. None for an absent object. One that is replaced meanwhile may give bytes of both forms.
+        """
+
+
+def read_ranges(tier: Sliceable, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+    """Do what `RangesSource` does with any tier and any number: one after the other where it takes no more at once."""
+    many = tier.get_ranges_into if isinstance(tier, RangesSource) else partial(_one_by_one, tier)
+    sizes = list[int]()
+    for at in range(0, len(ranges), RANGES_MAX):
+        some = ranges[at : at + RANGES_MAX]
+        came = many(object_id, some) if len(some) > 1 else _one_by_one(tier, object_id, some)
+        if came is None:
+            return None
+        sizes += came
+    return sizes
+
+
+def _one_by_one(tier: Sliceable, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+    sizes = list[int]()
+    for offset, buffer in ranges:
+        size = tier.get_into(object_id, buffer, offset)
+        if size is None:
+            return None
+        sizes.append(size)
+    return sizes
 
 
 # Reads on from a position up to the end of a range; else as `read_range`.

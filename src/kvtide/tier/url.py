@@ -1,4 +1,4 @@
-"""Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, s3://bucket.
+"""Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, mooncake://host, s3://bucket.
 
 A path that begins with `/`, `./`, `../` or `~` is a disk store too. `?seal=` keeps a store's objects encrypted, but for
 memory's. device:// is the memory of a device that an engine hands in.
@@ -21,12 +21,11 @@ from kvtide.config import Limits
 from kvtide.evict import DEFAULT_POLICY, EvictionOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.seal import sealed, split_seal
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:
     from kvtide.tier.http.records import RecordsClient
-    from kvtide.tier.ram.device import DeviceMemory
+    from kvtide.tier.ram import DeviceMemory
     from kvtide.tier.stack.invalidation import Invalidations
 
 _DEVICE = "device://"
@@ -41,14 +40,24 @@ def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Ti
 
     ValueError for an unknown scheme, a URL that lacks what its scheme needs, or a folder that can't be had.
     """
-    plain, seal = split_seal(url)
-    if seal is None:
-        return _open_plain(url, limits, clock, is_pinned)
-    if plain.startswith(_MEMORY):
+    plain, seal = _split_seal(url)
+    if seal is not None and plain.startswith(_MEMORY):
         raise ValueError("memory:// is not sealed: its objects never leave the process")
     tier = _open_plain(plain, limits, clock, is_pinned)
+    if seal is None:
+        return tier
     with _needing("seal"):
+        from kvtide.tier.seal import sealed
+
         return sealed(tier, seal, clock)
+
+
+def _split_seal(url: str) -> tuple[str, str | None]:
+    if "seal=" in url:
+        from kvtide.tier.seal import split_seal
+
+        return split_seal(url)
+    return url, None
 
 
 def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -105,15 +114,15 @@ def _parts(url: str) -> SplitResult:
         raise ValueError("a store URL must not be empty; give memory://, disk:///path or http://host:port")
     if url != url.strip() or not url.isprintable() or ("://" in url and " " in url):
         raise ValueError(
-            f"a store URL has no blanks or control characters (%20 is a blank in a path), got {_shown(url)!r}"
+            f"a store URL has no blanks or control characters (%20 is a blank in a path), got {shown_url(url)!r}"
         )
     try:
-        return urlsplit(split_seal(url)[0])
+        return urlsplit(_split_seal(url)[0])
     except ValueError as error:
-        raise ValueError(f"{_shown(url)!r} is no store URL: {error}") from error
+        raise ValueError(f"{shown_url(url)!r} is no store URL: {error}") from error
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """Return a URL without the password that it may hold."""
     return re.sub(r"//[^/]*@", "//…@", url)
 
@@ -154,22 +163,30 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    return MemoryTier(limits.memory_bytes_max, clock, is_pinned, _order_of(url, clock, limits.memory_bytes_max, None))
+    order = _order_of(url, DEFAULT_POLICY, clock, limits.memory_bytes_max, None)
+    return MemoryTier(limits.memory_bytes_max, clock, is_pinned, order)
 
 
-def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
+def _order_of(url: str, default: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
     """Return the order of memory, of this machine or a device. ValueError for a URL that says more than a policy."""
     policy = _policy_of(url)
     scheme = _MEMORY if url.startswith(_MEMORY) else _DEVICE
     if url not in {scheme, f"{scheme}?policy={policy}"}:
         raise ValueError(f"{scheme} takes ?policy=NAME and nothing else, its size is a limit, got {url!r}")
-    return order_named(policy or DEFAULT_POLICY, clock, bytes_max, ranking)
+    return order_named(policy or default, clock, bytes_max, ranking)
 
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
     with _needing("valkey"):
         from kvtide.tier.valkey import ValkeyTier
     return ValkeyTier(url, clock)
+
+
+def _mooncake(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+    from kvtide.tier.mooncake import MooncakeTier
+
+    with _needing("mooncake"):
+        return MooncakeTier(url, clock)
 
 
 def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -203,6 +220,7 @@ _OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
     "memory": _memory,
     **dict.fromkeys(("http", "https", "http+unix"), _http),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
+    "mooncake": _mooncake,
     **dict.fromkeys(("s3", "gs", "az"), _s3),
     **dict.fromkeys(POOL_SCHEMES, _pool),
 }
@@ -223,7 +241,7 @@ def stack_of(
     """
     url = _folder_url(store) if isinstance(store, Path) else store
     if url != url.strip() or "  " in url:
-        raise ValueError(f"expected a store URL, or several with one blank between them, got {_shown(url)!r}")
+        raise ValueError(f"expected a store URL, or several with one blank between them, got {shown_url(url)!r}")
     urls = url.split(" ") if "://" in url else [url]
     # What stands in front of a disk or memory of a policy follows it too.
     policy = _policy_of(urls[0]) if urls[0].startswith((_MEMORY, "disk:")) else None
@@ -251,26 +269,28 @@ def tiers_of(
 ) -> TierStack:
     """Return what the URLs name as one tier, fastest first. ValueError for `device://` without a device.
 
-    What leaves the device and memory is decided by the `?policy=` of a URL (`evict.order_named`); by default by uses
-    times important tokens, all tokens counting alike, or by `ranking`.
+    What leaves the device and memory is decided by the `?policy=` of a URL (`evict.order_named`); by default by
+    `ranking`, if there is one, else by `mix`.
     If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
     """
+    # Whoever brings a ranking knows more of single objects than a policy over prefixes does.
+    default = DEFAULT_POLICY if ranking is None else "frequency"
     ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tiers: list[Tier] = []
     for url in urls:
         if url.startswith(_DEVICE):
             if device is None:
                 raise ValueError("device:// is for engines that hand a device's memory to the cache")
-            from kvtide.tier.ram.device import DeviceTier
+            from kvtide.tier.ram import DeviceTier
 
-            order = _order_of(url, clock, limits.device_bytes_max, ranking)
+            order = _order_of(url, default, clock, limits.device_bytes_max, ranking)
             tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, order))
         elif url.startswith(_MEMORY):
-            order = _order_of(url, clock, limits.memory_bytes_max, ranking)
+            order = _order_of(url, default, clock, limits.memory_bytes_max, ranking)
             tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))
         else:
             tiers.append(open_tier(url, limits, clock, is_pinned))
-    urls = [split_seal(url)[0] for url in urls]
+    urls = [_split_seal(url)[0] for url in urls]
     demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
     return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)

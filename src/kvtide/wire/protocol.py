@@ -1,4 +1,4 @@
-"""Meaning of the server's requests (docs/protocol.md): paths, ranges, tags, and the JSON of the smaller ones."""
+"""Meaning of the server's requests (docs/protocol.md): paths, tags, and the JSON of the smaller ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvtide.errors import RequestRefused
+from kvtide.evict import Hint
 from kvtide.outcomes import Decided, parse_decisions
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.records import RecordName, RecordsRoute, record_name
@@ -28,7 +29,6 @@ __all__ = [
     "REASON_HEADER",
     "REMOVED_HEADER",
     "TENANT_HEADER",
-    "ByteRange",
     "ExistsAnswer",
     "ExistsQuestion",
     "ExistsRoute",
@@ -38,15 +38,18 @@ __all__ = [
     "ObjectRoute",
     "PageRoute",
     "PiecesAnswer",
+    "PrefetchAnswer",
+    "PrefetchRoute",
     "Route",
     "TenantView",
     "deadline_ms",
     "decisions",
     "etag",
     "generation",
+    "hint",
+    "hint_headers",
     "is_tag_matched",
     "parse_look_ups",
-    "parse_range",
     "parse_target",
     "staleness_s",
     "urgency",
@@ -66,14 +69,19 @@ TENANT_HEADER = "kvtide-tenant"
 GENERATION_HEADER = "kvtide-generation"
 REASON_HEADER = "kvtide-reason"
 REMOVED_HEADER = "kvtide-removed"
+# Advice that comes with a look-up of a prompt, by what `Hint` calls it.
+SESSION_HEADER = "kvtide-session"
+SESSION_END_HEADER = "kvtide-session-end"
+RETAIN_HEADER = "kvtide-retain-s"
+PRIORITY_HEADER = "kvtide-priority"
 EXISTS_KEYS_MAX = 4096
 EXISTS_BYTES_MAX = 80 * EXISTS_KEYS_MAX
 LIST_MAX = 1000
 DEADLINE_MS_MAX = 3_600_000
 
 _OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
-_NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists)?")
-_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))")
+_NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists|/prefetch)?")
+_DECIMAL = re.compile(r"-?\d{1,12}(\.\d{1,6})?")
 _RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
 _NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
@@ -93,6 +101,12 @@ class ExistsRoute(NamedTuple):
     namespace: Namespace
 
 
+class PrefetchRoute(NamedTuple):
+    """Bringing objects of a namespace to the fastest tier before they are asked for."""
+
+    namespace: Namespace
+
+
 class ListRoute(NamedTuple):
     """The objects of a namespace, at most `limit` of them, whose keys come after `after`."""
 
@@ -107,7 +121,7 @@ class PageRoute(NamedTuple):
     path: str
 
 
-Route = ObjectRoute | ExistsRoute | ListRoute | RecordName | RecordsRoute | PageRoute
+Route = ObjectRoute | ExistsRoute | PrefetchRoute | ListRoute | RecordName | RecordsRoute | PageRoute
 
 
 def parse_target(target: str) -> Route:
@@ -118,7 +132,7 @@ def parse_target(target: str) -> Route:
         return ObjectRoute(ObjectId(Namespace(bytes.fromhex(found[1])), BlockKey(bytes.fromhex(found[2]))))
     found = _NAMESPACE_PATH.fullmatch(path)
     if found and found[2]:
-        return ExistsRoute(Namespace(bytes.fromhex(found[1])))
+        return (ExistsRoute if found[2] == "/exists" else PrefetchRoute)(Namespace(bytes.fromhex(found[1])))
     if found:
         return _list_route(Namespace(bytes.fromhex(found[1])), query)
     found = _RECORD_PATH.fullmatch(path)
@@ -145,33 +159,6 @@ def _records_route(query: str) -> RecordsRoute:
     if options or not (after.isascii() and _NUMBER.fullmatch(after)):
         raise RequestRefused(400, "a list of records takes after=VERSION")
     return RecordsRoute(int(after))
-
-
-class ByteRange(NamedTuple):
-    """Bytes `[start, stop)` of an object."""
-
-    start: int
-    stop: int
-
-
-def parse_range(value: str, size: int) -> ByteRange:
-    """Return what a Range header asks for of an object of `size` bytes.
-
-    RequestRefused: 400 for anything but one range of bytes, 416 for one that holds no byte of the object.
-    """
-    found = _RANGE.fullmatch(value.strip())
-    if found is None:
-        raise RequestRefused(400, f"expected one range bytes=START-STOP, got {value[:80]!r}")
-    first, last, suffix = found.groups()
-    if suffix is not None:
-        asked = ByteRange(max(0, size - int(suffix)), size)
-    else:
-        if last is not None and int(last) < int(first):
-            raise RequestRefused(400, f"a range that ends before it begins: {value!r}")
-        asked = ByteRange(int(first), size if last is None else min(size, int(last) + 1))
-    if asked.start >= asked.stop:
-        raise RequestRefused(416, f"the object has {size} bytes, none of them in {value.strip()}")
-    return asked
 
 
 def etag(version_tag: bytes) -> str:
@@ -225,6 +212,26 @@ def generation(headers: Mapping[str, str]) -> int | None:
     return int(text)
 
 
+def hint(headers: Mapping[str, str]) -> Hint | None:
+    """Return what a request advises; None if it does not. What can't be read is passed over: advice fails nothing."""
+    said: dict[str, object] = {"session": headers.get(SESSION_HEADER)}
+    if SESSION_END_HEADER in headers:
+        said["is_last"] = headers[SESSION_END_HEADER] == "1"
+    for name, header in (("retain_s", RETAIN_HEADER), ("priority", PRIORITY_HEADER)):
+        if _DECIMAL.fullmatch(text := headers.get(header, "").strip()) and text.isascii():
+            said[name] = float(text) if "." in text else int(text)
+    return Hint.parse(said)
+
+
+def hint_headers(advice: Hint) -> list[tuple[str, str]]:
+    """Return the headers that say what a hint does; a session's name only if a header can have it."""
+    session = advice.session or ""
+    headers = [(SESSION_HEADER, session)] if session.isascii() and session.strip() == session != "" else []
+    headers += [(SESSION_END_HEADER, "1")] if advice.is_last else []
+    headers += [] if advice.retain_s is None else [(RETAIN_HEADER, f"{advice.retain_s:.6f}")]
+    return [*headers, (PRIORITY_HEADER, str(advice.priority))] if advice.priority else headers
+
+
 def urgency(headers: Mapping[str, str]) -> int:
     """Return the urgency of RFC 9218, 0 first to 7 last; 3 if there is none that can be read, as the RFC says."""
     found = _URGENCY.search(headers.get("priority", ""))
@@ -243,6 +250,12 @@ class ExistsAnswer(msgspec.Struct, frozen=True):
 
     present: list[bool]
     leading: int
+
+
+class PrefetchAnswer(msgspec.Struct, frozen=True):
+    """The number of leading objects that are being brought."""
+
+    queued: int
 
 
 class PiecesAnswer(msgspec.Struct, frozen=True):

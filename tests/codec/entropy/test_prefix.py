@@ -12,8 +12,7 @@ from tests.codec.entropy import prefix_twin
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, runs_for
 
 from kvtide import _native
-from kvtide.codec.entropy import RansCoder, Runs
-from kvtide.codec.entropy.rans import rans_paths
+from kvtide.codec.entropy import RansCoder, Runs, rans_paths
 from kvtide.codec.published.integers import PrefixCoder, PrefixTables
 
 IDENTITY = np.arange(32, dtype=np.uint8)

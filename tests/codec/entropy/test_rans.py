@@ -11,8 +11,7 @@ from tests.codec.entropy import rans_twin
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
 
 from kvtide import _native
-from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
-from kvtide.codec.entropy.rans import rans_paths
+from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams, rans_paths
 
 IDENTITY = np.arange(32, dtype=np.uint8)
 

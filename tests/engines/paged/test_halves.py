@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,11 +17,12 @@ from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.orders import StepCommands, WorkerReport
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import Namespaces
+from kvtide.engines.paged.sequence import FollowedPrefix, Namespaces, StepCommands, TrackedSequence, WorkerReport
 from kvtide.engines.paged.worker import WorkerHalf
+from kvtide.engines.settings import RequestOptions
+from kvtide.evict import Hint
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import Judge
@@ -67,7 +70,7 @@ class ToyEngine:
         """Match as an engine does: again and again until there is an answer."""
         hit = None
         while hit is None:
-            hit = self.scheduler.match(request, salt, tokens, computed, is_latest)
+            hit = self.scheduler.match(request, salt, tokens, computed, RequestOptions(is_latest))
         return hit
 
     def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
@@ -139,6 +142,37 @@ def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callab
 
 
 PROMPT = list(range(3 * BLOCK + 3))
+
+
+def test_memory_is_there_before_blocks_need_it(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
+    room = 64 << 20
+    cache = open_cache(str(tmp_path), memory_bytes_max=room)
+    worker = WorkerHalf(cache, host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+    before = resident_bytes()
+    worker.take_memory()
+    wait_until(lambda: resident_bytes() - before > room // 2, "the memory")
+    wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
+    worker.close()
+
+
+def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
+    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(memory: memoryview, is_wanted: Callable[[], bool]) -> None:
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr("kvtide.tier.ram.memory.touch", refused)
+    unhandled: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    worker = WorkerHalf(open_cache(str(tmp_path)), host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
+    worker.take_memory()
+    wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
+    worker.close()
+    assert not unhandled
 
 
 def test_another_engine_restores_every_full_block(engines: Callable[..., ToyEngine]) -> None:
@@ -227,6 +261,72 @@ def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[
     for engine, absent in ((first, 2), (second, 1)):
         counted = engine.scheduler.cache.decisions.counts()
         assert counted == {Decided(Choice.RECOMPUTE, Why.ABSENT): absent * BLOCK}
+
+
+FOLLOWED = RequestOptions(follow_s=30.0)
+
+
+def test_prefix_that_another_engine_computes_is_waited_for_and_brought(engines: Callable[..., ToyEngine]) -> None:
+    one, other = engines(), engines()
+    brought: list[int] = []
+
+    def asked() -> int | None:
+        return other.scheduler.match("b", b"", PROMPT, 0, FOLLOWED)
+
+    for blocks in (1, 2):
+        one.compute(f"a{blocks}", PROMPT[: blocks * BLOCK])
+        # It asks again and again; what has come is brought to its workers with the next step.
+        wait_until(lambda: bool(asked() or other.scheduler._advice), "a block")
+        assert asked() is None
+        brought += [block.start // BLOCK for each in other.step(tokens=0).advice for block in each.prefetch]
+    assert brought == [0, 1]
+    one.compute("a3", PROMPT)
+    wait_until(lambda: asked() is not None, "all blocks")
+    assert other.ask("b", PROMPT) == 3 * BLOCK
+    other.finish("b")
+
+
+def test_prefix_that_comes_no_further_is_computed_from_there(engines: Callable[..., ToyEngine]) -> None:
+    one, other = engines(), engines()
+    one.compute("a", PROMPT[: 2 * BLOCK])
+    brief = RequestOptions(follow_s=0.05)
+    found = [other.scheduler.match("b", b"", PROMPT, 0, brief)]
+    while found[-1] is None:
+        found.append(other.scheduler.match("b", b"", PROMPT, 0, brief))
+    assert found[-1] == 2 * BLOCK
+    assert None in found
+    other.finish("b")
+
+
+def test_what_has_come_is_used_though_the_store_falls_silent(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = engines(), engines()
+    one.compute("a", PROMPT[: 2 * BLOCK])
+    answers: list[int | None] = []
+
+    def asked() -> bool:
+        answers.append(other.scheduler.match("b", b"", PROMPT, 0, RequestOptions(follow_s=0.5)))
+        return answers[-1] is not None
+
+    wait_until(lambda: asked() or bool(other.scheduler._advice), "two blocks")
+    speaks = threading.Event()
+    other.scheduler._match_s_max = 0.02
+    monkeypatch.setattr(other.scheduler.cache, "match", lambda ids: 0 * speaks.wait(20))
+    wait_until(asked, "the end of waiting")
+    speaks.set()
+    assert answers[-1] == 2 * BLOCK
+    other.finish("b")
+
+
+def test_following_ends_where_computing_is_faster() -> None:
+    followed = FollowedPrefix(within_s=1.0, now_s=0.0)
+    assert followed.is_worth(8, math.inf, 0.5)
+    followed.note(2, 0.9)
+    assert followed.is_worth(6, 3.0, 1.0)
+    assert not followed.is_worth(6, 1.0, 1.0)
+    assert not followed.is_worth(6, 3.0, 2.0)
+    assert not followed.is_worth(0, 3.0, 1.0)
 
 
 def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine]) -> None:
@@ -473,3 +573,21 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callabl
     assert (answers[0], answers[-1]) == (None, 0)
     gate.set()
     engine.finish("a")
+
+
+def test_hint_of_a_request_reaches_what_evicts_and_its_prefetch_the_fastest_tier(
+    engines: Callable[..., ToyEngine],
+) -> None:
+    engines().compute("a", PROMPT)
+    second = engines()
+    cache = second.worker.cache
+    blocks = TrackedSequence(_namespaces().of(b""), BLOCK).blocks(PROMPT)
+    ids = [block.ids[0] for block in blocks]
+    assert not cache.is_near(ids)
+    options = RequestOptions(hint=Hint("talk", retain_s=60.0), prefetch=PROMPT)
+    for _ in range(2):
+        second.scheduler.match("b", b"", [9] * (BLOCK + 1), 0, options)
+    assert len(second.step().advice) == 1
+    wait_until(lambda: cache.stats().hints_heard == 1, "the hint")
+    wait_until(lambda: cache.is_near(ids), "the prefetched blocks")
+    second.finish("b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtide.engines.paged.kept import KeptBlocks
+from kvtide.engines.paged.loads import KeptBlocks
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 SPACE = Namespace(bytes(32))

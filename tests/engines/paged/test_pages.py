@@ -12,7 +12,7 @@ from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_
 from tests.gpu.ordered import Order, OrderedStream
 
 from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.paged.pages import CellOrder, cell_order, keys_values
+from kvtide.engines.paged.pages import CellOrder, HostPages, cell_order, join_pages, keys_values, slot_page
 from kvtide.engines.streams import DeviceStream
 
 
@@ -138,3 +138,33 @@ def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
     assert np.array_equal(captured.block(), bits)
     captured.restore([3, 4], 0)
     assert np.array_equal(pool.capture([3, 4]).block(), bits)
+
+
+def test_joined_pages_come_apart_again() -> None:
+    joined = join_pages([[7, 0, (1 << 32) - 1], [2, 3, 0, 9]], [1, 1])
+    assert [[slot_page(page, group) for page in joined] for group in (0, 1)] == [[7, 0, (1 << 32) - 1], [2, 3, 0]]
+
+
+@pytest.mark.parametrize("order", CellOrder)
+def test_groups_are_filled_from_their_own_pages_and_what_was_given_up_stays(order: CellOrder) -> None:
+    layers = empty_layers()
+    groups = [number % 2 for number in range(len(layers))]
+    pool, bits, expected = HostPages(layers, LAYOUT, order, groups), random_block(3), empty_layers()
+    # The second group has given up the block's first page.
+    pool.scatter(bits, join_pages([[7, 2], [0, 5]], [1, 1]), 0)
+    for number, own in enumerate(([7, 2], [None, 5])[group] for group in groups):
+        one = empty_layers()
+        engine_writes(one, order, bits, [1, 3])
+        for source, target in zip((1, 3), own, strict=True):
+            if target is not None:
+                expected[number][target] = one[number][source]
+    assert np.array_equal(layers, expected)
+    whole = join_pages([[7, 2], [4, 5]], [1, 1])
+    pool.scatter(bits, whole, 0)
+    captured = pool.capture(whole)
+    assert np.array_equal(captured.block(), bits)
+    before = np.array(layers)
+    captured.restore(join_pages([[0, 6], [0, 6]], [1, 1]), 0)
+    assert np.array_equal(np.array(layers)[:, :6], before[:, :6])
+    with pytest.raises(ValueError, match="given up a page"):
+        pool.capture(join_pages([[7, 2], [0, 5]], [1, 1]))

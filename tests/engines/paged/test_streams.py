@@ -13,10 +13,13 @@ from tests.servers import running_server
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import CellOrder, Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
-from kvtide.engines.settings import ConnectorSettings, StreamOrder
+from kvtide.engines.settings import ConnectorSettings, RequestOptions, StreamOrder
 from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.plan.base import Plan, Progress, Request, StreamPolicy
+from kvtide.plan.policies import AnchorFirst
 from kvtide.store import Cache, PendingBlock, cache_for
 from kvtide.testing import smooth_bits
 from kvtide.types import BlockKey, ObjectId
@@ -40,24 +43,29 @@ def pending(meta: BlockMeta, seed: int) -> PendingBlock:
 
 def tide_cache(url: str) -> Cache:
     profile = fitted(LAYOUT)
-    return cache_for(url, TideCodec(profile, 1e-3, 3), [profile])
+    return cache_for(url, TideCodec(profile, 1e-3, 3), CodecRegistry([profile]))
 
 
 class Engine:
     """Both halves over a link, and the blocks that the store has."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, policy: StreamPolicy | None = None) -> None:
         self.cache, self.asking = tide_cache(url), tide_cache(url)
         self.cache.open()
         self.asking.open()
         self.scheduler = SchedulerHalf(self.asking, _namespaces(), BLOCK, PAGE_TOKENS, SystemClock(), 5.0)
         self.pool, self.pages = host_pages(CellOrder.SPLIT, PAGES, LAYOUT)
-        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
+        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock(), policy=policy)
 
-    def load(self, request: str, stream: StreamOrder | None) -> set[int]:
+    def ask(self, request: str, stream: StreamOrder | None = None) -> int:
+        """Match as an engine does: again and again until there is an answer."""
         hit = None
         while hit is None:
-            hit = self.scheduler.match(request, b"", LINE, 0, stream=stream)
+            hit = self.scheduler.match(request, b"", LINE, 0, RequestOptions(stream=stream))
+        return hit
+
+    def load(self, request: str, stream: StreamOrder | None) -> set[int]:
+        hit = self.ask(request, stream)
         assert hit == BLOCKS * BLOCK
         self.scheduler.allocated(request, list(range(1, PAGES)), hit)
         orders = self.scheduler.plan((), 0)
@@ -83,7 +91,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine_at() -> Iterator[Callable[[float], Engine]]:
+def engine_at() -> Iterator[Callable[..., Engine]]:
     """Make engines over a link of some bytes a second to a server that has the prompt's blocks."""
     (namespace,) = _namespaces().of(b"")
     keys = [BlockKey(namespace), *block_keys(namespace, np.array(PROMPT, dtype=np.uint32), BLOCK)]
@@ -95,9 +103,9 @@ def engine_at() -> Iterator[Callable[[float], Engine]]:
             assert cache.flush(20)
         with ShapedProxy((server.address.host, server.address.port), lambda seconds: 1e9) as proxy:
 
-            def make(bytes_per_s: float) -> Engine:
+            def make(bytes_per_s: float, policy: StreamPolicy | None = None) -> Engine:
                 proxy.restart(lambda seconds: bytes_per_s * seconds)
-                made.append(Engine(f"http://127.0.0.1:{proxy.port}"))
+                made.append(Engine(f"http://127.0.0.1:{proxy.port}", policy))
                 return made[-1]
 
             yield make
@@ -117,6 +125,18 @@ def test_base_of_all_blocks_comes_in_time_and_is_never_stored_on(engine_at: Call
     engine.scheduler.finished("b")
 
 
+def test_counts_say_how_blocks_were_stored_once(engine_at: Callable[[float], Engine]) -> None:
+    engine = engine_at(1e8)
+    assert engine.load("a", StreamOrder(20.0)) == set()
+    engine.worker.take_counts()
+    assert engine.computed("a") == 2 and engine.cache.flush(30)
+    # What has labels is of groups.
+    profiled = sum(count for key, count in engine.worker.take_counts().items() if len(key) == 1)
+    assert profiled == sum(engine.cache.profiles.totals().values()) > 0
+    assert engine.worker.take_counts() == {}
+    engine.scheduler.finished("a")
+
+
 def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Callable[[float], Engine]) -> None:
     engine = engine_at(1e8)
     assert engine.load("a", StreamOrder(20.0)) == set()
@@ -128,10 +148,10 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
     engine = engine_at(1e8)
     engine.cache.tiers.read_range = lambda *arguments: False  # type: ignore[method-assign]
     assert len(engine.load("a", StreamOrder(20.0))) == BLOCKS * BLOCK // PAGE_TOKENS
-    assert engine.scheduler.match("a", b"", LINE, 0) == 0
+    assert engine.ask("a") == 0
     engine.scheduler.finished("a")
     # Nor does the next request wait for a block that is gone.
-    assert engine.scheduler.match("b", b"", LINE, 0) == 0
+    assert engine.ask("b") == 0
     engine.scheduler.finished("b")
 
 
@@ -142,6 +162,8 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
         ({"quality": 0.1}, "needs start_within_s"),
         ({"start_within_s": 1.0, "quality": float("nan")}, "quality must be"),
         ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
+        ({"policy": "layered"}, "policy .* needs start_within_s"),
+        ({"start_within_s": 1.0, "policy": "two-ended"}, "policy"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> None:
@@ -149,9 +171,35 @@ def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> 
         ConnectorSettings.parse({"store": "memory://", **options})
 
 
+def test_policy_of_the_settings_plans_the_load(engine_at: Callable[..., Engine]) -> None:
+    settings = ConnectorSettings.parse({"store": "memory://", "start_within_s": 5.0, "policy": "anchor-first"})
+    policy = settings.stream_policy()
+    assert isinstance(policy, AnchorFirst)
+    planned: list[object] = []
+
+    class Noted(AnchorFirst):
+        def plan(self, request: Request, progress: Progress) -> Plan:
+            planned.append(request)
+            return super().plan(request, progress)
+
+    assert engine_at(1e9, Noted()).load("a", StreamOrder(5.0)) == set()
+    assert planned
+
+
+def test_request_that_wants_nothing_stored_leaves_no_block_and_one_that_wants_nothing_loaded_computes(
+    engine_at: Callable[..., Engine],
+) -> None:
+    engine = engine_at(1e9)
+    assert engine.scheduler.match("a", b"", LINE, 0, RequestOptions(may_load=False, may_store=False)) == 0
+    assert engine.computed("a") == 0
+    assert engine.scheduler.match("b", b"", LINE, 0, RequestOptions(may_load=False)) == 0
+    assert engine.computed("b") == len(LINE) // BLOCK
+
+
 def test_request_says_it_for_itself() -> None:
     settings = ConnectorSettings.parse({"store": "memory://", "start_within_s": 1.0})
-    assert settings.stream_order({}) == StreamOrder(1.0)
-    assert settings.stream_order({"start_within_s": 0.25, "quality": 0.1}) == StreamOrder(0.25, 0.1)
-    assert settings.stream_order({"start_within_s": "soon", "quality": -1}) == StreamOrder(1.0)
-    assert ConnectorSettings.parse({"store": "memory://"}).stream_order({}) is None
+    assert settings.request_options({}).stream == StreamOrder(1.0)
+    assert settings.request_options({"start_within_s": 0.25, "quality": 0.1}).stream == StreamOrder(0.25, 0.1)
+    bad = settings.request_options({"start_within_s": "soon", "quality": -1})
+    assert (bad.stream, bad.bad) == (StreamOrder(1.0), 2)
+    assert ConnectorSettings.parse({"store": "memory://"}).request_options(None).stream is None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvtide.errors import UnsupportedModel
+from kvtide.outcomes import Why
 
 PAGE_TOKENS = 4
 PAGE = (2, 3, PAGE_TOKENS, 2, 8)
@@ -145,3 +146,26 @@ def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None
         backends(load="layers")
     with pytest.raises(ValueError, match="lossless"):
         backends(codec="chunkwise:1")
+
+
+def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: Callable[..., Any]) -> None:
+    first = backends()
+    _filled(first)
+    first.batch_set_v1(["a", "b"], _indices(5, 2))
+    first.close()
+    for tokens_per_s, pages in ((1e9, 0), (1e-3, 2), (0.0, 2)):
+        backend = backends(prefill_tokens_per_s=tokens_per_s)
+        cache = backend.store.cache
+        # What loads have taken here: a second for 64 tokens.
+        cache.judge.note_load(64, 1.0, backend.store._clock.monotonic_s())
+        assert backend.batch_exists(["a", "b", "c"]) == pages
+        counted = {decided.why for decided in cache.decisions.counts()}
+        assert (Why.LINK_SLOWER in counted) == (pages == 0)
+        # A page by itself is there all the same.
+        assert backend.exists("a")
+        backend.close()
+
+
+def test_a_negative_speed_is_refused(backends: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="prefill_tokens_per_s"):
+        backends(prefill_tokens_per_s=-1.0)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.codec.tide_profiles import fitted
+from tests.codec.tide_profiles import fitted, fitted_on
 
 from kvtide.block import KVDtype
 from kvtide.clock import ManualClock, SystemClock
@@ -16,7 +16,9 @@ from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
+from kvtide_lab.bench.importance_engine import RATES, USES, EngineRow, rows
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
+from kvtide_lab.bench.importance_needles import DEPTHS, NeedleRow, _tasks, needle_rows
 from kvtide_lab.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
 from kvtide_lab.bench.importance_show import render
 from kvtide_lab.judge.importance_curve import SharePoint, over_line
@@ -99,6 +101,26 @@ def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(rando
     assert all(row.prompts == 2 for row in rows)
     ours = [row for row in rows if row.guard == "neighbours"]
     assert all(row.fallback_share == 1 and row.kl_fallback is not None and abs(row.kl_fallback) < 1e-6 for row in ours)
+    # What the probe read is not read again: the base, and each chunk once.
+    assert all(row.fallback_bytes_share == row.bytes_read_share < 1.4 for row in ours)
+    assert all(row.fallback_reads and row.fallback_over_whole for row in ours)
+
+
+def test_needles_lie_at_their_depths_and_are_asked_for(random_model: Any) -> None:
+    registry = CodecRegistry([fitted(model_layout(random_model, 32))])
+    judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
+    texts = [Text("one", "prose", TEXT), Text("two", "python", TEXT[::-1]), Text("three", "c header", "short")]
+    rows = needle_rows(judge, texts, 512, 4, 0.25, tokenize, lambda *_: None)
+    assert [(row.kind, row.depth, row.needles) for row in rows] == [
+        (kind, depth, 1) for kind in ("prose", "code") for depth in DEPTHS
+    ]
+    assert all(row.found_both <= min(row.found_whole, row.found_part) <= 1 for row in rows)
+    ((ids, questions),) = _tasks(texts[:1], 2000, tokenize, random.Random(0))
+    text, places = "".join(map(chr, ids)), []
+    for question in questions:
+        words, code = ("".join(map(chr, each)) for each in (question.ids, question.right))
+        places.append(text.index(f"The pass code of {words.split()[-2]} is{code}.") / 2000)
+    assert len(ids) == 2000 and places == pytest.approx(DEPTHS, abs=0.1)
 
 
 def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
@@ -116,7 +138,7 @@ def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
 
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
-    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3)
+    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3, None, None, None)
     ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
     ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
     result = ImportanceBench(
@@ -128,7 +150,9 @@ def test_all_tables_are_rendered() -> None:
         ["open"],
         [row],
         [guard],
+        [NeedleRow("prose", 0.5, 4, 3, 3, 3, 0.3)],
         [ttft],
+        [EngineRow("disk", 512, "first", 1.0, 2.0, "part", 1.0, 0.5, 0.3, 0.0)],
         [ablation],
         [CurveRow("s", "l", 0.1, 0.1, None)],
         2.0,
@@ -136,7 +160,21 @@ def test_all_tables_are_rendered() -> None:
         0.0,
         0.9,
     )
-    assert render(result).row_count == 4
+    assert render(result).row_count == 6
+
+
+def test_the_engine_takes_a_part_and_the_whole_and_then_the_faster(random_model: Any) -> None:
+    import torch
+
+    ids = torch.randint(0, 1000, (512,), generator=torch.Generator().manual_seed(1)).tolist()
+    layout = model_layout(random_model, 256)
+    profile = fitted_on(random_model, layout, torch.tensor([ids]))
+    uses = [[number, 7, 9] for number in range(1 + USES)]
+    found = rows(random_model, [profile], ids, uses, [3, 4, 5], 0.25, 1, SystemClock())
+    assert [(row.place, row.use) for row in found] == [
+        (place, use) for place in RATES for use in ("first", "after five")
+    ]
+    assert all(row.front_share > 0 and row.decided in {"part", "whole"} for row in found)
 
 
 def test_memory_in_front_of_the_disk_is_counted_by_what_each_ranking_keeps() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.codec.tide import LossLaw, PositionLaw, Purpose
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, Powers
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, PositionLaw, Powers, Purpose
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import position, position_show
 from kvtide_lab.bench.position import PositionSize, PositionSubject

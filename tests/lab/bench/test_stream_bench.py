@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted
 
 from kvtide.engines.transformers import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.plan import POLICIES
+from kvtide.plan.policies import POLICIES
 from kvtide_lab.bench import stream
 from kvtide_lab.bench.stream import LinkRoute, StreamBenchRow, verdict_of
 from kvtide_lab.bench.stream_world import StreamSize, StreamWorld, kept_blocks

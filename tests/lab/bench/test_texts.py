@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts, read_texts
+from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts, read_texts, snippets
 
 
 def test_texts_are_many_long_and_of_mixed_kinds() -> None:
@@ -17,6 +17,13 @@ def test_texts_are_many_long_and_of_mixed_kinds() -> None:
 def test_no_text_is_fitted_on_and_judged_on() -> None:
     fitted = {text.content[:2000] for text in calibration_texts()}
     assert not fitted & {text.content[:2000] for text in evaluation_texts()}
+
+
+def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
+    found, judged = snippets(200), "".join(text.content for text in evaluation_texts())
+    assert len({text.content for text in found}) == 200
+    assert len({text.kind for text in found}) >= 5
+    assert not any(text.content[:2000] in judged for text in found)
 
 
 def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:

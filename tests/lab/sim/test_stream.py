@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtide.plan import Chunk, PrefillSpeed, Request, StreamPolicy, TwoEnded
-from kvtide.plan.bandwidth import LastRate
-from kvtide.plan.layered import Layered
-from kvtide.plan.levels import CachegenRule, FixedLevel
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import Chunk, Request, StreamPolicy
+from kvtide.plan.policies import CachegenRule, FixedLevel, Layered, TwoEnded
+from kvtide.plan.speeds import LastRate
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, Link, link_named
 from kvtide_lab.sim.stream import Costs, Outcome, play

@@ -20,9 +20,9 @@ from tests.store.load.sources import (
 )
 
 from kvtide.clock import SystemClock
-from kvtide.plan import LinkEstimate, Plan, PrefillSpeed, Progress, Reason, Request, StreamPolicy, TwoEnded
-from kvtide.plan.layered import Layered
-from kvtide.plan.levels import CachegenRule
+from kvtide.plan import LinkEstimate, PrefillSpeed
+from kvtide.plan.base import Plan, Progress, Reason, Request, StreamPolicy
+from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
 from kvtide.store.load.job import FetchJob, LoadRequest, level_job
 from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
 from kvtide.wire.receiver import Receiver

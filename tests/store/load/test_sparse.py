@@ -5,18 +5,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.servers import running_server
 
 from kvtide.block import BlockMeta
-from kvtide.clock import ManualClock
+from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
+from kvtide.config import Limits
 from kvtide.importance import packing_orders
+from kvtide.index import LruPolicy, RadixIndex
+from kvtide.plan import JudgeRecord
+from kvtide.store import Cache
+from kvtide.store.load import sparse
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.testing import block_meta, smooth_bits
+from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object, parse_object
+from kvtide_lab.bench.shaped import ShapedProxy
 
 REGISTRY = CodecRegistry([fitted(LAYOUT)])
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
@@ -50,6 +59,18 @@ def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
             sections = codec.repack(meta, sections, orders)
         tier.put_from(meta.id, pack_object(meta, codec.codec_id, sections, codec.profile))
     return tier
+
+
+def stored_chain(blocks: int) -> tuple[list[BlockMeta], MemoryTier]:
+    """Blocks stored in orders by chance from the beginning."""
+    metas = chain(blocks)
+    tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
+    tier.open()
+    for number, meta in enumerate(metas):
+        orders = packing_orders(np.random.default_rng(number).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+        sections = CODEC.ordered(orders).encode(meta, BITS[number % 3])
+        tier.put_from(meta.id, pack_object(meta, CODEC.codec_id, sections, CODEC.profile))
+    return metas, tier
 
 
 @given(st.integers(0, 100), st.integers(0, LAYOUT.layers - 1), st.data())
@@ -100,20 +121,14 @@ def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
 
 @pytest.mark.parametrize("absent", [None, 0, 7, 29])
 def test_many_blocks_open_with_few_of_them_read_before_they_are_decoded(absent: int | None) -> None:
-    metas = chain(30)
-    tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
-    tier.open()
-    for number, meta in enumerate(metas):
-        sections = CODEC.encode(meta, BITS[number % 3])
-        orders = packing_orders(np.random.default_rng(number).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
-        tier.put_from(meta.id, pack_object(meta, CODEC.codec_id, CODEC.repack(meta, sections, orders), CODEC.profile))
+    metas, tier = stored_chain(30)
     if absent is not None:
         tier.delete(metas[absent].id, "test")
     load, got = SparseLoad(tier), dict[int, np.ndarray]()
     assert load.open(metas, REGISTRY, got.__setitem__, tokens_ahead=5) == (30 if absent is None else absent)
     assert set(range(load.blocks)) <= set(got)
     if load.blocks:
-        loaded = load.start(0, np.arange(load.blocks * load.chunks_per_block)).result()
+        loaded = load.fetch(0, np.arange(load.blocks * load.chunks_per_block))
         whole = np.concatenate([BITS[number % 3][0] for number in range(load.blocks)], axis=1)
         assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
         assert len(loaded.tokens) == load.tokens
@@ -126,7 +141,7 @@ def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by
     assert load.ahead_chunks().tolist() == [0, 4, 8]
     read_bytes = load.read_bytes
     for layer in range(LAYOUT.layers):
-        first = load.start(layer, load.ahead_chunks()).result()
+        first = load.fetch(layer, load.ahead_chunks())
         stored = np.concatenate([got[block][layer] for block in range(3)], axis=1)
         assert np.array_equal(first.bits, stored[:, first.tokens])
         assert np.array_equal(first.bits, np.concatenate([bits[layer] for bits in BITS], axis=1)[:, first.tokens])
@@ -145,3 +160,76 @@ def test_a_damaged_leading_chunk_leaves_its_tokens_rough() -> None:
     load = SparseLoad(tier)
     assert load.open(METAS, REGISTRY, tokens_ahead=4) == 3
     assert load.damaged_chunks == 1
+
+
+def test_a_block_whose_leading_chunks_matter_comes_by_one_read() -> None:
+    """Once the first two have told how much that is; a base that is longer than the last one takes another read."""
+    metas, tier = stored_chain(30)
+    load = SparseLoad(tier)
+    assert load.open(metas, REGISTRY, tokens_ahead=8) == 30
+    assert load.reads <= 30 + 2 * 3 + 28 / 2 + 7
+    load.close()
+
+
+def test_the_rest_of_a_block_comes_by_one_read_and_is_exact() -> None:
+    metas, tier = stored_chain(3)
+    load, got = SparseLoad(tier), dict[int, np.ndarray]()
+    load.open(metas, REGISTRY, got.__setitem__, tokens_ahead=8)
+    before = load.reads
+    rest = np.setdiff1d(np.arange(3 * load.chunks_per_block), load.ahead_chunks())
+    for block in load.start(dict.fromkeys(range(LAYOUT.layers), rest)):
+        for layer, loaded in block.result().items():
+            position = int(loaded.tokens[0]) // LAYOUT.tokens
+            got[position][layer][:, loaded.tokens % LAYOUT.tokens] = loaded.bits
+    assert load.reads - before == 3
+    assert all(np.array_equal(got[position], BITS[position]) for position in range(3))
+    load.close()
+
+
+def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each() -> None:
+    with (
+        running_server(tiers=("memory://",)) as server,
+        ShapedProxy((server.address.host, server.address.port), lambda s: 1e9 * s) as relay,
+    ):
+        tier = http_tier(f"http://127.0.0.1:{relay.port}", SystemClock())
+        tier.open()
+        for info in (memory := a_tier()).objects():
+            data = memoryview(bytearray(info.size))
+            memory.get_into(info.id, data)
+            assert tier.put_from(info.id, data)
+        load = SparseLoad(tier, gap_bytes=0)
+        assert load.open(METAS, REGISTRY) == 3
+        wanted = {layer: np.array([0, 2]) for layer in range(LAYOUT.layers)}
+        reads, requests = load.reads, relay.requests
+        (found,) = [block.result() for block in load.start(wanted)]
+        assert (load.reads - reads, relay.requests - requests) == (2, 1)
+        for layer, loaded in found.items():
+            assert np.array_equal(loaded.bits, BITS[0][layer][:, loaded.tokens])
+        load.close()
+        tier.close()
+
+
+def test_a_far_link_has_no_more_read_of_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ranges are one request there: another one costs its head, not the link's delay."""
+    monkeypatch.setattr(sparse, "GAP_BYTES", 0)
+    clock = SystemClock()
+    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 100)
+    with Cache(TierStack([a_tier()]), index, CODEC, REGISTRY, clock, Limits(), 1.0) as cache:
+        cache.judge.restore(JudgeRecord(1e9, 0.1))
+        how = sparse.Sparse(lambda position, bits: None)
+        assert cache.load(METAS, how).blocks == 3 and how.opened is not None
+        before = how.opened.read_bytes
+        loaded = how.opened.fetch(0, np.array([0, 2]))
+        assert how.opened.read_bytes - before == loaded.bits.nbytes
+        how.close()
+
+
+def test_sections_are_read_together_unless_more_than_a_gap_lies_between() -> None:
+    tier = a_tier()
+    for gap_bytes, reads in ((0, 2), (1 << 20, 1)):
+        load = SparseLoad(tier, gap_bytes=gap_bytes)
+        load.open(METAS, REGISTRY)
+        before = load.reads
+        assert len(load.fetch(0, np.array([0, 2])).tokens) == (12 if gap_bytes else 8)  # What lies between is used.
+        assert load.reads - before == reads
+        load.close()

@@ -109,7 +109,7 @@ def test_blocks_of_different_layouts_all_come_whole(
 
 def test_codec_that_joins_layers_delivers_whole_blocks(tmp_path: Path) -> None:
     profile, metas, layers, blocks = fitted(LAYOUT), metas_of(LAYOUT, 3), Layers(), Collector()
-    with cache_for(str(tmp_path), TideCodec(profile, 1e-3, 3), [profile]) as cache:
+    with cache_for(str(tmp_path), TideCodec(profile, 1e-3, 3), CodecRegistry([profile])) as cache:
         fill(cache, metas)
         assert load(cache, metas, layers, blocks).blocks == 3
     assert sorted(blocks.blocks) == [0, 1, 2]

@@ -4,7 +4,6 @@ from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCo
 from kvtide.codec.tide.encoder import APART_TOKENS
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 from kvtide.codec.tide.grid import THIRD
-from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose, law_table
 from kvtide.codec.tide.section import Steps
 
 __all__ = [
@@ -13,14 +12,10 @@ __all__ = [
     "DEFAULT_QUALITY",
     "DEFAULT_REFINEMENTS",
     "THIRD",
-    "LossLaw",
     "Moments",
-    "PositionLaw",
-    "Purpose",
     "Steps",
     "TideCodec",
     "TideCounts",
     "draft_profile",
     "finished_profile",
-    "law_table",
 ]

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.decoder import decode_range
 from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
-from kvtide.codec.tide.grid import THIRD
+from kvtide.codec.tide.grid import THIRD, step_of
 from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import (
     QUALITY_MAX,
@@ -29,14 +28,16 @@ from kvtide.codec.tide.model import (
     quality_of_units,
     units_of_quality,
 )
-from kvtide.codec.tide.promise import check_promise
-from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, steps_of
-from kvtide.codec.tide.values import StoredLayers
+from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
+from kvtide.codec.tide.rows import decode_range, place_groups
+from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
 DEFAULT_QUALITY = 5e-3
 DEFAULT_REFINEMENTS = 2
+# Of a value's significand, the hidden one too.
+_PRECISION_BITS = {KVDtype.FLOAT32: 24, KVDtype.FLOAT16: 11, KVDtype.BFLOAT16: 8}
 
 
 class TideCodec:
@@ -65,11 +66,17 @@ class TideCodec:
         self._path = _native.tide_paths()[0] if path is None else path
         units = units_of_quality(self._model.curve, quality) if self._model else 0
         self._steps = Steps(units, refinements)
+        self._quality = quality
+        self._is_held = True
 
     def with_steps(self, steps: Steps) -> Self:
-        """Return a codec of the same profile that encodes at a stated step, whatever quality that has."""
+        """Return a codec to measure with: of the same profile, at a stated step, whatever quality that has.
+
+        It encodes what the profile does not fit, too.
+        """
         codec = copy(self)
-        codec._steps = steps
+        codec._steps, codec._is_held = steps, False
+        codec._quality = quality_of_units(self._model.curve, steps.final_units) if self._model else self._quality
         return codec
 
     @property
@@ -134,10 +141,35 @@ class TideCodec:
                 for refinement, data in enumerate(coded.sections)
             ]
             fit += coded.fit
-        check_promise(fit, coded_tokens(meta))
+        if self._is_held:
+            check_promise(fit, coded_tokens(meta))
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
             raise UnencodableBlock("the block does not get smaller")
         return sections
+
+    def check_decoded(self, meta: BlockMeta, bits: BlockBits, sections: Sequence[Section]) -> None:
+        """Decode what was encoded of a block and hold it to the promise. UnencodableBlock if it does not keep it.
+
+        `encode` measures coefficients before they are coded; this is what a reader gets, whoever encoded it.
+        """
+        out, model, dtype = np.empty_like(bits), self._model, meta.layout.dtype
+        try:
+            self.decode(meta, sections, out)
+        except CorruptPayload as error:
+            raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
+        assert model is not None
+        turns, units = model.turns(meta, is_back=True), self._steps.final_units
+        first, fit, rounding = meta.layout.tokens - coded_tokens(meta), [], 0.0
+        for start, stop in self._ranges(model):
+            exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
+            for place in place_groups(model, start, units).places:
+                group = place.group
+                layers = slice(group.layer_start - start, group.layer_stop - start)
+                weight = model.mean_and_weight(group)[1].reshape(-1, 2, 1, *exact.shape[3:]) / step_of(units, 0)
+                lost = (weight * (found[layers] - exact[layers]))[:, :, first:]
+                fit.append((promise_of(place, units), Seen(float(np.square(lost).sum()), 0.0, lost.shape[2])))
+                rounding += float(np.square(weight * exact[layers]).sum()) * 4.0 ** -_PRECISION_BITS[dtype]
+        check_decoded_error(fit, rounding)
 
     def _ranges(self, model: TideModel) -> list[tuple[int, int]]:
         step = model.section_layers
@@ -176,8 +208,11 @@ class TideCodec:
 
     @property
     def quality(self) -> float:
-        """Return the KL divergence that is encoded at: what was asked for, or less by less than a unit of the step."""
-        return quality_of_units(self._model.curve, self._steps.final_units) if self._model else 0.0
+        """Return the KL divergence that was asked for, alike with every profile and without one.
+
+        The step that is encoded at has that, or less by less than a unit of the step.
+        """
+        return self._quality
 
     def quality_of(self, sections: Sequence[Section]) -> float:
         """Return the measured KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Items, Lists, Units, Which, part_bounds, step_of
-from kvtide.codec.tide.model import SIXTEENTHS, TideModel
+from kvtide.codec.tide.model import SIXTEENTHS, Stage, TideModel
 from kvtide.codec.tide.promise import Promise, Seen, promise_of
 from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows
 from kvtide.codec.tide.section import (
@@ -20,10 +20,11 @@ from kvtide.codec.tide.section import (
     Loudness,
     SectionBytes,
     Steps,
+    StoredLayers,
     join_base,
     join_refinement,
+    keep_apart,
 )
-from kvtide.codec.tide.values import StoredLayers, keep_apart
 from kvtide.errors import UnencodableBlock
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
@@ -115,7 +116,7 @@ class _Coded(NamedTuple):
     rows: slice
     mean: Floats
     scale: Floats
-    matrix: tuple[Items, tuple[int, int]]
+    matrix: tuple[Items, tuple[int, int], Stage]
     columns: int
     # 1 for each value that is coded; empty if columns are components.
     is_coded: NDArray[np.uint8]
@@ -144,7 +145,7 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
         rows=slice(start, stop),
         mean=mean,
         scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
-        matrix=(group.to_components, group.shape[::-1]),
+        matrix=(group.to_components, group.matrix_shape[::-1], group.stage(stop - start, is_back=False)),
         columns=columns,
         is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
         weights=place.by_column(weights, columns),

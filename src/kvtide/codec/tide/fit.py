@@ -6,7 +6,7 @@ counted. Memory is bounded by the groups' covariances, whatever the number of te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,15 @@ from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
 from kvtide.codec.tide.model import TideModel
-from kvtide.codec.tide.section import Steps
-from kvtide.codec.tide.values import KeyRotation, StoredLayers, load_values
+from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers, load_values
+from kvtide.codec.tide.stages import (
+    Stages,
+    block_sizes,
+    choose_stages,
+    has_full_moments,
+    rounded_rows,
+    staged,
+)
 
 
 class Cost(NamedTuple):
@@ -34,6 +41,8 @@ class Cost(NamedTuple):
 
 # Of five layers' components the last fifth carries nothing at any step worth asking for.
 COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64, 0.78)}
+# A layer of more values than this has its transform in two stages: one matrix would take so many products a value.
+DENSE_VALUES_MAX = 512
 
 # Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
@@ -47,6 +56,11 @@ _COUNT_REFINEMENTS = 3
 _COUNT_MAX = 1 << 40
 
 
+def _is_staged(cost: Cost, layout: BlockLayout) -> bool:
+    is_wide = 2 * layout.kv_heads * layout.head_dim > DENSE_VALUES_MAX
+    return cost.group_layers == 1 and is_wide and bool(block_sizes(layout))
+
+
 class Moments:
     """Sums over tokens, for one cost. `state` is all there is to it."""
 
@@ -57,7 +71,10 @@ class Moments:
             raise ValueError(f"a transform over {self._span} layers does not divide the {layout.layers} of this model")
         values = 2 * layout.kv_heads * layout.head_dim * self._span
         groups = layout.layers // self._span
-        shape = (groups, values, values) if cost.group_layers else (groups, values)
+        shape: tuple[int, ...] = (groups, values, values) if cost.group_layers else (groups, values)
+        if _is_staged(cost, layout) and not has_full_moments(layout):
+            block = block_sizes(layout)[0]
+            shape = (groups, values // block, block, block)
         self.state: dict[str, NDArray[Any]] = {
             "texts": np.zeros(1),
             "tokens": np.zeros(1),
@@ -77,7 +94,12 @@ class Moments:
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
             rows = rows[~is_apart]
             state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
-            state["square"][group] += rows.T @ rows if state["square"].ndim == 3 else (rows * rows).sum(axis=0)
+            square = state["square"][group]
+            if square.ndim == 3:
+                blocks = rows.reshape(len(rows), len(square), -1).transpose(1, 2, 0)
+                square += blocks @ blocks.transpose(0, 2, 1)
+            else:
+                square += rows.T @ rows if square.ndim == 2 else (rows * rows).sum(axis=0)
         state["tokens"] += layout.tokens - int(is_apart.sum())
 
     def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
@@ -102,13 +124,26 @@ def draft_profile(
         raise ValueError("calibration needs at least one full block and one text's sensitivity, got none")
     span, channels = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim
     mean = moments["sum"] / tokens
-    square = moments["square"].astype(np.float64) / tokens
-    is_full = square.ndim == 3
-    covariance = square - (mean[:, :, None] * mean[:, None, :] if is_full else mean**2)
-    variance = np.maximum(np.diagonal(covariance, axis1=1, axis2=2) if is_full else covariance, 1e-20)
+    squares = moments["square"]
+    is_full = squares.ndim > 2
+    diagonal = np.diagonal(squares, axis1=-2, axis2=-1).reshape(mean.shape) if is_full else squares
+    variance = np.maximum(diagonal.astype(np.float64) / tokens - mean**2, 1e-20)
     weight = _weights(variance.reshape(layout.layers, 2, channels), moments["sensitivity"] / texts, not is_full)
     by_value = weight.reshape(len(mean), -1)
-    arrays = _transform(covariance, by_value, cost) if is_full else _ordered(variance, by_value)
+
+    def weighted(group: int) -> NDArray[np.float64]:
+        square = _centred(squares[group].astype(np.float64) / tokens, mean[group])
+        found: NDArray[np.float64] = square * by_value[group][:, None] * by_value[group]
+        return found
+
+    groups = range(len(mean))
+    if not is_full:
+        arrays = _ordered(variance, by_value)
+    elif _is_staged(cost, layout):
+        stages = choose_stages(layout, weighted) if squares.ndim == 3 else Stages(squares.shape[-1], 0)
+        arrays = staged(map(weighted, groups), stages, _units)
+    else:
+        arrays = _transform(map(weighted, groups), cost)
     arrays |= {
         "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
         "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
@@ -138,27 +173,29 @@ def _weights(
     return scaled
 
 
-def _transform(covariance: NDArray[np.float64], by_value: NDArray[np.float64], cost: Cost) -> dict[str, NDArray[Any]]:
+def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a group's covariance, with zeros between blocks where only each block's second moments are known."""
+    if square.ndim == 2:
+        whole: NDArray[np.float64] = square - mean[:, None] * mean
+        return whole
+    found, block = np.zeros((len(mean), len(mean))), square.shape[-1]
+    for start, each in zip(range(0, len(mean), block), square, strict=True):
+        here = slice(start, start + block)
+        found[here, here] = each - mean[here, None] * mean[here]
+    return found
+
+
+def _transform(groups: Iterable[NDArray[np.float64]], cost: Cost) -> dict[str, NDArray[Any]]:
     """Return the principal components of each group's weighted values, rows with large scales at 16 bits."""
-    scales, bases = [], []
-    for square, weight in zip(covariance, by_value, strict=True):
-        powers, basis = np.linalg.eigh(square * weight[:, None] * weight)
-        scales.append(_units(np.sqrt(np.maximum(powers[::-1], 1e-12))))
-        bases.append(basis.T[::-1])
-    kept = round(cost.share * covariance.shape[1])
-    fine = min(cost.fine, kept)
-    found: dict[str, list[NDArray[Any]]] = {"fine": [], "coarse": [], "unit": []}
-    for basis in bases:
-        peaks = np.abs(basis[:kept]).max(axis=1)
-        unit = (peaks / np.where(np.arange(kept) < fine, 32767, 127)).astype(np.float32)
-        whole = np.rint(basis[:kept] / unit[:, None])
-        found["fine"].append(whole[:fine].astype(np.int16))
-        found["coarse"].append(np.clip(whole[fine:], -127, 127).astype(np.int8))
-        found["unit"].append(unit)
-    arrays = {name: np.stack(parts) for name, parts in found.items()}
-    # One byte each; profiles have no signed bytes.
-    arrays["coarse"] = arrays["coarse"].view(np.uint8)
-    return arrays | {"scale": np.stack(scales)[:, :kept]}
+    found: dict[str, list[NDArray[Any]]] = {}
+    for square in groups:
+        powers, basis = np.linalg.eigh(square)
+        kept = round(cost.share * len(square))
+        scales = _units(np.sqrt(np.maximum(powers[::-1], 1e-12)))[:kept]
+        rows = rounded_rows(basis.T[::-1][:kept], min(cost.fine, kept))
+        for name, array in (rows | {"scale": scales}).items():
+            found.setdefault(name, []).append(array)
+    return {name: np.stack(parts) for name, parts in found.items()}
 
 
 def _ordered(variance: NDArray[np.float64], by_value: NDArray[np.float64]) -> dict[str, NDArray[Any]]:

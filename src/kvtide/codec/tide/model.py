@@ -20,7 +20,8 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
 from kvtide.codec.tide.law import read_law_table
-from kvtide.codec.tide.values import KeyRotation
+from kvtide.codec.tide.section import KeyRotation
+from kvtide.codec.tide.stages import check_places, whole_rows
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -36,6 +37,11 @@ TURNS_MAX = 64
 
 _NO_ORDER = np.empty(0, dtype=np.uint16)
 _NO_PANELS = np.empty(0, dtype=np.int16)
+
+# The first half of a transform in two stages as kernels take it: panels of all blocks, values of a block, places that
+# are mixed, the place of each coefficient.
+Stage = tuple[NDArray[np.int16], int, NDArray[np.uint16], NDArray[np.uint16]]
+NO_STAGE: Stage = (_NO_PANELS, 0, _NO_ORDER, _NO_ORDER)
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
@@ -105,11 +111,36 @@ class Group:
 
     @cached_property
     def matrix(self) -> NDArray[np.int16]:
-        """Return the matrix from components to values: (components, values), in units of 1 / ONE."""
-        # Rows of components with large scales are kept at 16 bits, others at 8.
-        fine, coarse, unit = (self._arrays[name] for name in ("fine", "coarse", "unit"))
-        rows = np.concatenate([fine.astype(np.float64), coarse.astype(np.float64)]) * unit.astype(np.float64)[:, None]
-        return np.clip(np.rint(rows * ONE), -32767, 32767).astype(np.int16)
+        """Return the matrix from components to values: (components, values), in units of 1 / ONE.
+
+        In two stages: from those that are mixed to the strongest of all blocks.
+        """
+        return whole_rows(self._arrays, "mix_" if self.is_staged else "", ONE)
+
+    @property
+    def is_staged(self) -> bool:
+        """Tell whether the transform is in two stages."""
+        return "place" in self._arrays
+
+    def stage(self, count: int, is_back: bool) -> Stage:
+        """Return the first half of a transform in two stages, of which so many components are coded."""
+        if not self.is_staged:
+            return NO_STAGE
+        panels = self._blocks_to_values if is_back else self._blocks_to_components
+        arrays = self._arrays
+        return panels, arrays["block_unit"].shape[-1], arrays["mixed"], arrays["place"][:count]
+
+    @cached_property
+    def _blocks(self) -> NDArray[np.int16]:
+        return whole_rows(self._arrays, "block_", ONE)
+
+    @cached_property
+    def _blocks_to_values(self) -> NDArray[np.int16]:
+        return np.concatenate([_packed(matrix) for matrix in self._blocks])
+
+    @cached_property
+    def _blocks_to_components(self) -> NDArray[np.int16]:
+        return np.concatenate([_packed(np.ascontiguousarray(matrix.T)) for matrix in self._blocks])
 
     @cached_property
     def to_values(self) -> NDArray[np.int16]:
@@ -125,6 +156,11 @@ class Group:
     def shape(self) -> tuple[int, int]:
         """Return (components, values)."""
         return len(self.scales), self._values
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Return the rows and columns of the matrix: (components, values), or those that are mixed."""
+        return self.matrix.shape if self.is_staged else self.shape
 
 
 def _packed(matrix: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -147,6 +183,8 @@ class TideModel:
             self._read(arrays)
         except KeyError as error:
             raise CorruptPayload(f"the profile has no array {error}, which tide needs") from error
+        except IndexError as error:
+            raise CorruptPayload(f"an array of the profile has too few dimensions: {error}") from error
 
     def _read(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         profile = self.profile
@@ -167,6 +205,11 @@ class TideModel:
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
+
+    @property
+    def is_staged(self) -> bool:
+        """Tell whether transforms are in two stages, which devices leave to the processor."""
+        return self.groups[0].is_staged
 
     def groups_of(self, layer_start: int) -> list[Group]:
         """Return the groups of the section that begins at a layer."""
@@ -205,18 +248,42 @@ class TideModel:
         kept = scales.shape[1]
         if "order" in arrays:
             per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
+        elif "place" in arrays:
+            per_group = _staged(arrays, (count, values), self.profile.kv_heads * self.profile.head_dim)
         else:
-            fine = arrays["fine"].shape[1]
-            per_group = {
-                "fine": _shaped(arrays, "fine", (count, fine, values)),
-                "coarse": _shaped(arrays, "coarse", (count, kept - fine, values)).view(np.int8),
-                "unit": _shaped(arrays, "unit", (count, kept)),
-            }
+            per_group = _rows(arrays, "", (count, kept, values))
         found = []
         for i in range(count):
             layers = (i * group_layers, (i + 1) * group_layers)
             found.append(Group(layers, scales[i], values, {name: array[i] for name, array in per_group.items()}))
         return found
+
+
+def _rows(arrays: Mapping[str, NDArray[Any]], prefix: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    """Return rounded rows of this shape, the last two rows and columns."""
+    *outer, rows, columns = shape
+    fine = arrays[f"{prefix}fine"].shape[-2]
+    return {
+        f"{prefix}fine": _shaped(arrays, f"{prefix}fine", (*outer, fine, columns)),
+        f"{prefix}coarse": _shaped(arrays, f"{prefix}coarse", (*outer, rows - fine, columns)),
+        f"{prefix}unit": _shaped(arrays, f"{prefix}unit", (*outer, rows)),
+    }
+
+
+def _staged(arrays: Mapping[str, NDArray[Any]], extent: tuple[int, int], channels: int) -> dict[str, NDArray[Any]]:
+    """Return the arrays of transforms in two stages, of (groups, values)."""
+    count, values = extent
+    block, mixed = arrays["block_unit"].shape[-1], arrays["mixed"].shape[-1]
+    if block == 0 or block % 2 or channels % block or mixed > values:
+        raise CorruptPayload(f"the profile mixes {mixed} components of blocks of {block} values, {channels} in a layer")
+    places = _shaped(arrays, "place", (count, values)).astype(np.uint16)
+    chosen = _shaped(arrays, "mixed", (count, mixed)).astype(np.uint16)
+    if not all(check_places(*pair, values) for pair in zip(places.tolist(), chosen.tolist(), strict=True)):
+        raise CorruptPayload("the profile's places must be those of all components, once each")
+    found = _rows(arrays, "mix_", (count, mixed, mixed)) | _rows(
+        arrays, "block_", (count, values // block, block, block)
+    )
+    return found | {"place": places, "mixed": chosen}
 
 
 def _shaped(arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -28,6 +28,8 @@ GROUP_MARGIN = 2.5
 # How many times the coded values' variance may be what the profile has, or the other way round, in a block and in a
 # group: those texts have 0.69 to 1.03, and a factor of 3 at most; blocks whose values are all alike have none.
 SPREAD_RATIO_MAX, GROUP_SPREAD_RATIO_MAX = 3.0, 6.0
+# A block that was decoded again may have so much more: tokens that are kept apart have errors of their own.
+DECODED_MARGIN = 1.25
 # Tokens that are too loud to be coded, of those that could be: those texts have none.
 LOUD_SHARE_MAX = 1 / 16
 
@@ -102,6 +104,16 @@ def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> None:
         raise UnencodableBlock(f"the profile does not fit: the variance of values is {ratio:.3g} times its own")
     if not all(_is_near(*pair, GROUP_SPREAD_RATIO_MAX) for pair in zip(spread, usual, strict=True)):
         raise UnencodableBlock("the profile does not fit: the variance of a layer's values is far from its own")
+
+
+def check_decoded_error(groups: Sequence[tuple[Promise, Seen]], rounding: float) -> None:
+    """UnencodableBlock if groups of a block that was decoded again have a larger error than is promised of them.
+
+    rounding: squared error of writing the values in the block's own type.
+    """
+    error, allowed = sum(seen.error for _, seen in groups), DECODED_MARGIN * _allowed(groups) + rounding
+    if not error <= allowed:
+        raise UnencodableBlock(f"decoded again, the block's error is {error / allowed:.2f} times what is promised")
 
 
 def _allowed(groups: Sequence[tuple[Promise, Seen]]) -> float:

@@ -12,8 +12,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.codec.tide.grid import Items, Mode, Plane, Rows, Units, digit_tables, entering, planes, top_tables
-from kvtide.codec.tide.model import Group, TideModel
+from kvtide import _native
+from kvtide.codec.tide.grid import (
+    TABLES,
+    THIRD,
+    CodedLists,
+    Items,
+    Lists,
+    Mode,
+    Plane,
+    Rows,
+    Units,
+    digit_tables,
+    entering,
+    planes,
+    step_of,
+    top_tables,
+)
+from kvtide.codec.tide.model import NO_STAGE, ONE, SIXTEENTHS, Group, Stage, TideModel
+from kvtide.codec.tide.section import Apart, Loudness, Steps, StoredLayers, split_base, split_refinement
+from kvtide.errors import CorruptPayload
 
 
 class Place(NamedTuple):
@@ -38,7 +56,7 @@ class Place(NamedTuple):
 class Restored(NamedTuple):
     """Rows [start, stop) of some layers that go back to values at once, and how values follow from them.
 
-    As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is.
+    As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is; and its other stage.
     """
 
     layers: slice
@@ -47,6 +65,7 @@ class Restored(NamedTuple):
     panels: NDArray[np.int16]
     shape: tuple[int, int]
     order: NDArray[np.uint16]
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +98,13 @@ def _restored(places: Sequence[Place]) -> list[Restored]:
         orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
         layers = slice(places[0].group.layer_start, places[-1].group.layer_stop)
         rows, order = places[-1].stop, np.concatenate(orders).astype(np.uint16)
-        return [Restored(layers, 0, rows, places[0].group.to_values, (rows, count * values), order)]
-    return [
-        Restored(slice(group.layer_start, group.layer_stop), start, stop, group.to_values, group.shape, group.order)
-        for group, start, stop in places
-    ]
+        return [Restored(layers, 0, rows, places[0].group.to_values, (rows, count * values), order, NO_STAGE)]
+    return [_restored_group(*place) for place in places]
+
+
+def _restored_group(group: Group, start: int, stop: int) -> Restored:
+    layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
+    return Restored(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage)
 
 
 def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
@@ -109,3 +130,80 @@ def digit_rows(gains: Units, plane: Plane, items: Items) -> Rows:
 def top_rows(gains: Units, plane: Plane, items: Items) -> Rows:
     """Return the rows that get a top value."""
     return Rows(items, plane.tops, top_tables(plane.top_scales, gains, plane.units), Mode.TOP)
+
+
+def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
+    """Write the layers that a base and the refinements after it hold. CorruptPayload if they do not fit each other."""
+    section, base = split_base(run[0], target.bits.shape)
+    steps = section.steps
+    if len(run) > steps.refinements + 1:
+        raise CorruptPayload(f"tide: a refinement {len(run) - 1} where there are {steps.refinements}")
+    missing = steps.refinements + 1 - len(run)
+    rows = place_groups(model, target.layer_start, steps.final_units + THIRD * missing)
+    # Every row gets a top value before anything reads it.
+    items = np.empty((len(rows.scales), tokens), dtype=np.int16)
+    work = Decoding(rows, base.loudness, items)
+    refine(model, path, work, steps, 0, section.lists)
+    for refinement, data in enumerate(run[1:], 1):
+        found = split_refinement(data)
+        if found.steps != steps:
+            raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
+        refine(model, path, work, steps, refinement, found.lists)
+    restore(model, path, work, (steps.final_units, missing), base.apart, target)
+
+
+class Decoding(NamedTuple):
+    """A range's rows at the finest step that is here: (components, tokens), tokens by loudness."""
+
+    rows: RangeRows
+    loudness: Loudness
+    items: Items
+
+
+def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
+    """Add what a section says."""
+    rows, (_, gains), items = work
+    counts = np.zeros(TABLES, dtype=np.int64)
+    jobs = []
+    for plane in rows.planes(steps.final_units + THIRD * steps.refinements, refinement):
+        jobs += [digit_rows(gains, plane, items), top_rows(gains, plane, items)]
+    for job in jobs:
+        job.count_into(counts, path)
+    lists = Lists(counts, path)
+    lists.decode(model.tables, coded)
+    for job in jobs:
+        lists.take(job)
+
+
+def restore(
+    model: TideModel, path: str, work: Decoding, step: tuple[int, int], apart: Apart, target: StoredLayers
+) -> None:
+    """Write the layers of all groups. step: the final one in units, and how many thirds coarser it is."""
+    units, thirds = step
+    rows, loudness, items = work
+    classes = top_tables(rows.scales, loudness.gains, units + THIRD * thirds)
+    places = loudness.places
+    start_layer, stop_layer = target.layer_start, target.layer_start + len(target.bits)
+    weights = model.weight[start_layer:stop_layer].astype(np.float64)
+    scales = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
+    for layers, start, stop, panels, shape, order, stage in rows.restored():
+        here = slice(layers.start - start_layer, layers.stop - start_layer)
+        to = target.of(layers)
+        _native.tide_restore(
+            path,
+            items[start:stop],
+            classes[start:stop],
+            model.pulls,
+            places,
+            model.mean[layers].reshape(-1),
+            scales[here].reshape(-1),
+            panels,
+            shape,
+            order,
+            stage,
+            apart.of(here),
+            to.native_turns,
+            to.as_bytes,
+            to.bits.shape,
+            to.dtype.code,
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -46,6 +49,30 @@ _CALIBRATION = (
 )
 
 
+# Kinds of snippets and their files: of the standard library, of packages, and of Debian where they are installed.
+_SNIPPETS = (
+    ("python", "std/**/*.py"),
+    ("words of many languages", "/usr/share/i18n/locales/*_*"),
+    ("manual in other languages", "/usr/share/man/[a-z][a-z]*/man[1-8]/*.gz"),
+    ("messages in many languages", "/usr/share/locale/*/LC_MESSAGES/*.mo"),
+    ("c header", "/usr/include/**/*.h"),
+    ("change log", "/usr/share/doc/*/changelog*.gz"),
+    ("c++ header", "site/torch/include/ATen/*.h"),
+    ("licence", "/usr/share/doc/*/copyright"),
+    ("manual", "/usr/share/man/man[1-8]/*.gz"),
+    ("json", "site/**/*.json"),
+    ("perl", "/usr/share/perl/**/*.p[lm]"),
+    ("readme", "site/*.dist-info/METADATA"),
+    ("prose", "/usr/share/doc/*/README*"),
+    ("javascript", "site/**/*.js"),
+    ("c header", "site/numpy/_core/include/**/*.h"),
+)
+SNIPPET_CHARACTERS = 6000
+_SNIPPET_CHARACTERS_MIN = 2500
+# A folder may hold any number of files.
+_FILES_MAX = 4000
+
+
 class Text(NamedTuple):
     """A text and what kind it is."""
 
@@ -64,6 +91,41 @@ def calibration_texts() -> list[Text]:
     return [*_found(_CALIBRATION), _reference(evaluation=False)]
 
 
+def snippets(count: int) -> list[Text]:
+    """Return at most so many pieces of files, all kinds in turn, the same each time on one machine.
+
+    None is of a file that codecs are judged on.
+    """
+    judged = {path for _, pattern in _EVALUATION for path in _paths(pattern)}
+    # Files of a kind that are far apart come first.
+    files = [(kind, sorted(set(_paths(pattern)) - judged, key=_scattered)) for kind, pattern in _SNIPPETS]
+    turns = zip_longest(*([(kind, path) for path in paths] for kind, paths in files))
+    pairs = (pair for turn in turns for pair in turn if pair is not None)
+    found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)
+    by_content: dict[str, Text] = {}
+    while len(by_content) < count and (text := next(found, None)) is not None:
+        by_content.setdefault(text.content, text)
+    return list(by_content.values())
+
+
+def _scattered(path: Path) -> bytes:
+    return hashlib.sha256(str(path).encode()).digest()
+
+
+def _snippet(kind: str, path: Path) -> Text | None:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(TEXT_BYTES_MAX).decode("utf-8", errors="ignore")
+    except (OSError, EOFError):
+        return None
+    if path.suffix == ".mo":
+        # Originals come first, translations behind them.
+        content = content[len(content) // 2 :].replace("\0", "\n")
+    start = max(0, len(content) // 3 - SNIPPET_CHARACTERS // 2)
+    piece = content[start : start + SNIPPET_CHARACTERS]
+    return Text(path.name, kind, piece) if len(piece) >= _SNIPPET_CHARACTERS_MIN and "\0" not in piece else None
+
+
 def read_texts(paths: list[Path]) -> list[Text]:
     """Return the user's texts. ValueError for a file that can't be read as UTF-8."""
     texts = []
@@ -76,14 +138,20 @@ def read_texts(paths: list[Path]) -> list[Text]:
 
 
 def _found(names: tuple[tuple[str, str], ...]) -> Iterator[Text]:
-    # Packages may come from several folders: a .pth file adds some that the installation's own scheme does not name.
-    folders = {"std": [Path(sysconfig.get_path("stdlib"))], "site": [Path(each) for each in sys.path if each]}
     for kind, name in names:
-        source, _, pattern = name.partition("/")
-        for path in [found for folder in folders[source] for found in sorted(folder.glob(pattern))][:1]:
+        for path in _paths(name)[:1]:
             content = path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="replace")
             if len(content) >= TEXT_BYTES_MIN:
                 yield Text(path.name, kind, content)
+
+
+def _paths(name: str) -> list[Path]:
+    """Return the files that a pattern names, in order, at most _FILES_MAX."""
+    # Packages may come from several folders: a .pth file adds some that the installation's own scheme does not name.
+    site = [Path(each) for each in sys.path if each and "-packages" in each]
+    folders = {"std": [Path(sysconfig.get_path("stdlib"))], "site": site, "": [Path("/")]}
+    source, _, pattern = name.partition("/")
+    return [found for folder in folders[source] for found in sorted(islice(folder.glob(pattern), _FILES_MAX))]
 
 
 def _reference(evaluation: bool) -> Text:

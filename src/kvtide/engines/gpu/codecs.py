@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec, LevelledCodec
+from kvtide.codec import Codec, LevelledCodec, PromisingCodec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.gpu.groups import DeviceGroups
@@ -78,7 +78,8 @@ class DeviceDecoder(Opened):
         False if it was not written: another codec, or the device says that something in it is wrong. DeviceFault if the
         device fails; nothing of the block is under way then.
         """
-        fits = isinstance(codec, TideCodec) and codec.model is not None and codec.model.profile.fits(meta.layout)
+        model = codec.model if isinstance(codec, TideCodec) else None
+        fits = model is not None and model.profile.fits(meta.layout) and not model.is_staged
         if not fits and not isinstance(codec, ProfiledCodec):
             return False
         job = _Job(codec, StoredBlock(meta, sections, starts), after, Future())
@@ -150,7 +151,7 @@ class BlockEncoder:
             self._groups = self._groups or DeviceGroups(self._kernels)
             return self._groups.encode(codec, meta, bits)
         model = codec.model if isinstance(codec, TideCodec) else None
-        if model is None or not model.profile.fits(meta.layout) or meta.layout.tokens > TOKENS_MAX:
+        if model is None or not model.profile.fits(meta.layout) or model.is_staged or meta.layout.tokens > TOKENS_MAX:
             return None
         assert isinstance(codec, TideCodec)
         digest = model.profile.digest
@@ -188,6 +189,11 @@ class DeviceCodec:
         """Return the block's sections; see Codec."""
         found = self._encode(self._codec, meta, bits)
         return self._codec.encode(meta, bits) if found is None else found
+
+    def check_decoded(self, meta: BlockMeta, bits: BlockBits, sections: Sequence[Section]) -> None:
+        """Check as the codec does, on the processor, what the device encoded; nothing where it promises nothing."""
+        if isinstance(self._codec, PromisingCodec):
+            self._codec.check_decoded(meta, bits, sections)
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Decode as the codec does: on the processor."""

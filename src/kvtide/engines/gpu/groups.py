@@ -25,14 +25,17 @@ from kvtide.codec.published.integers import (
     plane_bits,
 )
 from kvtide.codec.published.shared import CodedLayers, ProfiledCodec, SectionPart
-from kvtide.engines.gpu.kernels import ALIGNMENT, Kernels, Staging, address
-from kvtide.engines.gpu.rans import (
+from kvtide.engines.gpu.kernels import (
+    ALIGNMENT,
     CODES_BYTES,
     LANES_BYTES,
     STATES_BYTES,
     STREAM,
     THREADS,
     DeviceRans,
+    Kernels,
+    Staging,
+    address,
     pack,
     warp_blocks,
 )

@@ -12,7 +12,7 @@ import torch
 from kvtide.engines.gpu.kernels import Kernels, device_faults
 from kvtide.errors import DeviceFault
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.ram.device import DevicePiece
+from kvtide.tier.ram import DevicePiece
 
 # One part is copied by the device while another is filled or emptied by the processor.
 STAGE_BYTES = 4 << 20

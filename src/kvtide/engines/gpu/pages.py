@@ -22,11 +22,12 @@ from kvtide.engines.gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
 from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide.engines.gpu.memory import KernelMemory
 from kvtide.engines.gpu.targets import BlockCopier, PageTarget, page_target
-from kvtide.engines.paged import Captured, DevicePages, PagePool
+from kvtide.engines.paged import Captured, PagePool
+from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.ram.device import DeviceMemory
+from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.engines.gpu.kernels import Kernels, Staging, address
-from kvtide.engines.gpu.rans import THREADS, warp_blocks
+from kvtide.engines.gpu.kernels import THREADS, Kernels, Staging, address, warp_blocks
 from kvtide.engines.paged import CellOrder, keys_values
 from kvtide.engines.streams import DeviceStream
 from kvtide.types import Section

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.section import SectionBytes, split_base, split_refinement
-from kvtide.engines.gpu.kernels import Kernels, Staging, address
-from kvtide.engines.gpu.rans import THREADS, warp_blocks
+from kvtide.engines.gpu.kernels import THREADS, Kernels, Staging, address, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget, StoredBlock
 from kvtide.engines.gpu.tide_jobs import DeviceRange, GroupJobs, RangePlan, SectionJobs
 from kvtide.engines.gpu.tide_model import DeviceModel

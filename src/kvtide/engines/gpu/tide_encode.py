@@ -20,10 +20,8 @@ from kvtide.codec.tide.encoder import Fit, coded_tokens, first_apart
 from kvtide.codec.tide.grid import THIRD, CodedLists
 from kvtide.codec.tide.promise import check_promise, promise_of
 from kvtide.codec.tide.rows import RangeRows, place_groups
-from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement
-from kvtide.codec.tide.values import kept_tokens
-from kvtide.engines.gpu.kernels import Staging, address
-from kvtide.engines.gpu.rans import THREADS, warp_blocks
+from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement, kept_tokens
+from kvtide.engines.gpu.kernels import THREADS, Staging, address, warp_blocks
 from kvtide.engines.gpu.targets import PageTarget
 from kvtide.engines.gpu.tide_jobs import PARTS, SECTION, extent_of
 from kvtide.engines.gpu.tide_model import TILE, TOKEN_BYTES, DeviceModel, loud_columns, per_token, seen_of

@@ -1,23 +1,24 @@
 """The common parts of connectors to paged engines: pages to blocks and back, load and store orders, the judge.
 
-No engine is imported here: all of it is tested without one.
+No engine is imported here: all of it is tested without one. Pages on a GPU, `device`, are apart.
 """
 
-from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.identity import files_fingerprint
-from kvtide.engines.paged.orders import StepCommands, WorkerReport
-from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, keys_values
+from kvtide.engines.paged.opaque import OpaqueLayer, OpaquePages
+from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, join_pages, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import Namespaces
+from kvtide.engines.paged.sequence import BlockRef, Namespaces, StepCommands, WorkerReport
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 
 __all__ = [
+    "BlockRef",
     "Captured",
     "CellOrder",
-    "DevicePages",
     "HostPages",
     "LoadOutcome",
     "Namespaces",
+    "OpaqueLayer",
+    "OpaquePages",
     "PagePool",
     "ScheduledRequest",
     "SchedulerHalf",
@@ -26,5 +27,6 @@ __all__ = [
     "WorkerReport",
     "cell_order",
     "files_fingerprint",
+    "join_pages",
     "keys_values",
 ]

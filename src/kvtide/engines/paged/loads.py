@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.chunks import WriteGate
-from kvtide.engines.paged.kept import KeptBlocks
-from kvtide.engines.paged.orders import LoadOrder
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
+from kvtide.engines.paged.sequence import LoadOrder
 from kvtide.store.load import Guarded
 from kvtide.types import ObjectId, Section
+
+# Blocks loaded once are remembered, so that what is loaded a second time is kept.
+LOADED_MAX = 1 << 14
+
+
+class KeptBlocks:
+    """Captured blocks of one size, by name. Thread-safe. Those of an id that `is_valid` no more are not here."""
+
+    def __init__(self, bytes_max: int, block_bytes: int, is_valid: Callable[[ObjectId], bool]) -> None:
+        self.bytes_max = bytes_max
+        self._count_max = bytes_max // block_bytes
+        self._is_valid = is_valid
+        self._lock = threading.Lock()
+        # With the id that was current then: equal ids may be of different generations.
+        self._blocks: OrderedDict[ObjectId, tuple[ObjectId, Captured]] = OrderedDict()
+        self._loaded: OrderedDict[ObjectId, None] = OrderedDict()
+
+    def leading(self, object_ids: Sequence[ObjectId]) -> list[Captured]:
+        """Return the longest leading run of blocks that are here; they stay valid."""
+        found = []
+        with self._lock:
+            for object_id in object_ids:
+                named, block = self._blocks.get(object_id, (object_id, None))
+                if block is None or not self._is_valid(named):
+                    break
+                self._blocks.move_to_end(object_id)
+                found.append(block)
+        return found
+
+    def put(self, object_id: ObjectId, block: Captured) -> None:
+        """Keep a block in place of those that were not used for longest."""
+        with self._lock:
+            self._blocks[object_id] = (object_id, block)
+            self._blocks.move_to_end(object_id)
+            while len(self._blocks) > self._count_max:
+                self._blocks.popitem(last=False)
+
+    def is_loaded_again(self, object_id: ObjectId) -> bool:
+        """Note a load from a tier; tell whether the block has earned a place by it. Never where no block has room."""
+        if self._count_max == 0:
+            return False
+        with self._lock:
+            if object_id in self._loaded:
+                del self._loaded[object_id]
+                return True
+            self._loaded[object_id] = None
+            if len(self._loaded) > LOADED_MAX:
+                self._loaded.popitem(last=False)
+        return False
+
+    def check(self) -> None:
+        """AssertionError if more is kept than may be."""
+        with self._lock:
+            assert len(self._blocks) <= self._count_max
+            assert len(self._loaded) <= LOADED_MAX
 
 
 class PageLoad:
@@ -29,6 +85,10 @@ class PageLoad:
         self._captured = [] if order.is_latest else kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
+        # Where the blocks came, and the states after them did not.
+        self.missed_states: ObjectId | None = None
+        # What was read of them.
+        self.state_bytes = 0
         # Of each layer, the blocks that are still to come.
         self._missing = [len(order.blocks)] * pool.layout.layers
 
@@ -61,6 +121,12 @@ class PageLoad:
                 self._note_layers()
                 if is_kept:
                     self._keep(position, pages, skip_pages)
+
+    def take_states(self, pool: PagePool, bits: BlockBits) -> None:
+        """Write the states at the end of the last block into the page that they have there."""
+        with self._gate.enter() as is_in:
+            if is_in:
+                pool.scatter(bits, self.order.pages[-1:], 0)
 
     def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
         """Let the pool decode a block into its pages. False if it does not."""

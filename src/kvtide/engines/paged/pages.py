@@ -6,7 +6,7 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +15,25 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LayeredCodec, sections_by_layer
-from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.ram.device import DeviceMemory
+from kvtide.tier.buffers import recycled_buffer
+from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 Cells = NDArray[Any]
+# Where an engine's layers are in several groups, each group has pages of its own for the same tokens; what is called a
+# page is then the numbers of all of them in one, in slots of so many bits. 0: the engine has given it up already.
+_PAGE_BITS = 32
+
+
+def join_pages(pages: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+    """Return the joined pages of tokens, of which each group has as many as `counts` says; see `slot_page`."""
+    slots = [group[each::count] for group, count in zip(pages, counts, strict=True) for each in range(count)]
+    return [sum(page << _PAGE_BITS * slot for slot, page in enumerate(each)) for each in zip(*slots, strict=False)]
+
+
+def slot_page(page: int, slot: int) -> int:
+    """Return the engine's page in a slot of a joined one, 0 if the engine has given it up."""
+    return page >> _PAGE_BITS * slot & ((1 << _PAGE_BITS) - 1)
 
 
 class CellOrder(Enum):
@@ -120,11 +134,15 @@ def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
 class HostPages:
     """Pages in this machine's memory, copied by the processor.
 
-    layers: one array (pages, kv_heads, page_tokens, 2 * head_dim) of bit patterns for each layer.
+    layers: one array (pages, kv_heads, page_tokens, 2 * head_dim) of bit patterns for each layer. slots: each layer's,
+    where there are several; pages are then joined (`join_pages`), and those that were given up are left alone.
     """
 
-    def __init__(self, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder) -> None:
+    def __init__(
+        self, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder, slots: Sequence[int] | None = None
+    ) -> None:
         self.layout = layout
+        self._slots = slots
         self.page_tokens = layers[0].shape[2]
         self._layers = list(layers)
         self._order = order
@@ -151,8 +169,9 @@ class HostPages:
         """Write a block's layers from `first` on."""
         tokens = self.page_tokens
         for number, layer in enumerate(layers, first):
+            own = list(_own_pages(pages, self._slots, number, skip_pages))
             for room, values in zip(self._views[number], layer, strict=True):
-                for position, page in enumerate(pages, skip_pages):
+                for position, page in own:
                     room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
 
     def decode(
@@ -170,18 +189,39 @@ class HostPages:
         return codec
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are now."""
+        """Copy the pages of a block as they are now. ValueError if one was given up."""
         _, kv_heads, tokens, content = self._layers[0].shape
         cells = _mapped((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
-        for layer, copy in zip(self._layers, cells, strict=True):
-            for position, page in enumerate(pages):
+        for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
+            own = list(_own_pages(pages, self._slots, number))
+            if len(own) < len(pages):
+                raise ValueError(f"layer {number} has given up a page of the block")
+            for position, page in own:
                 copy[position] = layer[page]
-        return _HostCaptured(cells, self._layers, self.layout, self._order)
+        return _HostCaptured(cells, self._layers, self._slots, self.layout, self._order)
+
+
+def _own_pages(
+    pages: Sequence[int], slots: Sequence[int] | None, layer: int, start: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Return a layer's pages by position, from `start` on, without those that were given up."""
+    if slots is None:
+        return enumerate(pages, start)
+    own = ((position, slot_page(page, slots[layer])) for position, page in enumerate(pages, start))
+    return ((position, page) for position, page in own if page)
 
 
 class _HostCaptured:
-    def __init__(self, cells: Cells, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder) -> None:
+    def __init__(
+        self,
+        cells: Cells,
+        layers: Sequence[Cells],
+        slots: Sequence[int] | None,
+        layout: BlockLayout,
+        order: CellOrder,
+    ) -> None:
         self._cells = cells
+        self._slots = slots
         self._layers = layers
         self._layout = layout
         self._order = order
@@ -193,14 +233,14 @@ class _HostCaptured:
         return block_of_cells(self._cells, self._layout, self._order)
 
     def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        for layer, copy in zip(self._layers, self._cells, strict=True):
-            for position, page in enumerate(pages, skip_pages):
+        for number, (layer, copy) in enumerate(zip(self._layers, self._cells, strict=True)):
+            for position, page in _own_pages(pages, self._slots, number, skip_pages):
                 layer[page] = copy[position]
 
 
 def _mapped(shape: Sequence[int], dtype: Any) -> Cells:
-    """Return room for a block that goes back to the system when it is freed: a heap that blocks come from fragments."""
-    return np.frombuffer(aligned_buffer(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+    """Return room for a block, with whatever was left in it, outside of the heap, which blocks would fragment."""
+    return np.frombuffer(recycled_buffer(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
 def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:

@@ -5,6 +5,7 @@ Invariant: what is ordered to be stored are full blocks of known tokens whose ke
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,12 +13,22 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.orders import BlockRef, LoadOrder, StepCommands, StoreOrder, WorkerReport
-from kvtide.engines.paged.sequence import Namespaces, TrackedSequence
-from kvtide.engines.settings import StreamOrder
+from kvtide.engines.paged.sequence import (
+    AdviceOrder,
+    BlockRef,
+    FollowedPrefix,
+    LoadOrder,
+    Namespaces,
+    StepCommands,
+    StoreOrder,
+    TrackedSequence,
+    WorkerReport,
+)
+from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
+from kvtide.group import Hit, Parts
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
-from kvtide.types import BlockKey
+from kvtide.types import BlockKey, Namespace
 
 # Answers of local tiers come within this; the engine's loop waits for no longer at a time.
 ANSWER_S = 0.005
@@ -40,7 +51,7 @@ class ScheduledRequest(NamedTuple):
 
 class _Lookup(NamedTuple):
     asked_s: float
-    future: Future[int]
+    future: Future[Hit]
 
 
 class _Step(NamedTuple):
@@ -62,6 +73,8 @@ class SchedulerHalf:
         page_tokens: int,
         clock: Clock,
         match_s_max: float,
+        state_every_tokens: int = 0,
+        is_drafted: bool = False,
     ) -> None:
         assert block_tokens % page_tokens == 0
         self.cache = cache
@@ -70,10 +83,14 @@ class SchedulerHalf:
         self._page_tokens = page_tokens
         self._clock = clock
         self._match_s_max = match_s_max
+        self._state_every_tokens = state_every_tokens
+        # A draft model's last row of a block goes by the token after it.
+        self._volatile_blocks = int(is_drafted)
         self._epoch = b""
         self._sequences: dict[str, TrackedSequence] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._loads: list[LoadOrder] = []
+        self._advice: list[AdviceOrder] = []
         self._lost: OrderedDict[BlockKey, float] = OrderedDict()
         # Blocks that lie rough in the engine's pages.
         self._rough: OrderedDict[BlockKey, None] = OrderedDict()
@@ -92,29 +109,43 @@ class SchedulerHalf:
         salt: bytes,
         tokens: Sequence[int],
         computed_tokens: int,
-        is_latest: bool = False,
-        stream: StreamOrder | None = None,
+        options: RequestOptions = NO_OPTIONS,
+        extra: Callable[[int, int], bytes] | None = None,
     ) -> int | None:
         """Return how many tokens after `computed_tokens` are worth loading; None to be asked again soon.
 
         The last token always runs: its logits are the answer's next token. Nothing is changed by asking. For the latest
-        servers are asked, and copies of this machine don't count. stream: how a request that streams would, from its
-        first call on.
+        servers are asked, and copies of this machine do not count. Options and `extra` (of `TrackedSequence`) hold
+        from the request's first call on.
         """
         sequence = self._sequences.get(request)
         if sequence is None:
-            namespaces = self._namespaces.of(salt + self._epoch)
-            sequence = self._sequences[request] = TrackedSequence(namespaces, self._block_tokens)
-            if stream is not None:
-                sequence.stream = (self._clock.monotonic_s() + stream.within_s, stream.quality)
-        sequence.computed_tokens, sequence.is_latest = computed_tokens, is_latest
+            namespaces, has_states = self._namespaces.of(salt + self._epoch), self._namespaces.has_states
+            sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra)
+            self._sequences[request] = sequence
+            sequence.last_block = (len(tokens) - 1) // self._block_tokens
+            if options.stream is not None:
+                sequence.stream = (self._clock.monotonic_s() + options.stream.within_s, options.stream.quality)
+            sequence.may_load, sequence.may_store = options.may_load, options.may_store
+            sequence.is_latest = options.is_latest
+            if options.follow_s:
+                sequence.followed = FollowedPrefix(options.follow_s, self._clock.monotonic_s())
+            self._advise(sequence.blocks(tokens), namespaces, options)
+        sequence.computed_tokens = computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
             return 0
-        hits = self._stored(request, blocks, is_latest)
-        if hits is None:
+        if sequence.followed is not None and self._clock.monotonic_s() < sequence.followed.next_s:
             return None
-        fresh = self._found(blocks[:hits]) * self._block_tokens - computed_tokens
+        hit, followed = self._stored(request, blocks, sequence.is_latest), sequence.followed
+        if hit is None or (followed is not None and self._is_coming(followed, blocks, hit.blocks)):
+            return None
+        if followed is not None:
+            # A store that has fallen silent takes nothing back of what was brought.
+            hit, sequence.followed = hit._replace(blocks=max(hit.blocks, followed.blocks)), None
+        sequence.known = hit.known
+        stop = max(0, hit.blocks - self._volatile_blocks)
+        fresh = self._restorable(blocks[:stop]) * self._block_tokens - computed_tokens
         absent = len(blocks) * self._block_tokens - computed_tokens - max(0, fresh)
         # A look-up that goes on without us was given up.
         why = Why.DEADLINE if request in self._lookups else Why.ABSENT
@@ -123,6 +154,21 @@ class SchedulerHalf:
             return max(0, fresh)
         self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
         return 0
+
+    def _advise(self, blocks: Sequence[BlockRef], namespaces: tuple[Namespace, ...], options: RequestOptions) -> None:
+        """Pass on, with the next step, what a request's agent says."""
+        if options.hint is not None or options.prefetch:
+            expected = TrackedSequence(namespaces, self._block_tokens).blocks(options.prefetch)
+            self._advice.append(AdviceOrder(tuple(blocks), options.hint, tuple(expected)))
+
+    def _is_coming(self, followed: FollowedPrefix, blocks: Sequence[BlockRef], here: int) -> bool:
+        """Tell whether to wait for what another engine computes; what is here is brought to the workers meanwhile."""
+        now_s, prefill, size = self._clock.monotonic_s(), self.cache.judge.prefill(), self._block_tokens
+        if here > followed.blocks:
+            self._advice.append(AdviceOrder((), None, tuple(blocks[followed.blocks : here])))
+        followed.note(here, now_s)
+        compute_s = math.inf if prefill is None else prefill.seconds(here * size, len(blocks) * size)
+        return followed.is_worth(len(blocks) - here, compute_s, now_s)
 
     def _pays(self, sequence: TrackedSequence, tokens: int) -> bool:
         """Tell whether loading tokens pays; where computing ends in time for a request that streams, that is exact."""
@@ -142,24 +188,26 @@ class SchedulerHalf:
             for object_id in block.ids:
                 self.cache.decisions.add(*decided, tokens, object_id.namespace)
 
-    def _stored(self, request: str, blocks: Sequence[BlockRef], is_latest: bool) -> int | None:
+    def _stored(self, request: str, blocks: Sequence[BlockRef], is_latest: bool) -> Hit | None:
         now_s = self._clock.monotonic_s()
         lookup = self._lookups.get(request)
         if lookup is None:
             if not is_latest and self._known(blocks) == len(blocks):
-                return len(blocks)
+                return Hit(len(blocks), known=len(blocks))
             lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks, is_latest))
             self._lookups[request] = lookup
         try:
-            hits = lookup.future.result(ANSWER_S)
+            hit = lookup.future.result(ANSWER_S)
         except FutureTimeoutError:
             # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
-            return None if now_s - lookup.asked_s < self._match_s_max else 0
+            return None if now_s - lookup.asked_s < self._match_s_max else Hit(0)
         del self._lookups[request]
-        return hits
+        return hit
 
     def _known(self, blocks: Sequence[BlockRef]) -> int:
-        """Return how many leading blocks the index has of every shard, without asking any tier."""
+        """Return how many leading blocks the index has of every shard, without asking any tier; 0 if without states."""
+        if not all(self.cache.index.is_held(each.key) for each in blocks[-1].states):
+            return 0
         shards = range(len(blocks[0].ids))
         return min(len(self.cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
 
@@ -171,11 +219,24 @@ class SchedulerHalf:
         missing = (i for i, block in enumerate(blocks) if any(each.key in self._lost for each in block.ids))
         return next(missing, len(blocks)) if self._lost else len(blocks)
 
-    def _match_shards(self, blocks: Sequence[BlockRef], is_latest: bool) -> int:
-        hits, named = len(blocks), self.cache.tiers.named
-        for shard in range(len(blocks[0].ids)):
+    def _restorable(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks of a hit can be restored, for all that workers have missed lately."""
+        found = self._found(blocks)
+        if not found or not blocks[0].states:
+            return found
+        # A shorter run would need states of its own.
+        is_whole = found == len(blocks) and not any(each.key in self._lost for each in blocks[-1].states)
+        return found if is_whole else 0
+
+    def _match_shards(self, blocks: Sequence[BlockRef], is_latest: bool) -> Hit:
+        hits, named, shards = len(blocks), self.cache.tiers.named, range(len(blocks[0].ids))
+        if blocks[0].states:
+            rows = [Parts([named(block.ids[shard], is_latest) for block in blocks]) for shard in shards]
+            states = [[named(block.states[shard], is_latest) for block in blocks] for shard in shards]
+            return self.cache.match_parts([*rows, *(Parts(ids, 1, is_sparse=True) for ids in states)])
+        for shard in shards:
             hits = min(hits, self.cache.match([named(block.ids[shard], is_latest) for block in blocks[:hits]]))
-        return hits
+        return Hit(hits)
 
     def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int, is_in_step: bool = False) -> None:
         """Order the load that the last match offered, into the pages that the request got for it."""
@@ -203,15 +264,18 @@ class SchedulerHalf:
 
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
-        stores = tuple(order for request in scheduled for order in self._stores(request))
+        stores = tuple(
+            order for request in scheduled for order in (*self._stores(request), *self._state_stores(request))
+        )
         loads, self._loads = tuple(self._loads), []
+        advice, self._advice = tuple(self._advice), []
         self._step += 1
         # A step that waits for its loads says nothing of how fast the engine computes.
         paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
         self._steps[self._step] = _Step(self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
-        return StepCommands(self._step, loads, stores, is_idle=step_tokens == 0, heard=self._heard)
+        return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
@@ -219,7 +283,7 @@ class SchedulerHalf:
         if sequence is None or full <= sequence.settled:
             return
         blocks = sequence.blocks(scheduled.tokens)[:full]
-        if self._is_rough(sequence, blocks):
+        if self._is_rough(sequence, blocks) or not sequence.may_store:
             sequence.settled = full
             return
         # With several shards all are stored at once, so that the first one speaks for all.
@@ -235,6 +299,27 @@ class SchedulerHalf:
             yield StoreOrder(scheduled.request, block, filled)
             self._note_stored(block)
         sequence.settled = full
+
+    def _state_stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+        """Order the states that the step ends with, where they are to be kept: the engine has no others."""
+        sequence, tokens = self._sequences.get(scheduled.request), scheduled.computed_tokens
+        full, rest = divmod(tokens, self._block_tokens)
+        if sequence is None or not (self._namespaces.has_states and sequence.may_store):
+            return
+        if rest or tokens > len(scheduled.tokens):
+            return
+        is_often = 0 < self._state_every_tokens <= tokens - sequence.state_tokens
+        if not (is_often or full >= sequence.last_block or full == sequence.known):
+            return
+        sequence.state_tokens = tokens
+        block = sequence.blocks(scheduled.tokens)[full - 1]
+        if all(self.cache.index.is_held(each.key) for each in block.states):
+            return
+        for object_id in block.states:
+            self._lost.pop(object_id.key, None)
+            self.cache.index.insert(object_id.namespace, [object_id.key], BlockKey(object_id.namespace))
+        last = full * (self._block_tokens // self._page_tokens) - 1
+        yield StoreOrder(scheduled.request, block, tuple(scheduled.pages()[last : last + 1]), is_state=True)
 
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
         """Tell whether any of the blocks is rough in the engine's pages; those after it are then.

@@ -2,21 +2,116 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from kvtide.engines.paged.orders import BlockRef
+from kvtide.engines.settings import StreamOrder
+from kvtide.evict import Hint
+from kvtide.group import part_keys
 from kvtide.keys import KeyChain, NamespaceSpec
 from kvtide.outcomes import Decided
+from kvtide.store import Move
 from kvtide.types import BlockKey, Namespace, ObjectId
 
+
+class BlockRef(NamedTuple):
+    """One block of a sequence: for each shard of the model, its object and that of the block before.
+
+    states: of a model with states, each shard's at the block's end; () for others.
+    """
+
+    ids: tuple[ObjectId, ...]
+    parents: tuple[BlockKey, ...]
+    start: int
+    states: tuple[ObjectId, ...] = ()
+
+
+class LoadOrder(NamedTuple):
+    """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on; then the states.
+
+    is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits. is_latest: copies of
+    this machine won't do. stream: how much time there is for refinements of streamed blocks; None for whole ones.
+    """
+
+    request: str
+    blocks: tuple[BlockRef, ...]
+    pages: tuple[int, ...]
+    skip_pages: int
+    deadline_s: float
+    is_in_step: bool = False
+    is_latest: bool = False
+    stream: StreamOrder | None = None
+
+
+class StoreOrder(NamedTuple):
+    """Store one block of a request, whose tokens the step completes, from these pages; or the states at its end."""
+
+    request: str
+    block: BlockRef
+    pages: tuple[int, ...]
+    is_state: bool = False
+
+
+class AdviceOrder(NamedTuple):
+    """A hint about the blocks of a request's prompt, and blocks to bring to the fastest tier ahead of another."""
+
+    blocks: tuple[BlockRef, ...]
+    hint: Hint | None
+    prefetch: tuple[BlockRef, ...]
+
+
+class StepCommands(NamedTuple):
+    """All orders of one engine step.
+
+    is_idle: the step computes nothing, so that waiting costs nobody. heard: the newest step whose reports were known
+    when these orders were given; engines may plan a step before they hear of the one before.
+    """
+
+    step: int
+    loads: tuple[LoadOrder, ...]
+    stores: tuple[StoreOrder, ...]
+    is_idle: bool
+    heard: int = 0
+    advice: tuple[AdviceOrder, ...] = ()
+
+
+class LoadTiming(NamedTuple):
+    """Seconds that a load took for so many tokens; one that was given up is extrapolated."""
+
+    tokens: int
+    seconds: float
+
+
+class WorkerReport(NamedTuple):
+    """A worker's findings of a step.
+
+    `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
+    `rough`: requests whose blocks came rougher than the store has them. `moves`: where objects went, if anybody asked.
+    """
+
+    step: int
+    loads: tuple[LoadTiming, ...]
+    lost: tuple[BlockKey, ...]
+    failed: tuple[str, ...]
+    rough: tuple[str, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
 SALTS_MAX = 1024
+# The store is asked so often for blocks that another engine is about to store.
+FOLLOW_EVERY_S = 0.02
 
 
 class Namespaces:
-    """Namespaces of a model's shards, by the salt that a request carries besides the connector's own."""
+    """Namespaces of a model's shards, by the salt that a request carries besides the connector's own.
 
-    def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]]) -> None:
+    has_states: each block has a part of states too, in a namespace of its own (decision 0021).
+    """
+
+    def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]], has_states: bool = False) -> None:
+        self.has_states = has_states
         self._specs = specs
         self._known: OrderedDict[bytes, tuple[Namespace, ...]] = OrderedDict()
 
@@ -31,11 +126,52 @@ class Namespaces:
         return found
 
 
-class TrackedSequence:
-    """The blocks of a request. Its tokens may only grow."""
+def state_namespace(namespace: Namespace) -> Namespace:
+    """Return the namespace of the states beside a shard's blocks."""
+    return Namespace(hashlib.sha256(b"states" + namespace).digest())
 
-    def __init__(self, namespaces: tuple[Namespace, ...], block_tokens: int) -> None:
+
+class FollowedPrefix:
+    """The blocks that have come of a prefix which another engine is computing. Times are of the monotonic clock."""
+
+    def __init__(self, within_s: float, now_s: float) -> None:
+        """within_s: how long to wait for the next block."""
+        self._within_s = within_s
+        self._started_s = self._grown_s = now_s
+        self.blocks = 0
+        # When to look again.
+        self.next_s = now_s
+
+    def note(self, blocks: int, now_s: float) -> None:
+        """Note how many blocks are there now."""
+        self.next_s = now_s + FOLLOW_EVERY_S
+        if blocks > self.blocks:
+            self.blocks, self._grown_s = blocks, now_s
+
+    def is_worth(self, missing: int, compute_s: float, now_s: float) -> bool:
+        """Tell whether to wait on for `missing` blocks, which would be computed in so many seconds."""
+        if not missing or now_s > self._grown_s + self._within_s:
+            return False
+        block_s = (self._grown_s - self._started_s) / self.blocks if self.blocks else 0.0
+        return missing * block_s <= compute_s + self._within_s
+
+
+class TrackedSequence:
+    """The blocks of a request. Its tokens may only grow.
+
+    extra: what a block depends on besides tokens, given its first and the token after its last; b"" for nothing.
+    """
+
+    def __init__(
+        self,
+        namespaces: tuple[Namespace, ...],
+        block_tokens: int,
+        has_states: bool = False,
+        extra: Callable[[int, int], bytes] | None = None,
+    ) -> None:
         self._namespaces = namespaces
+        self._states = [state_namespace(each) for each in namespaces] if has_states else []
+        self._extra = extra
         self._block_tokens = block_tokens
         self._chains = [KeyChain(namespace, block_tokens) for namespace in namespaces]
         self._blocks: list[BlockRef] = []
@@ -45,8 +181,8 @@ class TrackedSequence:
         self.settled = 0
         # A request whose load has failed is not made to wait for a second one.
         self.may_load = True
-        # Whether copies of this machine won't do.
-        self.is_latest = False
+        # Whether copies of this machine won't do, and whether its user wants its blocks kept.
+        self.is_latest, self.may_store = False, True
         # Where it is streamed: until when, by the clock, and at which quality.
         self.stream: tuple[float, float | None] | None = None
         # The first of its blocks that came rougher than the store has it: what is computed on top is not stored.
@@ -55,8 +191,13 @@ class TrackedSequence:
         self.loaded_from = 0
         # What was decided, and counted, about what is not loaded.
         self.counted: set[Decided] = set()
+        # Of a prefix that another engine is computing.
+        self.followed: FollowedPrefix | None = None
         # What the engine had computed itself when it last asked for a match.
         self.computed_tokens = 0
+        # Where states are kept: the last block that a prompt of this one's length can restore, the leading blocks that
+        # other prompts began with, and the tokens after which they were kept last.
+        self.last_block = self.known = self.state_tokens = 0
 
     @property
     def tokens(self) -> int:
@@ -68,8 +209,15 @@ class TrackedSequence:
         if len(tokens) // self._block_tokens > len(self._blocks):
             fresh = list(tokens[self._tokens :])
             self._tokens = len(tokens)
-            for keys in zip(*(chain.extend(fresh) for chain in self._chains), strict=True):
+            extra = None if self._extra is None else self._more
+            for keys in zip(*(chain.extend(fresh, extra) for chain in self._chains), strict=True):
                 ids = tuple(ObjectId(namespace, key) for namespace, key in zip(self._namespaces, keys, strict=True))
-                self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens))
+                parts = zip(self._states, keys, strict=False)
+                states = tuple(ObjectId(namespace, part_keys(namespace, [key])[0]) for namespace, key in parts)
+                self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens, states))
                 self._parents = keys
         return self._blocks
+
+    def _more(self, block: int) -> bytes:
+        assert self._extra is not None
+        return self._extra(block * self._block_tokens, (block + 1) * self._block_tokens)

@@ -6,23 +6,29 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
-from kvtide.engines.paged.kept import KeptBlocks
-from kvtide.engines.paged.loads import PageLoad, StreamedPages
-from kvtide.engines.paged.orders import BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
+from kvtide.config import step_back
+from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages
 from kvtide.engines.paged.pages import LayeredPages, PagePool
+from kvtide.engines.paged.sequence import AdviceOrder, BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
+from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
+from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, ObjectId, Section
+
+if TYPE_CHECKING:
+    from kvtide.plan.base import StreamPolicy
 
 # Requests that load at the same time; more wait their turn.
 LOADS_AT_ONCE = 4
@@ -32,6 +38,9 @@ IDLE_WAIT_S = 0.005
 COPY_BYTES_MAX = 128 << 20
 # Between steps nothing is computed beside a load: how fast the engine would be matters to nobody there.
 NO_PREFILL = PrefillSpeed(1.0)
+# Of the memory tier's room so much is taken from the system before it is needed.
+TOUCHED_BYTES_MAX = 512 << 20
+TOUCH_NICE = 19
 # A streamed load whose time is over still gets what is under way.
 READ_S_MIN = 0.05
 
@@ -39,29 +48,46 @@ _Result = TypeVar("_Result")
 
 
 class LoadOutcome(NamedTuple):
-    """Loads that ended: of which requests, those within a step apart, and the pages that were not filled."""
+    """Loads that ended, by request, without those within a step; the requests that did not get all; pages unfilled."""
 
     requests: set[str]
+    failed: set[str]
     failed_pages: set[int]
 
 
 class WorkerHalf:
-    """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own."""
+    """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
+
+    states: the pages of layers whose past is one state, each beside the last page of a block.
+    """
 
     def __init__(
-        self, cache: Cache, pool: PagePool, shard: int, label: str, clock: Clock, kept_bytes_max: int = 0
+        self,
+        cache: Cache,
+        pool: PagePool,
+        shard: int,
+        label: str,
+        clock: Clock,
+        kept_bytes_max: int = 0,
+        states: PagePool | None = None,
+        policy: StreamPolicy | None = None,
     ) -> None:
+        """policy: what streamed loads ask for first."""
         self.cache = cache
+        self._states = states
         self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
         self._pool = pool
+        self._tokens = pool.layout.tokens
         self._shard = shard
         self._label = label
         self._clock = clock
+        self._policy = policy
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._changed = threading.Condition()
         self._loads: dict[str, PageLoad] = {}
         self._ended: list[str] = []
         self._failed_pages: set[int] = set()
+        self._broken: set[str] = set()
         self._step = 0
         # Requests whose load within a step failed, and that step: what they compute is on top of nothing.
         self._failed_requests: dict[str, int] = {}
@@ -69,10 +95,38 @@ class WorkerHalf:
         self._lost: list[BlockKey] = []
         self._failed: list[str] = []
         self._rough: list[str] = []
-        self._counts: dict[str, float] = {}
+        # By name and labels.
+        self._counts: dict[tuple[str, ...], float] = {}
+        # Totals of blocks and their profiles that were told.
+        self._told: Counter[str] = Counter()
+        self._is_closed = False
+
+    def take_memory(self) -> None:
+        """Have the system give memory before blocks need it: the engine's thread would wait for it to be cleared.
+
+        Goes on in the background, behind all that computes, until it is done or this is closed.
+        """
+        touch_all = partial(self.cache.guarded, "take memory", self._touch, None)
+        threading.Thread(target=touch_all, name="kvtide-memory", daemon=True).start()
+
+    def _touch(self) -> None:
+        step_back(TOUCH_NICE)
+        size = self._pool.layout.raw_bytes
+        # What is captured of a device lies there.
+        kept_bytes = self._kept.bytes_max if self._pool.memory is None else 0
+        rooms = [recycled_buffer(size) for _ in range(min(kept_bytes, RECYCLED_BYTES_MAX) // size)]
+        for room in rooms:
+            touch(room, self._is_open)
+        memory = self.cache.tiers.open_tiers.get(MemoryTier.name)
+        if isinstance(memory, MemoryTier):
+            memory.touch(TOUCHED_BYTES_MAX, self._is_open)
+
+    def _is_open(self) -> bool:
+        return not self._is_closed
 
     def close(self) -> None:
         """End all loads and store what is queued, as long as the cache may. Idempotent."""
+        self._is_closed = True
         for load in list(self._loads.values()):
             load.close()
         self._loaders.shutdown(wait=False, cancel_futures=True)
@@ -80,7 +134,9 @@ class WorkerHalf:
         self.cache.guarded("close", self._pool.close, None)
 
     def start(self, orders: StepCommands) -> None:
-        """Start the step's loads."""
+        """Start the step's loads, and pass on advice."""
+        for advice in orders.advice:
+            self._loaders.submit(self._advise, advice)
         self._step = orders.step
         # Once the scheduler has heard of it, the engine computes again what was not filled.
         self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
@@ -101,6 +157,13 @@ class WorkerHalf:
             else:
                 self._loaders.submit(self._run, load)
 
+    def _advise(self, advice: AdviceOrder) -> None:
+        ids = [self.cache.tiers.named(block.ids[self._shard]) for block in advice.blocks]
+        if advice.hint is not None:
+            self.cache.advise(ids, advice.hint)
+        if advice.prefetch:
+            self.cache.prefetch([self._meta(block) for block in advice.prefetch])
+
     def _follow(self) -> bool:
         self._pool.follow()
         return True
@@ -108,7 +171,10 @@ class WorkerHalf:
     def _run(self, load: PageLoad) -> None:
         kept = load.restore_kept(self.cache.guarded)
         is_whole = kept == len(load.order.blocks)
-        self._finish(load, LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept))
+        report = LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept)
+        if self._states is not None and report.blocks == len(load.order.blocks):
+            report = self._load_states(load, report, self._states)
+        self._finish(load, report)
 
     def _finish(self, load: PageLoad, report: LoadReport) -> None:
         load.close()
@@ -140,6 +206,17 @@ class WorkerHalf:
         report = self.cache.load(metas, Whole(sink, take, by_layer), left_s)
         return report._replace(blocks=kept + report.blocks)
 
+    def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
+        """Load the states after the blocks; without them nothing can go on from there."""
+        meta = self._state_meta(load.order.blocks[-1], load.order.is_latest)
+        left_s = max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
+        found = self.cache.load([meta], Whole(lambda _, bits: load.take_states(states, bits)), left_s)
+        if found.blocks:
+            load.state_bytes = found.stored_bytes
+            return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes)
+        load.missed_states = meta.id
+        return LoadReport(0, rows.stored_bytes, found.reason)
+
     def _stream(
         self, load: PageLoad, metas: Sequence[BlockMeta], kept: int, left_s: float, how: StreamOrder
     ) -> LoadReport:
@@ -153,7 +230,7 @@ class WorkerHalf:
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
-        streamed = Streamed(StreamedPages(load, kept), request, computes=False, limits=limits)
+        streamed = Streamed(StreamedPages(load, kept), request, self._policy, computes=False, limits=limits)
         report = self.cache.load(metas, streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
@@ -165,6 +242,7 @@ class WorkerHalf:
         unfilled = load.unfilled(report.blocks)
         if not load.order.is_in_step:
             self._ended.append(load.order.request)
+            self._broken.update([load.order.request] if unfilled else [])
         self._failed_pages.update(unfilled)
         if unfilled and load.order.is_in_step:
             self._failed_requests[load.order.request] = self._step
@@ -173,7 +251,11 @@ class WorkerHalf:
         wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
         self._count(loads=1, loaded_tokens=report.blocks * tokens, loaded_bytes=report.stored_bytes)
         self._count(load_seconds=seconds, failed_loads=report.blocks < wanted)
+        self._count_group(False, "loaded", report.blocks, report.stored_bytes - load.state_bytes)
+        if self._states is not None and report.blocks == wanted:
+            self._count_group(True, "loaded", 1, load.state_bytes)
         if report.blocks < wanted:
+            self._count_group(load.missed_states is not None, "missed")
             self._failed.append(load.order.request)
         # A streamed load takes the time that it was given, which says nothing of a link.
         is_timed = load.order.stream is None or seconds > load.order.stream.within_s
@@ -182,13 +264,20 @@ class WorkerHalf:
         else:
             loaded = report.blocks
             if report.blocks < wanted:
-                self._lost.append(load.order.blocks[report.blocks].ids[self._shard].key)
+                missed = load.missed_states or load.order.blocks[report.blocks].ids[self._shard]
+                self._lost.append(missed.key)
         if is_timed:
             self._timings.append(LoadTiming(loaded * tokens, seconds))
 
     def _meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
         object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
         return BlockMeta(object_id, block.parents[self._shard], block.start, self._pool.layout, self._label)
+
+    def _state_meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
+        assert self._states is not None
+        object_id, end = self.cache.tiers.named(block.states[self._shard], is_latest), block.start + self._tokens - 1
+        # Each stands alone, at its block's last token.
+        return BlockMeta(object_id, BlockKey(object_id.namespace), end, self._states.layout, f"{self._label} states")
 
     def wait_layer(self, layer: int) -> None:
         """Wait until what is being loaded within the step has this layer whole, or has failed."""
@@ -211,11 +300,21 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
-            meta = self._meta(order.block)
-            pending = PendingBlock(meta, partial(self._capture, order, meta.id))
-            if not is_wanted or not self.cache.store([pending]):
+            is_taken = is_wanted and bool(self.cache.store([self._pending(order)]))
+            if not is_taken:
                 gaps.add(order.request)
                 self._note_lost(order)
+            with self._changed:
+                self._count_group(order.is_state, "taken" if is_taken else "dropped")
+
+    def _pending(self, order: StoreOrder) -> PendingBlock:
+        if order.is_state and self._states is not None:
+            capture = self._states.capture
+            # They save the whole prefix.
+            cost = float(order.block.start // self._tokens + 1)
+            return PendingBlock(self._state_meta(order.block), lambda: capture(order.pages).block, cost, is_exact=True)
+        meta = self._meta(order.block)
+        return PendingBlock(meta, partial(self._capture, order, meta.id))
 
     def _capture(self, order: StoreOrder, object_id: ObjectId) -> BlockSource:
         captured = self._pool.capture(order.pages)
@@ -225,7 +324,8 @@ class WorkerHalf:
     def _note_lost(self, order: StoreOrder) -> None:
         """Have the scheduler half forget a block that it takes for stored."""
         with self._changed:
-            self._lost.append(order.block.ids[self._shard].key)
+            ids = order.block.states if order.is_state else order.block.ids
+            self._lost.append(ids[self._shard].key)
 
     def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
         """Return what has ended since the last call; loads of `finished` requests are given up.
@@ -240,27 +340,41 @@ class WorkerHalf:
             load.close()
         with self._changed:
             self._ended += [load.order.request for load in given_up if not load.order.is_in_step]
-            outcome = LoadOutcome(set(self._ended), self._failed_pages)
-            self._ended, self._failed_pages = [], set()
+            outcome = LoadOutcome(set(self._ended), self._broken, self._failed_pages)
+            self._ended, self._broken, self._failed_pages = [], set(), set()
         return outcome
 
     def report(self, step: int) -> WorkerReport:
         """Return what the scheduler half should know, once."""
         with self._changed:
             timings, lost, failed = tuple(self._timings), tuple(self._lost), tuple(self._failed)
-            found = WorkerReport(step, timings, lost, failed, tuple(self._rough))
+            moves = self.cache.moves.take() if self.cache.moves is not None else ()
+            found = WorkerReport(step, timings, lost, failed, tuple(self._rough), moves)
             self._timings, self._lost, self._failed, self._rough = [], [], [], []
         return found
 
-    def take_counts(self) -> dict[str, float]:
-        """Return what ended loads brought since the last call: loads, tokens, bytes, seconds, those that were rough."""
+    def take_counts(self) -> dict[tuple[str, ...], float]:
+        """Return what was counted since the last call, by name and labels.
+
+        Of ended loads: loads, tokens, bytes, seconds, those that were rough; of each group, its blocks by result; and
+        blocks that a profile did not fit, that had none, or that were checked.
+        """
+        totals = self.cache.profiles.totals()
         with self._changed:
             found, self._counts = self._counts, {}
+            found |= {(name,): count - self._told[name] for name, count in totals.items() if count > self._told[name]}
+            self._told = Counter(totals)
         return found
 
     def _count(self, **counts: float) -> None:
         for name, count in counts.items():
-            self._counts[name] = self._counts.get(name, 0) + count
+            self._counts[name,] = self._counts.get((name,), 0) + count
+
+    def _count_group(self, is_state: bool, what: str, blocks: int = 1, size: int = 0) -> None:
+        group = "states" if is_state else "rows"
+        for key, count in ((("group_blocks", group, what), blocks), (("group_bytes", group), size)):
+            if count:
+                self._counts[key] = self._counts.get(key, 0) + count
 
     def check(self) -> None:
         """AssertionError if a load is left over. Call it while no request runs."""

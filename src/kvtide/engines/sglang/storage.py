@@ -47,7 +47,7 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
         layout = chunk_layout(page.nbytes, 1, mem_pool_host.page_size)
         text = f"sglang pages {config.model_name} {shard} {spread} {order}"
         self._store = ChunkStore(self._settings, layout, self._settings.fingerprint.encode(), text)
-        self._store.cache.open()
+        self._store.open()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Refuse pools besides the one of keys and values: their pages would have to come and go together."""
@@ -64,8 +64,8 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
         return self.store.contains(key.encode())
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return how many leading pages seem to be stored."""
-        return next((i for i, key in enumerate(keys) if not self.exists(key)), len(keys))
+        """Return how many leading pages seem to be stored; none where computing them is expected to be faster."""
+        return self.store.leading([key.encode() for key in keys])
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """Read a page into the tensor `target_location` and return it; None if it is not there."""

@@ -7,88 +7,96 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import Clock
-from kvtide.engines.transformers.attention import ObservedPrefix, attending
+from kvtide.engines.transformers.attention import Learner, ObservedPrefix
+from kvtide.engines.transformers.batches import BatchedModel
 from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings
-from kvtide.engines.transformers.generation import FirstToken, RestoreWay, Ways, bypass_reason
-from kvtide.engines.transformers.learning import Learner
-from kvtide.engines.transformers.pages import RestoredRoom, block_bits
-from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
-from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
+from kvtide.engines.transformers.generation import (
+    CallSettings,
+    GenerateReport,
+    bypass_reason,
+    note_prefill,
+    recompute_s,
+    static_cache,
+    watched,
+)
+from kvtide.engines.transformers.grouped import GroupedModel
+from kvtide.engines.transformers.pages import RestoredRoom, captured
+from kvtide.engines.transformers.profiles import CalibrationStatus, ProfileSeeker
+from kvtide.engines.transformers.selecting import ImportanceLoads, OpenedPrefix, observing
+from kvtide.engines.transformers.selective import SparseSettings
+from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings, asked
+from kvtide.engines.transformers.ways import RestoreWay
+from kvtide.evict import Advice
+from kvtide.group import LayerGroup
 from kvtide.keys import LatestKeys
-from kvtide.outcomes import Choice, Why
-from kvtide.plan import PrefillSpeed, policy_named
-from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.policies import policy_named
+from kvtide.store import Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
-from kvtide.store.load.sparse import Sparse
-from kvtide.store.load.streamed import Streamed, StreamedReport
+from kvtide.store.load.streamed import Streamed
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
 _Tokens = np.ndarray[Any, Any]
 
 BLOCK_TOKENS = 256
-# Tokens of an answer after a selected prefix before it is copied for each.
-ANSWER_ROOM = 256
-# Shorter runs say more about the machine's mood than about its prefill speed.
-PREFILL_SAMPLE_TOKENS_MIN = 128
 # Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
 PREFILL_GUESS = 1000.0
-
-
-class GenerateReport(NamedTuple):
-    """The cache's part in the last call. `bypass` names the reason if it was left out.
-
-    streamed: the decision and its outcome, where blocks are streamed. selected: what was loaded of the restored
-    tokens, where only a part was.
-    """
-
-    prompt_tokens: int
-    hit_tokens: int
-    load_s: float
-    stored_bytes_read: int
-    blocks_queued: int
-    bypass: str | None
-    streamed: StreamedReport | None = None
-    selected: SelectedLayers | None = None
 
 
 class CachedModel:
     """A model with a cache beside it. Use it with `with`; one call of `generate` at a time."""
 
-    def __init__(self, model: Any, cache: Cache, clock: Clock, settings: NamespaceSettings) -> None:
+    def __init__(
+        self, model: Any, cache: Cache, clock: Clock, settings: NamespaceSettings, seeker: ProfileSeeker
+    ) -> None:
         self.model = model
         self.cache = cache
         self.last: GenerateReport | None = None
         self._clock = clock
         self._identity = ModelIdentity(model, settings)
         self._keys = LatestKeys(settings.block_tokens)
+        self._grouped = GroupedModel(model, cache, clock, self._identity, settings.block_tokens)
+        self._batched = BatchedModel(model, cache, clock, self._metas)
         self._streaming: StreamSettings | None = None
-        # Learns from streamed prefixes what `importance-first` goes by.
+        # Learns from prompts what `importance` and `importance-first` go by.
         self._learner: Learner | None = None
-        self._importance: tuple[SparseSettings, Learner] | None = None
-        self._ways = Ways()
+        self._importance: ImportanceLoads | None = None
         self._bypass_logged: set[str] = set()
+        self._seeker = seeker
+
+    @property
+    def calibration(self) -> CalibrationStatus | None:
+        """Return how far a calibration in the background is, None without one."""
+        return self._seeker.calibration
 
     def stream(self, streaming: StreamSettings, learner: Learner) -> None:
         """From now on stream what is not in the fastest tier, computing meanwhile. ValueError for a bad setting."""
         self._streaming = streaming.checked()
         self._learner = learner if streaming.is_by_importance else None
 
-    def select(self, importance: SparseSettings, learner: Learner) -> None:
-        """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it."""
-        self._importance = (importance, learner)
+    def select(self, importance: SparseSettings, learner: Learner, is_reordered: bool = True) -> None:
+        """From now on load exactly only what matters of blocks that are stored as `packed`, and learn from it.
+
+        is_reordered: tokens are stored in the order in which they matter, else as they come, for good.
+        """
+        self._importance = ImportanceLoads(self.cache, self._clock, importance, learner, is_reordered)
+        self._learner = learner
+
+    def keep_states(self, every_tokens: int) -> None:
+        """From now on keep the states of a prompt after so many tokens too. ValueError if the model has none."""
+        self._grouped.keep_states(every_tokens)
 
     @property
     def layout(self) -> BlockLayout:
@@ -100,23 +108,33 @@ class CachedModel:
         """Return where the model's blocks belong."""
         return self._identity.namespace
 
+    @property
+    def groups(self) -> list[tuple[LayerGroup, Namespace]]:
+        """Return the model's groups of layers, one for a plain model, and where the parts of each belong."""
+        identity = self._identity
+        return [(each.group, space) for each, space in zip(identity.groups, identity.namespaces, strict=True)]
+
     def __enter__(self) -> Self:
         self.cache.open()
         if self._streaming is not None:
             self.cache.recall()
+        self._seeker.seek(self._identity)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for learner in (self._learner, self._importance and self._importance[1]):
-            if learner is not None:
-                learner.close()
+    def __exit__(self, *raised: object) -> None:
+        for helper in (self._learner, self._seeker):
+            if helper is not None:
+                helper.close()
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored, for other processes to find. False if that took longer."""
         return self.cache.flush(timeout_s)
+
+    def learned(self, timeout_s: float) -> None:
+        """Wait until what prompts taught is noted beside the blocks. TimeoutError if that takes longer."""
+        if self._learner is not None:
+            self._learner.flush(timeout_s)
 
     def weights_changed(self, fingerprint: bytes | None = None) -> None:
         """Tell that the model was changed where kvtide can't see it: what was stored before is not used any more.
@@ -127,7 +145,11 @@ class CachedModel:
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
-        return 0 if self._identity.follow() else self._match(self._prompt(input_ids)) * self.layout.tokens
+        if self._identity.follow():
+            return 0
+        prompt = self._prompt(input_ids)
+        blocks = self._match(prompt) if self._identity.is_plain else self._grouped.find(prompt).hit.blocks
+        return blocks * self.layout.tokens
 
     def generate(
         self,
@@ -137,15 +159,17 @@ class CachedModel:
         kvtide_force_latest: bool = False,
         kvtide_start_within_s: float | None = None,
         kvtide_quality: float | None = None,
+        kvtide_hint: Advice | None = None,
         **arguments: Any,
     ) -> Any:
         """Generate as `model.generate(inputs, generation_config, **arguments)` does, restoring a stored prefix first.
 
-        inputs, or the keyword input_ids: (1, tokens). New full blocks of prompt and answer are stored afterwards, in
-        the background. kvtide_force_latest: restore only what the store's servers say is the latest of all regions, no
-        copy of this machine. kvtide_start_within_s, kvtide_quality: as in `attach`, for this call. ValueError for an
-        empty prompt. What the cache can't help with (several sequences, other
-        model inputs, beams, a cache of the caller's own) runs without it, and `last.bypass` names the reason.
+        inputs, or the keyword input_ids: (sequences, tokens). New full blocks of prompt and answer are stored
+        afterwards, in the background. kvtide_force_latest: restore only what the store's servers say is the latest of
+        all regions, no copy of this machine. kvtide_start_within_s, kvtide_quality: as in `attach`, for this call.
+        kvtide_hint: advice about a single prompt's session. Several sequences, padded on the left, restore what all of
+        them can, by whole loads. What the cache can't help with runs without it; `last.bypass` says why. ValueError
+        for no token.
         """
         if generation_config is not None:
             arguments["generation_config"] = generation_config
@@ -153,112 +177,97 @@ class CachedModel:
         if input_ids is None:
             self._note_bypass("a call without token ids", 0)
             return self.model.generate(**arguments)
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids must be (1, tokens) with at least one token, got {tuple(input_ids.shape)}")
-        bypass = bypass_reason(self.model, input_ids, arguments) or self._identity.follow()
+        if input_ids.ndim != 2 or not input_ids.numel():
+            raise ValueError(f"input_ids must be (sequences, tokens), at least one token, got {tuple(input_ids.shape)}")
+        call = CallSettings.of(self.model, input_ids, arguments)
+        is_batch = len(input_ids) > 1 or not call.mask.all()
+        bypass = self._bypass(input_ids, is_batch, call)
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
-        prompt = self._prompt(input_ids)
-        began_s = self._clock.monotonic_s()
-        selected = self._select(prompt, kvtide_force_latest)
-        streaming = _asked(self._streaming, kvtide_start_within_s, kvtide_quality)
-        past, report = (
-            self._restore(prompt, kvtide_force_latest, streaming)
-            if selected is None
-            else self._opened(prompt, *selected)
-        )
-        first_token = FirstToken(self._clock)
-        criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-        arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria}
-        if arguments.get("attention_mask") is None:
-            arguments["attention_mask"] = torch.ones_like(input_ids)
-        started_s = self._clock.monotonic_s()
+        if is_batch:
+            output, self.last = self._batched.generate(input_ids, call, kvtide_force_latest, arguments)
+            return output
+        prompt, streaming = self._prompt(input_ids), asked(self._streaming, kvtide_start_within_s, kvtide_quality)
+        if not self._identity.is_plain:
+            output, self.last = self._grouped.generate(input_ids, prompt, kvtide_force_latest, kvtide_hint, arguments)
+            return output
+        if kvtide_hint is not None:
+            self.cache.advise([meta.id for meta in self._metas(prompt[:-1], kvtide_force_latest)], kvtide_hint)
+        return self._generate(input_ids, call, kvtide_force_latest, streaming, arguments)
+
+    def _generate(
+        self,
+        input_ids: torch.Tensor,
+        call: CallSettings,
+        is_latest: bool,
+        streaming: StreamSettings | None,
+        arguments: dict[str, Any],
+    ) -> Any:
+        began_s, prompt = self._clock.monotonic_s(), self._prompt(input_ids)
+        selected = self._select(prompt, is_latest)
         if selected is None:
-            with self._observed(prompt, report):
-                output = self.model.generate(input_ids, **arguments)
-            self._note_prefill(report.hit_tokens, len(prompt), first_token.seen_s - started_s)
+            past, report = self._restore(prompt, is_latest, streaming)
+            past = static_cache(self.model, past, len(prompt), call)
         else:
-            output, report = self._generate_selected(input_ids, prompt, selected[0], report, arguments)
+            past, load_s = selected.past, self._clock.monotonic_s() - began_s
+            report = GenerateReport(len(prompt), selected.load.tokens, load_s, 0, 0, None)
+        first_token, arguments = watched(self._clock, input_ids, past, arguments)
+        started_s, observed = self._clock.monotonic_s(), None
+        if selected is None or self._importance is None:
+            with self._observed(prompt, report) as observed:
+                output = self.model.generate(input_ids, **arguments)
+            note_prefill(self.cache.judge, report.hit_tokens, len(prompt), first_token.seen_s - started_s)
+        else:
+            output, layers = self._importance.answer(self.model, input_ids, selected, arguments)
+            self.cache.decisions.add_absent(self._full_tokens(len(prompt)) - report.hit_tokens, self.namespace)
+            report = report._replace(stored_bytes_read=layers.read_bytes, selected=layers)
         if self._importance is not None:
-            way, seconds = RestoreWay.WHOLE if selected is None else RestoreWay.PART, first_token.seen_s - began_s
-            self._ways.note(way, self._is_near(prompt), report.hit_tokens, seconds, self._clock.monotonic_s())
+            way, now_s = RestoreWay.WHOLE if selected is None else RestoreWay.PART, self._clock.monotonic_s()
+            took_s = first_token.seen_s - began_s
+            self._importance.ways.note(way, self._is_near(prompt), report.hit_tokens, took_s, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        queued = self.cache.guarded("queue blocks", partial(self._store, sequences[0], past, report), 0)
-        self.last = report._replace(blocks_queued=queued)
+        store = partial(self._store, sequences, past, report, observed)
+        self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
         return output
 
-    @contextmanager
-    def _observed(self, prompt: _Tokens, report: GenerateReport) -> Iterator[None]:
-        """Learn what a prompt attends to in its restored prefix, where loads go by that."""
-        if self._learner is None or not report.hit_tokens or self.model.config._attn_implementation != "sdpa":
-            yield
-            return
-        observed = ObservedPrefix(report.hit_tokens)
-        with attending(self.model, observed.attend):
-            yield
-        metas = self._metas(prompt[: report.hit_tokens])
-        self.cache.guarded("learn", partial(self._learner.note, self.cache, metas, observed.importance, ()), False)
+    def _bypass(self, input_ids: torch.Tensor, is_batch: bool, call: CallSettings) -> str | None:
+        """Return why the cache can't help with a call, by itself or on this model with these settings."""
+        reason = bypass_reason(self.model, input_ids, call) or self._follow()
+        if reason is not None:
+            return reason
+        is_plain = self._identity.is_plain
+        if call.is_static and (not is_plain or (self._importance is not None and not is_batch)):
+            return "a static cache, of a model with several groups of layers or with importance"
+        if is_batch and not is_plain:
+            return "several or padded sequences, of a model with several groups of layers"
+        return None
+
+    def _follow(self) -> str | None:
+        """Follow changes of the model, and look for the profile of what it is now."""
+        refusal = self._identity.follow()
+        self._seeker.seek(self._identity)
+        return refusal
+
+    def _observed(self, prompt: _Tokens, report: GenerateReport) -> AbstractContextManager[ObservedPrefix | None]:
+        """Learn what a prompt attends to where loads go by that: in its restored prefix, or in all that it stores."""
+        if self._importance is not None:
+            return self._importance.observed(self.model, self._metas(prompt[:-1]))
+        if self._learner is not None:
+            return observing(self.model, self.cache, self._learner, self._metas(prompt[: report.hit_tokens]))
+        return nullcontext()
 
     def _is_near(self, prompt: _Tokens) -> bool:
         """Tell whether the prompt begins in the fastest tier."""
-        first = self._metas(prompt[: self.layout.tokens])
-        return any(self.cache.guarded("look up", partial(self.cache.tiers.is_near, meta.id), False) for meta in first)
+        return self.cache.is_near([meta.id for meta in self._metas(prompt[: self.layout.tokens])])
 
-    def _select(self, prompt: _Tokens, is_latest: bool) -> tuple[Sparse, RestoredRoom, float] | None:
+    def _select(self, prompt: _Tokens, is_latest: bool) -> OpenedPrefix | None:
         """Open what is stored packed of the prompt's prefix; None if nothing is, or all is to be exact and so whole."""
-        if self._importance is None or self._importance[0].ratio == 1.0:
+        if self._importance is None:
             return None
-        started_s, importance = self._clock.monotonic_s(), self._importance[0]
-        hits = self._match(prompt, is_latest)
-        if not hits or self._ways.choose(self._is_near(prompt), started_s) is RestoreWay.WHOLE:
-            return None
-        pages = RestoredRoom(self.layout, hits, len(prompt) - hits * self.layout.tokens + ANSWER_ROOM)
-        sparse = Sparse(pages.write, importance.tokens_ahead(self.layout.tokens))
-        self.cache.load(self._metas(prompt[:-1], is_latest)[:hits], sparse)
-        return (sparse, pages, started_s) if sparse.opened is not None else None
-
-    def _opened(
-        self, prompt: _Tokens, sparse: Sparse, pages: RestoredRoom, started_s: float
-    ) -> tuple[DynamicCache, GenerateReport]:
-        """Return a cache with the rough blocks of an open load."""
-        assert sparse.opened is not None
-        past = DynamicCache(config=self.model.config)
-        pages.fill(past, sparse.opened.blocks, self.model.device)
-        load_s = self._clock.monotonic_s() - started_s
-        return past, GenerateReport(len(prompt), sparse.opened.tokens, load_s, 0, 0, None)
-
-    def _generate_selected(
-        self,
-        input_ids: torch.Tensor,
-        prompt: _Tokens,
-        sparse: Sparse,
-        report: GenerateReport,
-        arguments: dict[str, Any],
-    ) -> tuple[Any, GenerateReport]:
-        """Answer on rough blocks of which each layer loads what matters."""
-        assert self._importance is not None
-        assert sparse.opened is not None
-        (importance, learner), load = self._importance, sparse.opened
-        selection = SparsePrefix(load, importance)
-        with closing(sparse):
-            self._probe(input_ids[:, report.hit_tokens : -1], arguments["past_key_values"], selection)
-            with selection.active(self.model):
-                output = self.model.generate(input_ids, **arguments)
-        self.cache.guarded(
-            "learn", partial(learner.note, self.cache, load.metas, selection.importance, load.bases), False
-        )
-        self.cache.decisions.add_absent(self._full_tokens(prompt) - report.hit_tokens, self.namespace)
-        return output, report._replace(stored_bytes_read=load.read_bytes, selected=selection.report())
-
-    def _probe(self, suffix: torch.Tensor, past: DynamicCache, selection: SparsePrefix) -> None:
-        """Run the suffix but for its last token; where the guard then refuses, load all and forget that it ran."""
-        if suffix.shape[1] == 0:
-            return
-        with torch.inference_mode(), selection.active(self.model):
-            self.model(suffix, past_key_values=past, use_cache=True, logits_to_keep=1)
-        if selection.is_refused:
-            selection.fall_back(past)
+        metas = self._metas(prompt[:-1], is_latest)[: self._match(prompt, is_latest)]
+        spare_tokens = len(prompt) - len(metas) * self.layout.tokens
+        return self._importance.open(self.model, metas, self._is_near(prompt), spare_tokens)
 
     def _prompt(self, input_ids: torch.Tensor) -> _Tokens:
         prompt: _Tokens = input_ids[0].cpu().numpy()
@@ -290,6 +299,9 @@ class CachedModel:
         """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
         if self._identity.follow() is not None:
             return DynamicCache(config=self.model.config)
+        if not self._identity.is_plain:
+            prompt = self._prompt(input_ids)
+            return self._grouped.restore(prompt, self._grouped.find(prompt))[0]
         return self._restore(self._prompt(input_ids), False, self._streaming)[0]
 
     def _restore(
@@ -301,34 +313,29 @@ class CachedModel:
             if found is not None:
                 return found
         hits, block_tokens = self._match(prompt, is_latest), self.layout.tokens
-        self.cache.decisions.add_absent(self._full_tokens(prompt) - hits * block_tokens, self.namespace)
+        self.cache.decisions.add_absent(self._full_tokens(len(prompt)) - hits * block_tokens, self.namespace)
         past = DynamicCache(config=self.model.config)
         stored_bytes, judge, is_near = 0, self.cache.judge, bool(hits) and self._is_near(prompt)
-        if hits and not is_near and not judge.is_load_faster(hits * block_tokens, started_s):
-            self.cache.decisions.add(Choice.RECOMPUTE, Why.LINK_SLOWER, hits * block_tokens, self.namespace)
+        if hits and not self.cache.is_worth(hits * block_tokens, is_near, self.namespace):
             hits = 0
         if hits:
             pages = RestoredRoom(self.layout, hits)
-            speed = judge.prefill()
-            # Longer than recompute is of no use to anybody; unknown speed leaves the cache's own bound.
-            recompute_s = speed.seconds(0, hits * block_tokens) if speed is not None else None
             metas = self._metas(prompt[:-1], is_latest)[:hits]
-            report = self.cache.load(metas, Whole(pages.write), recompute_s)
+            report = self.cache.load(metas, Whole(pages.write), recompute_s(judge, hits * block_tokens))
             now_s = self._clock.monotonic_s()
             if not is_near and report.reason in (None, MissReason.DEADLINE):
                 # A load that was given up is extrapolated.
                 judge.note_load(hits * block_tokens, (now_s - started_s) * hits / max(1, report.blocks), now_s)
             hits, stored_bytes = report.blocks, report.stored_bytes
             pages.fill(past, hits, self.model.device)
-        load_s = self._clock.monotonic_s() - started_s
-        return past, GenerateReport(len(prompt), hits * self.layout.tokens, load_s, stored_bytes, 0, None)
+        tokens = hits * self.layout.tokens
+        return past, GenerateReport(len(prompt), tokens, self._clock.monotonic_s() - started_s, stored_bytes, 0, None)
 
     def _stream(
         self, prompt: _Tokens, metas: list[BlockMeta], streaming: StreamSettings
     ) -> tuple[DynamicCache, GenerateReport] | None:
         """Stream a prompt's blocks; None for what is in the fastest tier, and for a load that failed."""
-        is_near = partial(all, (self.cache.tiers.is_near(meta.id) for meta in metas))
-        if self.cache.guarded("look up", is_near, False):
+        if self.cache.is_near([meta.id for meta in metas]):
             return None
         engine = StreamedPrefill(self.model, prompt.tolist(), self.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
@@ -341,12 +348,8 @@ class CachedModel:
         report = GenerateReport(len(prompt), found.tokens, found.ready_s, found.received_bytes, 0, None, found)
         return engine.past, report
 
-    def _full_tokens(self, prompt: _Tokens) -> int:
-        return (len(prompt) - 1) // self.layout.tokens * self.layout.tokens
-
-    def _note_prefill(self, start: int, stop: int, seconds: float) -> None:
-        if stop - start >= PREFILL_SAMPLE_TOKENS_MIN:
-            self.cache.judge.note_prefill(start, stop, seconds)
+    def _full_tokens(self, prompt_tokens: int) -> int:
+        return (prompt_tokens - 1) // self.layout.tokens * self.layout.tokens
 
     def _cost(self, meta: BlockMeta) -> float | None:
         """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
@@ -356,9 +359,11 @@ class CachedModel:
         tokens = meta.layout.tokens
         return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
 
-    def _store(self, sequence: torch.Tensor, past: DynamicCache, report: GenerateReport) -> int:
+    def _store(
+        self, sequences: torch.Tensor, past: DynamicCache, report: GenerateReport, observed: ObservedPrefix | None
+    ) -> int:
         # The last token of the answer was never run, so the cache ends before it.
-        tokens = sequence[: past.get_seq_length()].cpu().numpy()
+        tokens = sequences[0, : int(past.get_seq_length())].cpu().numpy()
         loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)
         streamed, stop = report.streamed, len(tokens)
         if streamed is not None:
@@ -366,18 +371,11 @@ class CachedModel:
             if loaded and streamed.is_rougher_than(self.cache.quality):
                 # What is computed on top of rougher blocks than are stored is no better than they are.
                 stop = min(loaded) * self.layout.tokens
-        fresh = [meta for block, meta in enumerate(self._metas(tokens[:stop])) if block not in loaded]
-        return self.cache.store([PendingBlock(meta, partial(_capture, past, meta), self._cost(meta)) for meta in fresh])
-
-
-def _asked(usual: StreamSettings | None, start_within_s: float | None, quality: float | None) -> StreamSettings | None:
-    """Return how a call's prefix is streamed. ValueError for a bad setting."""
-    asked = {"start_within_s": start_within_s, "quality": quality}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    return (usual or StreamSettings())._replace(**given).checked() if given else usual
-
-
-def _capture(past: DynamicCache, meta: BlockMeta) -> BlockSource:
-    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
-    bits = block_bits(past, meta)
-    return lambda: bits
+        metas = self._metas(tokens[:stop])
+        orders = self._importance.orders(metas, observed) if self._importance else {}
+        fresh = [
+            PendingBlock(meta, partial(captured, past, meta), self._cost(meta), orders=orders.get(meta.id))
+            for block, meta in enumerate(metas)
+            if block not in loaded
+        ]
+        return self.cache.store(fresh)

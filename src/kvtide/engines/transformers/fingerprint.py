@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from kvtide.block import BlockLayout, KVDtype
+from kvtide.block import BlockLayout
+from kvtide.engines.transformers.groups import ModelGroup, is_plain, model_groups
 from kvtide.engines.transformers.watch import ModelWatch, foreign_code
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.types import Namespace
 
-TORCH_DTYPES = {
-    KVDtype.FLOAT32: torch.float32,
-    KVDtype.FLOAT16: torch.float16,
-    KVDtype.BFLOAT16: torch.bfloat16,
-}
 # Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-class ModelShape(NamedTuple):
-    """The KV cache of one model: what `BlockLayout` needs, save for the tokens."""
+def groups_of(model: Any, block_tokens: int) -> tuple[ModelGroup, ...]:
+    """Return the groups of the model's cache, found by running two tokens through it.
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: KVDtype
-
-
-def model_shape(model: Any) -> ModelShape:
-    """Return the shape of the model's KV cache, found by running two tokens through it.
-
-    UnsupportedModel, with the reason, for a model whose cache is not plain per-token keys and values of one shape,
-    or depends on later tokens or on the length of the prompt.
+    UnsupportedModel, with the reason, for a model whose cache can't be restored exactly, or depends on later tokens or
+    on the length of the prompt.
     """
     _refuse_by_config(model)
     first, second = _probe(model, [0, 1]), _probe(model, [0, 2])
-    keys, values = first.layers[0].keys, first.layers[0].values
-    shapes = {tuple(tensor.shape) for layer in first.layers for tensor in (layer.keys, layer.values)}
-    if len(shapes) != 1:
-        raise UnsupportedModel(f"keys and values of all layers must have one shape, this model has {sorted(shapes)}")
-    batch, kv_heads, tokens, head_dim = keys.shape
-    if (batch, tokens) != (1, 2):
-        raise UnsupportedModel(f"expected a cache of (1, heads, 2, head_dim) after two tokens, got {tuple(keys.shape)}")
-    dtypes = [dtype for dtype, torch_dtype in TORCH_DTYPES.items() if keys.dtype == values.dtype == torch_dtype]
-    if not dtypes:
-        raise UnsupportedModel(f"KV dtype must be float32, float16 or bfloat16, got {keys.dtype} and {values.dtype}")
-    for one, other in zip(first.layers, second.layers, strict=True):
-        if not torch.allclose(one.keys[:, :, :1], other.keys[:, :, :1], rtol=1e-2, atol=1e-2):
+    groups = model_groups(model, first, block_tokens)
+    for number in (number for each in groups if each.rows for number in each.group.layers):
+        one, other = first.layers[number].keys[:, :, :1], second.layers[number].keys[:, :, :1]
+        if not torch.allclose(one, other, rtol=1e-2, atol=1e-2):
             raise UnsupportedModel("keys of a token change with later tokens: the model is not causal")
-    return ModelShape(len(first.layers), kv_heads, head_dim, dtypes[0])
+    return groups
+
+
+def model_layout(model: Any, block_tokens: int) -> BlockLayout:
+    """Return the layout of a model's blocks. UnsupportedModel as in `groups_of`, and for a model of several groups."""
+    return plain_layout(groups_of(model, block_tokens))
+
+
+def plain_layout(groups: Sequence[ModelGroup]) -> BlockLayout:
+    """Return the layout of blocks. UnsupportedModel for several groups."""
+    if not is_plain(groups):
+        names = ", ".join(each.group.name for each in groups)
+        raise UnsupportedModel(f"profiles, importance and streams take models of one group, not {names}")
+    return groups[0].group.layout
 
 
 def _refuse_by_config(model: Any) -> None:
@@ -64,12 +57,6 @@ def _refuse_by_config(model: Any) -> None:
         raise UnsupportedModel("the model is in training mode, where dropout changes the cache; call model.eval()")
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel("the model has adapters that can be switched at any time; merge them into the weights")
-    layers = DynamicCache(config=model.config).layers
-    foreign = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    if foreign:
-        raise UnsupportedModel(f"layers that keep only part of the past or a state can't be restored: {foreign}")
-    if not layers:
-        raise UnsupportedModel("the model's config does not say how many layers its cache has")
     rope_type = _rope_types(getattr(config, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
     if rope_type:
         raise UnsupportedModel(f"rotary scaling {sorted(rope_type)} depends on the length of the prompt")
@@ -84,11 +71,11 @@ def _rope_types(parameters: Any) -> set[str]:
 
 def _probe(model: Any, tokens: list[int]) -> Any:
     cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
-    empty = [position for position, layer in enumerate(cache.layers) if layer.get_seq_length() == 0]
-    if empty:
-        raise UnsupportedModel(f"layers {empty} keep no keys of their own: layers that share a cache are not supported")
+    try:
+        with torch.inference_mode():
+            model(torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
+    except ValueError as error:
+        raise UnsupportedModel(f"the model takes no usual cache: {error}") from error
     return cache
 
 
@@ -103,60 +90,85 @@ class NamespaceSettings(NamedTuple):
     fingerprint: bytes | None
     is_exact: bool
 
-    def namespace(self, fingerprint: bytes, layout: BlockLayout) -> Namespace:
-        """Return the namespace of a model's blocks.
+    def namespaces(self, fingerprint: bytes, groups: Sequence[ModelGroup]) -> tuple[Namespace, ...]:
+        """Return the namespace of each group of a model.
 
         Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
         """
-        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-        text = f"{shape} {'exact' if self.is_exact else 'approximate'}"
-        return NamespaceSpec(fingerprint, layout.dtype, text, self.block_tokens, self.tenant_salt).digest()
-
-
-def model_layout(model: Any, block_tokens: int) -> BlockLayout:
-    """Return the layout of a model's blocks. UnsupportedModel as in `model_shape`."""
-    shape = model_shape(model)
-    return BlockLayout(shape.layers, block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
+        layout = groups[0].group.layout
+        plain = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
+        # What a state's tensors mean is the library's own affair.
+        library = f" by transformers {'.'.join(transformers.__version__.split('.')[:2])}"
+        texts = [f"{each.group.text}{library if each.states else ''}" for each in groups]
+        if is_plain(groups):
+            texts = [plain]
+        return tuple(
+            NamespaceSpec(
+                fingerprint,
+                each.group.layout.dtype,
+                f"{text} {'exact' if self.is_exact else 'approximate'}",
+                self.block_tokens,
+                self.tenant_salt,
+            ).digest()
+            for text, each in zip(texts, groups, strict=True)
+        )
 
 
 class ModelIdentity:
-    """A live model's layout and namespace, kept up with changes of the model.
+    """A live model's groups and their namespaces, kept up with changes of the model.
 
     `refusal` says why its cache can't be named or restored now, None if it can. UnsupportedModel at the beginning, as
-    in `model_shape`.
+    in `groups_of`.
     """
 
     def __init__(self, model: Any, settings: NamespaceSettings) -> None:
         self._model = model
         self._settings = settings
         self._watch = ModelWatch(model)
+        self.tenant_salt = settings.tenant_salt
         # The user's, until the model changes.
-        self._fingerprint = settings.fingerprint
-        self.layout = model_layout(model, settings.block_tokens)
-        self.namespace = Namespace(b"")
+        self.given_fingerprint = settings.fingerprint
+        self.fingerprint = b""
+        self.groups = groups_of(model, settings.block_tokens)
+        self.namespaces: tuple[Namespace, ...] = ()
         self.refusal = self._identify()
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether the model has blocks and not several parts of each."""
+        return is_plain(self.groups)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Return the layout of the first group's parts: of blocks, where it is the only one."""
+        return self.groups[0].group.layout
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return the namespace in which prompts are named: the first group's. Empty before the model has a name."""
+        return self.namespaces[0] if self.namespaces else Namespace(b"")
 
     def follow(self) -> str | None:
         """Look whether the model has changed and return the `refusal`; see `ModelWatch` for what is seen."""
         if self._watch.follow():
-            self._fingerprint = None
+            self.given_fingerprint = None
             self.refusal = self._identify()
         return self.refusal
 
     def renew(self, fingerprint: bytes | None) -> None:
         """Take the model as it is now, also what can't be seen of it; `fingerprint` is the user's new one."""
         self._watch.renew()
-        self._fingerprint = fingerprint
+        self.given_fingerprint = fingerprint
         self.refusal = self._identify()
 
     def _identify(self) -> str | None:
-        code = foreign_code(self._model) if self._fingerprint is None else None
+        code = foreign_code(self._model) if self.given_fingerprint is None else None
         if code is not None:
             return f"{code}, may change the cache and can't be named; give a fingerprint= that covers it"
         try:
-            self.layout = model_layout(self._model, self._settings.block_tokens)
-            fingerprint = self._fingerprint or self._watch.fingerprint()
+            self.groups = groups_of(self._model, self._settings.block_tokens)
+            self.fingerprint = self.given_fingerprint or self._watch.fingerprint()
         except UnsupportedModel as error:
             return str(error)
-        self.namespace = self._settings.namespace(fingerprint, self.layout)
+        self.namespaces = self._settings.namespaces(self.fingerprint, self.groups)
         return None

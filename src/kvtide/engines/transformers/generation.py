@@ -1,17 +1,18 @@
-"""Facts about a call of `generate`: whether the cache can help, how to restore, when a token is there."""
+"""Facts about a call of `generate`: whether the cache can help, what computing takes, when a token is there."""
 
 from __future__ import annotations
 
 import math
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
-from kvtide.plan import Speed
+from kvtide.engines.transformers.selective import SelectedLayers
+from kvtide.plan import Judge
+from kvtide.store.load.streamed import StreamedReport
 
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
 _NEUTRAL_ARGUMENTS = {
@@ -26,36 +27,38 @@ _NEUTRAL_ARGUMENTS = {
 
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
-# The slower way gets another chance after this long.
-MEMORY_S = 600.0
+# Shorter runs say more about the machine's mood than about its prefill speed.
+PREFILL_SAMPLE_TOKENS_MIN = 128
 
 
-class RestoreWay(Enum):
-    """A way to load a prefix."""
+class GenerateReport(NamedTuple):
+    """The cache's part in the last call. `bypass` names the reason if it was left out.
 
-    PART = "in part"
-    WHOLE = "whole"
-
-
-class Ways:
-    """Chooses between loading a prefix in part and whole, by what either took here. Pure: the time is passed in.
-
-    Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier.
+    streamed: the decision and its outcome, where blocks are streamed. selected: what was loaded of the restored
+    tokens, where only a part was. ended_by: the group of layers without whose part the hit would have gone on.
     """
 
-    def __init__(self) -> None:
-        self._speeds = {(way, is_near): Speed() for way in RestoreWay for is_near in (False, True)}
+    prompt_tokens: int
+    hit_tokens: int
+    load_s: float
+    stored_bytes_read: int
+    blocks_queued: int
+    bypass: str | None
+    streamed: StreamedReport | None = None
+    selected: SelectedLayers | None = None
+    ended_by: str | None = None
 
-    def choose(self, is_near: bool, now_s: float) -> RestoreWay:
-        """Return the faster way; first the part, then the whole once, while one of them is unknown."""
-        part, whole = (self._speeds[way, is_near].known(now_s, MEMORY_S) for way in RestoreWay)
-        if part is None:
-            return RestoreWay.PART
-        return RestoreWay.WHOLE if whole is None or whole > part else RestoreWay.PART
 
-    def note(self, way: RestoreWay, is_near: bool, tokens: int, seconds: float, now_s: float) -> None:
-        """Take what a load of so many tokens took; short ones are ignored."""
-        self._speeds[way, is_near].note(tokens, seconds, now_s)
+def recompute_s(judge: Judge, tokens: int) -> float | None:
+    """Return what computing takes: a longer load is of no use. None, which is the cache's own bound, if unknown."""
+    speed = judge.prefill()
+    return None if speed is None else speed.seconds(0, tokens)
+
+
+def note_prefill(judge: Judge, start: int, stop: int, seconds: float) -> None:
+    """Tell the judge what a pass took, unless it is too short to say much."""
+    if stop - start >= PREFILL_SAMPLE_TOKENS_MIN:
+        judge.note_prefill(start, stop, seconds)
 
 
 class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
@@ -72,37 +75,84 @@ class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def bypass_reason(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> str | None:
+def watched(
+    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any]
+) -> tuple[FirstToken, dict[str, Any]]:
+    """Return what notes the first token of a call that begins with a cache, and the call's arguments."""
+    first_token = FirstToken(clock)
+    criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
+    arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria, "cache_implementation": None}
+    if arguments.get("attention_mask") is None:
+        arguments["attention_mask"] = torch.ones_like(input_ids)
+    return first_token, arguments
+
+
+class CallSettings(NamedTuple):
+    """A call of `generate` as transformers takes it.
+
+    settings: the model's with the call's own. others: names of the arguments that are none of them. mask: (rows,
+    tokens), 1 for tokens: the given one or what transformers makes.
+    """
+
+    settings: GenerationConfig
+    others: frozenset[str]
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
+        """Return what a call's arguments say."""
+        settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
+        others = settings.update(**{name: value for name, value in arguments.items() if value is not None})
+        mask: torch.Tensor | None = arguments.get("attention_mask")
+        call = cls(settings, frozenset(others), torch.ones_like(input_ids) if mask is None else mask.long())
+        pad = settings.pad_token_id
+        is_padded = mask is None and pad is not None and pad not in call.ends
+        return call._replace(mask=(input_ids != pad).long()) if is_padded else call
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether it wants a static cache."""
+        return bool(self.settings.cache_implementation == "static")
+
+    @property
+    def ends(self) -> list[int | None]:
+        """Return the tokens that end an answer."""
+        eos = self.settings.eos_token_id
+        return eos if isinstance(eos, list) else [eos]
+
+
+def static_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> Any:
+    """Return a cache as a call wants it: itself, or a static one of the length that transformers gives it."""
+    if not call.is_static:
+        return past
+    settings = call.settings
+    length = settings.max_length if settings.max_new_tokens is None else tokens + settings.max_new_tokens
+    made = StaticCache(config=model.config, max_cache_len=length)
+    for number, layer in enumerate(past.layers if past.get_seq_length() else ()):
+        made.update(layer.keys, layer.values, number)
+    return made
+
+
+def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> str | None:
     """Return why the cache can't help with this call, or None if it can."""
-    if input_ids.shape[0] != 1:
-        return f"{input_ids.shape[0]} sequences in one call; kvtide restores one"
     if model.training:
         return "the model is in training mode"
-    settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
-    given = {name: value for name, value in arguments.items() if value is not None}
+    settings, mask = call.settings, call.mask
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast computes keys and values in another precision"
-    foreign = sorted(set(settings.update(**given)) - _NEUTRAL_ARGUMENTS)
+    foreign = sorted(call.others - _NEUTRAL_ARGUMENTS)
     if foreign:
         return f"the answer may depend on {', '.join(foreign)}"
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or settings.cache_implementation is not None:
+    if settings.use_cache is False or settings.cache_implementation not in (None, "dynamic", "static"):
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
     wanted = [name for name in _OF_ALL_TOKENS if getattr(settings, name)]
     if wanted:
         return f"{wanted[0]} wants every token of the prompt to run"
-    return "the attention mask hides tokens" if _hides_tokens(input_ids, arguments, settings) else None
-
-
-def _hides_tokens(input_ids: torch.Tensor, arguments: dict[str, Any], settings: GenerationConfig) -> bool:
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        return not bool(mask.all())
-    # What transformers makes of a prompt without a mask.
-    pad, eos = settings.pad_token_id, settings.eos_token_id
-    ends = eos if isinstance(eos, list) else [eos]
-    return pad is not None and pad not in ends and bool((input_ids == pad).any())
+    # Left padding: once a row has begun, it goes on.
+    is_left = mask.shape == input_ids.shape and bool(mask[:, -1].all()) and bool((mask[:, 1:] >= mask[:, :-1]).all())
+    return None if is_left else "the attention mask hides tokens"

@@ -10,10 +10,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
+from kvtide.engines.transformers.groups import BITS_DTYPES, TORCH_DTYPES
+from kvtide.store import BlockSource
 from kvtide.tier.buffers import aligned_buffer
-
-_BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
 class RestoredRoom:
@@ -41,15 +40,22 @@ class RestoredRoom:
         """
         if blocks == 0:
             return
-        signed = self._room.view(f"<i{self._room.itemsize}")
-        pages = torch.from_numpy(signed).view(TORCH_DTYPES[self._layout.dtype])
         tokens = blocks * self._layout.tokens
-        pages = pages[..., : tokens + self._spare_tokens, :].to(device)
-        if self._spare_tokens:
-            past.layers = [_Roomy(keys, values) for keys, values in pages]
-        for layer, (keys, values) in zip(past.layers, pages[..., :tokens, :], strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
+        fill_layers(past, self._room[..., : tokens + self._spare_tokens, :], self._layout, device, self._spare_tokens)
+
+
+def fill_layers(
+    past: DynamicCache, room: BlockBits, layout: BlockLayout, device: torch.device, spare_tokens: int = 0
+) -> None:
+    """Make (layers, 2, rows, heads, tokens, dims) but for the last `spare_tokens` the contents of an empty cache."""
+    signed = room.view(f"<i{room.itemsize}")
+    pages = torch.from_numpy(signed).view(TORCH_DTYPES[layout.dtype]).to(device)
+    if spare_tokens:
+        past.layers = [_Roomy(keys, values) for keys, values in pages]
+    tokens = room.shape[-2] - spare_tokens
+    for layer, (keys, values) in zip(past.layers, pages[..., :tokens, :], strict=True):
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
 
 
 class _Roomy(DynamicLayer):  # type: ignore[misc]
@@ -76,21 +82,27 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-def block_bits(past: DynamicCache, meta: BlockMeta) -> BlockBits:
-    """Return a copy of one block of a cache: the inverse of RestoredRoom.
+def block_bits(past: DynamicCache, meta: BlockMeta, row: int = 0, pad: int = 0) -> BlockBits:
+    """Return a copy of one block of a row of a cache, which begins after `pad` columns: the inverse of RestoredRoom.
 
-    `past` holds at least `meta.start` + a block of tokens. ValueError if its layers are of another dtype or shape.
+    The row holds at least `meta.start` + a block of tokens. ValueError if its layers are of another dtype or shape.
     """
     layout = meta.layout
-    torch_bits, numpy_bits = _BITS_DTYPES[layout.dtype.item_bytes]
+    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
     # Mapped, and not from the heap, in which blocks would leave holes.
     bits: BlockBits = np.ndarray(layout.shape, layout.bits_dtype, aligned_buffer(layout.raw_bytes))
-    stop = meta.start + layout.tokens
+    start = pad + meta.start
     for layer, pages in enumerate(past.layers):
         for which, tensor in enumerate((pages.keys, pages.values)):
             if tensor.dtype is not TORCH_DTYPES[layout.dtype]:
                 raise ValueError(f"layer {layer} is of {tensor.dtype}, expected {layout.dtype.value}")
-            part = tensor.detach()[0, :, meta.start : stop].cpu().view(torch_bits)
+            part = tensor.detach()[row, :, start : start + layout.tokens].cpu().view(torch_bits)
             # By numpy: beside busy neighbours torch's threads take twenty times as long for so little.
             bits[layer, which] = part.numpy().view(numpy_bits).transpose(1, 0, 2)
     return bits
+
+
+def captured(past: DynamicCache, meta: BlockMeta, row: int = 0, pad: int = 0) -> BlockSource:
+    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
+    bits = block_bits(past, meta, row, pad)
+    return lambda: bits

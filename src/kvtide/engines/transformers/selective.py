@@ -6,9 +6,11 @@ rest stays rough or is left out. Keys carry their rotation, so that positions ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -25,13 +27,16 @@ from kvtide.engines.transformers.attention import (
     attending,
     attention_mass,
     grouped_attention,
+    kept_tokens,
     weighed_attention,
 )
-from kvtide.engines.transformers.fingerprint import TORCH_DTYPES
+from kvtide.engines.transformers.groups import TORCH_DTYPES
 from kvtide.importance import (
     AllHeads,
+    FirstHeads,
     Floats,
     Guard,
+    HeadsAgree,
     NeighboursAgree,
     ProbeFinding,
     ProbeQuestion,
@@ -41,12 +46,15 @@ from kvtide.importance import (
 )
 from kvtide.store.load.sparse import ChunkBits, SparseLoad
 
+_log = logging.getLogger(__name__)
+
 # KL divergence of the next token that a selection of part of a prefix is taken for, in nats: SmolLM2-135M at ratios of
 # .1 to .5 (`kvtide-lab bench importance`: .0100, .0077, .0002).
 SELECTED_QUALITY = 1e-2
-# Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
-FIRST_TOKENS = 4
-LAST_TOKENS = 32
+# The same where the rest is left out: up to .53 at a ratio of .1.
+DROPPED_QUALITY = 0.6
+# Layers that a fallback reads by one request a block: the first ones attend while the next ones are read.
+FALLBACK_LAYERS = 6
 # Up to so many tokens of a suffix attention's own weights are looked at; those of more would not stay in caches.
 WEIGHED_TOKENS = 64
 
@@ -68,7 +76,8 @@ class SparseSettings(NamedTuple):
     that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
     in blocks that were packed by them: they are loaded with the bases. lag: how many layers further down the chunks
     lie that a layer's probe chooses, so that they are read while those between are computed; only with `by_chunks`.
-    With one layer the engine waited for its reads for a tenth of the time.
+    With one layer the engine waited for its reads for a tenth of the time. together: layers that a probe chooses for
+    at once; a chunk's neighbours in the object are the same chunk of the next layers, which then come by one read.
     """
 
     ratio: float
@@ -78,19 +87,53 @@ class SparseSettings(NamedTuple):
     by_chunks: bool = True
     ahead: float = 0.5
     lag: int = 3
+    together: int = 5
+
+    @property
+    def quality(self) -> float:
+        """Return the KL that what is computed on such a prefix is taken for."""
+        return DROPPED_QUALITY if self.rest is Rest.DROP else SELECTED_QUALITY
 
     def tokens_ahead(self, block_tokens: int) -> int:
         """Return how many tokens of a block are loaded ahead."""
         return int(self.ratio * self.ahead * block_tokens) if self.by_chunks else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Impress:
+    """The paper's own way: some heads choose a share of the tokens, the others are left out. A step for each field.
+
+    heads: those that choose for all, whose keys are read alone; None for all heads. is_guarded: loads the whole where
+    they don't agree more than chance. is_reordered: stores important tokens together. is_scored: keeps in memory what
+    is used often and has many of them; else what was used last. The disk has a full copy of all anyway.
+    """
+
+    ratio: float
+    heads: int | None = 3
+    is_guarded: bool = True
+    is_reordered: bool = True
+    is_scored: bool = True
+
+    def settings(self) -> SparseSettings:
+        """Return how such a prefix is loaded."""
+        selector = AllHeads() if self.heads is None else FirstHeads(self.heads)
+        guard = HeadsAgree() if self.is_guarded else None
+        return SparseSettings(self.ratio, selector, guard, Rest.DROP, by_chunks=False)
+
+    def codec(self, heads: int, kv_heads: int) -> str:
+        """Return what stores the keys of the choosing heads apart, of a model with so many."""
+        asked = self.settings().selector.heads(heads, kv_heads)
+        return f"impress:{1 + asked[-1] // (heads // kv_heads)}"
+
+
 class SelectedLayers(NamedTuple):
-    """The outcome of a selection: whether it fell back to the whole, share of the tokens loaded exactly, bytes read."""
+    """The outcome of a selection: whether it fell back to the whole, share of tokens that are exact, what was read."""
 
     is_fallback: bool
     tokens_share: float
     read_bytes: int
     whole_bytes: int
+    reads: int
 
 
 def check_ratio(ratio: float) -> None:
@@ -99,10 +142,8 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"importance is the share of the tokens to load, in (0, 1], got {ratio!r}")
 
 
-def kept_tokens(prefix: int) -> NDArray[np.int64]:
-    """Return the tokens that are always attended to."""
-    first = np.arange(min(FIRST_TOKENS, prefix))
-    return np.unique(np.concatenate([first, np.arange(max(0, prefix - LAST_TOKENS), prefix)]))
+class _Refused(Exception):
+    """Ends a pass whose selection the guard does not trust."""
 
 
 class _Wanted(NamedTuple):
@@ -110,7 +151,7 @@ class _Wanted(NamedTuple):
 
     chunks: NDArray[np.int64]
     selected: NDArray[np.int64]
-    loading: Future[ChunkBits]
+    loading: Sequence[Future[dict[int, ChunkBits]]]
 
 
 class SparsePrefix:
@@ -124,11 +165,10 @@ class SparsePrefix:
         self._keys = keys
         self._attended: dict[int, torch.Tensor | None] = {}
         self._wanted: dict[int, _Wanted] = {}
-        self._loaded_tokens = 0
         # A selection of everything is the plain model, bit for bit.
         self._loaded_all = settings.ratio == 1.0
         self._guard_scores: list[float] = []
-        self._is_fallback = False
+        self._is_fallback = self._is_probing = False
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
         self._tokens = load.tokens
@@ -138,6 +178,9 @@ class SparsePrefix:
         self._is_ahead = np.zeros(load.blocks * load.chunks_per_block, dtype=bool)
         self._is_ahead[self._ahead] = True
         self._ahead_tokens = sum(len(part) for part in _places(load, 0, self._ahead))
+        # What came after the leading chunks.
+        self._layers = range(load.layout.layers)
+        self._is_exact = np.zeros((load.layout.layers, self._tokens), dtype=bool)
         self._weights = WeightRoom()
 
     def active(self, model: Any) -> AbstractContextManager[None]:
@@ -147,30 +190,62 @@ class SparsePrefix:
     def report(self) -> SelectedLayers:
         """Return what has been done so far."""
         layers = len(self._attended)
-        share = self._loaded_tokens / (layers * self._tokens) if layers else 0.0
-        return SelectedLayers(self._is_fallback, share, self._load.read_bytes, self._load.whole_bytes)
+        exact = int(self._is_exact.sum()) + layers * self._ahead_tokens
+        share = exact / (layers * self._tokens) if layers else 0.0
+        load = self._load
+        return SelectedLayers(self._is_fallback, share, load.read_bytes, load.whole_bytes, load.reads)
 
-    @property
-    def is_refused(self) -> bool:
-        """Tell whether the guard, if there is one, does not trust what the layers selected so far."""
-        guard = self._settings.guard
-        if guard is None or not self._guard_scores:
-            return False
-        return not guard.trusts(self._guard_scores, self._settings.ratio)
+    def probe(self, model: Any, suffix: torch.Tensor, past: DynamicCache) -> None:
+        """Run the suffix but for its last token; where the guard refuses, begin to load all and forget that it ran.
+
+        A suffix of one token is asked too, and then runs again for the answer. Nothing runs without a guard.
+        """
+        if self._settings.guard is None:
+            return
+        asked = suffix[:, :-1] if suffix.shape[1] > 1 else suffix
+        self._is_probing = True
+        try:
+            with torch.inference_mode(), self.active(model):
+                model(asked, past_key_values=past, use_cache=True, logits_to_keep=1)
+        except _Refused as refused:
+            _log.debug("the rest of a prefix is loaded: %s", refused)
+            self.fall_back(past)
+            return
+        finally:
+            self._is_probing = False
+        if asked is suffix:
+            self._forget_suffix(past)
+
+    def _forget_suffix(self, past: DynamicCache) -> None:
+        for layer in past.layers:
+            layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
 
     def fall_back(self, past: DynamicCache) -> None:
-        """Load what is missing: `past` is then the whole prefix, exact, and all of it is attended to from now on."""
+        """Begin to load what is missing, a few layers after the other; a layer is whole, and exact, when it attends.
+
+        Nothing is read again: what the probe asked for, also of layers that it did not get to, counts.
+        """
         self._is_fallback = True
-        chunks = np.arange(self._load.blocks * self._load.chunks_per_block)
-        missing = [
-            self._load.start(layer, np.setdiff1d(chunks, self._wanted[layer].chunks)) for layer in self._attended
-        ]
-        for number, layer in enumerate(past.layers):
-            layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
-            loaded = missing[number].result()
-            self._loaded_tokens += len(loaded.tokens)
-            _put(loaded, self._load.layout.dtype, layer.keys, layer.values)
-            self._attended[number] = None
+        self._forget_suffix(past)
+        chunks, every = np.arange(self._load.blocks * self._load.chunks_per_block), np.arange(self._tokens)
+        for first in self._layers[::FALLBACK_LAYERS]:
+            layers = self._layers[first : first + FALLBACK_LAYERS]
+            had = {layer: self._wanted.get(layer, _Wanted(self._ahead, self._ahead, ())) for layer in layers}
+            rest = self._load.start({layer: np.setdiff1d(chunks, found.chunks) for layer, found in had.items()})
+            for layer, found in had.items():
+                loading = rest if layer in self._attended else [*found.loading, *rest]
+                self._wanted[layer] = _Wanted(chunks, every, loading)
+        self._attended = {}
+
+    def _ask_guard(self, by_head: Floats) -> None:
+        """Note a layer's score, in a probe. _Refused as soon as no score of those behind it can change the verdict."""
+        guard, scores = self._settings.guard, self._guard_scores
+        if guard is None or not self._is_probing:
+            return
+        scores.append(guard.score(ProbeFinding(by_head, self._count, self._kept)))
+        best = [1.0] * (len(self._layers) - len(scores))
+        if not guard.trusts([*scores, *best], self._settings.ratio):
+            raise _Refused(f"{guard.name} after {len(scores)} layers of {len(self._layers)}")
 
     def _attend(
         self,
@@ -184,16 +259,19 @@ class SparsePrefix:
         layer = int(module.layer_idx)
         if layer not in self._attended:
             scaling = float(arguments["scaling"])
-            if layer in self._wanted and self._is_weighed(query):
+            if self._is_fallback:
+                self._attended[layer] = self._take(layer, key, value)
+            elif layer in self._wanted and self._is_weighed(query):
                 self._attended[layer] = self._take(layer, key, value)
                 output, by_head = weighed_attention(query, key, value, self._tokens, scaling, self._weights)
                 self._choose(layer, by_head, scaling)
                 return output, None
-            self._choose(layer, self._by_head(layer, query[0], key[0], scaling), scaling)
-            self._attended[layer] = self._take(layer, key, value)
-        if self._is_fallback or self._loaded_all:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+            else:
+                self._choose(layer, self._by_head(layer, query[0], key[0], scaling), scaling)
+                self._attended[layer] = self._take(layer, key, value)
         attended = self._attended[layer]
+        if attended is None and (self._is_fallback or self._loaded_all):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         if attended is not None:
             behind = torch.arange(self._tokens, key.shape[2], device=key.device)
             places = torch.cat([attended, behind])
@@ -216,27 +294,47 @@ class SparsePrefix:
 
     def _choose(self, layer: int, by_head: Floats, scaling: float) -> None:
         """Note what matters, and begin to read it for layers further down, and for this one if nothing was yet."""
-        settings = self._settings
         importance = self.importance[layer] = by_head.mean(axis=0)
-        if settings.guard is not None:
-            self._guard_scores.append(settings.guard.score(ProbeFinding(by_head, self._count, self._kept)))
-        for other in range(layer, min(self._reach(layer), self._load.layout.layers - 1) + 1):
-            if other not in self._wanted:
-                self._wanted[other] = self._want(other, self._known_importance(other, importance, scaling))
+        self._ask_guard(by_head)
+        fresh = [each for each in range(layer, self._reach(layer) + 1) if each not in self._wanted]
+        chosen = {each: self._selected(each, self._known_importance(each, importance, scaling)) for each in fresh}
+        loading = self._load.start({each: chunks[~self._is_ahead[chunks]] for each, (chunks, _) in chosen.items()})
+        self._wanted |= {each: _Wanted(*found, loading) for each, found in chosen.items()}
 
     def _reach(self, layer: int) -> int:
-        """Return the last layer that a layer's probe may choose for: less far for the first ones, which differ most."""
-        return min(2 * layer + 1, layer + self._settings.lag) if self._settings.by_chunks else layer
+        """Return the last layer that a layer's probe chooses for: less far for the first ones, which differ most.
+
+        Where the layer `lag` further down has nothing yet, those behind it are chosen for too.
+        """
+        if not self._settings.by_chunks:
+            return layer
+        last = self._load.layout.layers - 1
+        near = min(2 * layer + 1, layer + self._settings.lag, last)
+        return (
+            near
+            if near in self._wanted
+            else min(2 * layer + 1, layer + self._settings.lag + self._settings.together - 1, last)
+        )
 
     def _take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Put what was read of a layer into the engine's cache; return the tokens to attend to, None for all."""
         wanted = self._wanted[layer]
-        loaded = wanted.loading.result()
-        self._loaded_tokens += len(loaded.tokens) + self._ahead_tokens
+        parts = [block.result() for block in wanted.loading]
+        loaded = self._load.joined([part[layer] for part in parts if layer in part])
+        self._is_exact[layer, loaded.tokens] = True
         _put(loaded, self._load.layout.dtype, key, value)
-        if self._settings.rest is Rest.BASE or len(wanted.selected) == self._tokens:
+        return self._visible(layer, np.union1d(wanted.selected, self._kept), key.device)
+
+    def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+        """Return those of a layer's tokens to attend to, None for all of the prefix.
+
+        Where single tokens are chosen and the rest is left out, nothing stands in for one that could not be had.
+        """
+        if self._settings.rest is Rest.BASE:
             return None
-        return torch.from_numpy(np.union1d(wanted.selected, self._kept)).to(key.device)
+        if not self._settings.by_chunks:
+            tokens = tokens[self._is_exact[layer, tokens]]
+        return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(device)
 
     def _known_importance(self, layer: int, importance: Floats, scaling: float) -> Floats:
         """Return what is known of a layer: what its selector says without a probe, else what this one's probe found."""
@@ -247,10 +345,6 @@ class SparsePrefix:
             ProbeQuestion(layer, nothing, nothing, nothing, scaling)
         ).mean(axis=0)
         return known
-
-    def _want(self, layer: int, importance: Floats) -> _Wanted:
-        chunks, selected = self._selected(layer, importance)
-        return _Wanted(chunks, selected, self._load.start(layer, chunks[~self._is_ahead[chunks]]))
 
     def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""

@@ -11,7 +11,9 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.plan import CHUNK_TOKENS, ImportanceFirst, PrefillSpeed, policy_named
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import CHUNK_TOKENS
+from kvtide.plan.policies import ImportanceFirst, policy_named
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.load.job import LoadRequest
 
@@ -69,6 +71,13 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         if not self.is_wanted():
             raise _StoppedError
         return super().update(keys, values, layer, *rest, **more)
+
+
+def asked(usual: StreamSettings | None, start_within_s: float | None, quality: float | None) -> StreamSettings | None:
+    """Return how a call's prefix is streamed. ValueError for a bad setting."""
+    own = {"start_within_s": start_within_s, "quality": quality}
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    return (usual or StreamSettings())._replace(**given).checked() if given else usual
 
 
 class StreamedPrefill:

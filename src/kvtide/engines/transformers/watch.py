@@ -23,6 +23,8 @@ from kvtide.errors import UnsupportedModel
 
 # Config entries that say where a model came from or how it is written down, not what it computes.
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+# These are computed in float32 whatever a model is loaded in.
+_ROPE_BUFFERS = {"inv_freq", "original_inv_freq"}
 _SCALARS = (bool, int, float, str, type(None))
 # Packages whose hooks and replaced `forward`s are taken to leave keys and values as they are.
 _TRUSTED_PACKAGES = {"accelerate", "torch", "transformers"}
@@ -43,6 +45,18 @@ def model_fingerprint(model: Any) -> bytes:
     return ModelWatch(model).fingerprint()
 
 
+def fingerprint_in(model: Any, dtype: str) -> bytes | None:
+    """Return the digest that a model loaded in float32 has when its folder is loaded in `dtype`.
+
+    None if that can't be told from it: where modules keep a dtype of their own, or have buffers beside RoPE's.
+    """
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    kept = model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict
+    if any(kept) or not buffers <= _ROPE_BUFFERS or model.config.sub_configs:
+        return None
+    return hashlib.sha256(_structure_digest(model) + _tensors_digest(model, getattr(torch, dtype))).digest()
+
+
 def _structure_digest(model: Any) -> bytes:
     config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE_CONFIG}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -57,9 +71,11 @@ def _is_number(name: str, value: Any) -> bool:
     return isinstance(value, _SCALARS) and not name.startswith("_") and name != "name_or_path"
 
 
-def _tensors_digest(model: Any) -> bytes:
+def _tensors_digest(model: Any, dtype: torch.dtype | None = None) -> bytes:
+    """Return a digest of all tensors; dtype: of the parameters, None for their own."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_named_tensors(model), key=lambda item: item[0]):
+    for name, own in sorted(_named_tensors(model), key=lambda item: item[0]):
+        tensor = own if dtype is None or not isinstance(own, torch.nn.Parameter) else own.detach().to(dtype)
         if tensor.device.type == "meta":
             raise UnsupportedModel(f"the weight {name} is not in memory (offloaded); give the cache a fingerprint=")
         data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()

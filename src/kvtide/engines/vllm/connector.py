@@ -6,38 +6,52 @@ Invariant: a request never fails for the cache's sake; pages that could not be f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
-from kvtide.codec import Codec, CodecRegistry, LayeredCodec
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec
 from kvtide.config import Limits
-from kvtide.engines import installed_profiles
-from kvtide.engines.paged import LoadOutcome, ScheduledRequest, SchedulerHalf, StepCommands, WorkerHalf, WorkerReport
+from kvtide.engines import calibrate_command
+from kvtide.engines.paged import (
+    LoadOutcome,
+    ScheduledRequest,
+    SchedulerHalf,
+    StepCommands,
+    WorkerHalf,
+    WorkerReport,
+    join_pages,
+)
 from kvtide.engines.settings import ConnectorSettings
-from kvtide.engines.vllm.model import page_pool, served_model
-from kvtide.engines.vllm.stats import LoadMetrics, LoadStats
-from kvtide.store import Cache, cache_for
-from kvtide.tier.ram.device import DeviceMemory
+from kvtide.engines.vllm.model import check_policy, profile_fingerprint, served_model
+from kvtide.engines.vllm.pages import page_pools
+from kvtide.engines.vllm.request import ServedRequest
+from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
+from kvtide.engines.vllm.watch import SchedulerWatch
+from kvtide.group import state_every
+from kvtide.store import Cache, Moves, cache_for, profile_name
+from kvtide.tier.ram import DeviceMemory
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
 EPOCH_BYTES = 16
-# A request's own option, in its `kv_transfer_params`: copies of this machine won't do.
-LATEST_OPTION = "kvtide_force_latest"
 
 
 @dataclass
@@ -58,7 +72,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         assert isinstance(other, StepReport)
         mine, theirs = self.report, other.report
         loads, lost, failed = mine.loads + theirs.loads, mine.lost + theirs.lost, mine.failed + theirs.failed
-        return StepReport(WorkerReport(mine.step, loads, lost, failed, mine.rough + theirs.rough))
+        rough, moves = mine.rough + theirs.rough, mine.moves + theirs.moves
+        return StepReport(WorkerReport(mine.step, loads, lost, failed, rough, moves))
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -68,31 +83,47 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         # Read after the connector is made: a block that can't be loaded is computed, never a failed request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        if role is KVConnectorRole.WORKER:
+            check_policy(get_current_vllm_config_or_none())
         self._settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._settings.check_device(vllm_config.device_config.device_type)
         self._clock = SystemClock()
-        registry = CodecRegistry(installed_profiles())
+        self._profiles = self._settings.read_profiles()
+        registry = CodecRegistry(self._profiles)
         self._model = served_model(
             vllm_config, kv_cache_config, self._settings, registry.make(self._settings.codec).is_lossless
         )
-        self._codec = registry.make(self._settings.codec, self._model.layout)
+        self._codec = registry.make_awaiting(self._settings.codec, self._model.layout)
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
         has_layers = isinstance(self._codec, LayeredCodec) and vllm_config.device_config.device_type == "cpu"
         self._may_load_in_step = self._settings.is_local and has_layers
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, ServedRequest] = {}
         self._worker: WorkerHalf | None = None
-        self._outcome = LoadOutcome(set(), set())
-        self._scheduler = self._scheduler_half() if role is KVConnectorRole.SCHEDULER else None
+        self._outcome = LoadOutcome(set(), set(), set())
+        events = vllm_config.kv_events_config
+        self._tells_events = events is not None and events.enable_kv_cache_events
+        self._cache_counts: CacheCounts | None = None
+        self._scheduler: SchedulerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._scheduler_half()
+            self._watch = self._scheduler_watch(self._scheduler.cache)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """Return False: a block that is not stored is a future miss."""
         return False
 
-    def _cache(self, codec: Codec, limits: Limits, device: DeviceMemory | None = None) -> Cache:
-        profiles = installed_profiles()
-        cache = cache_for(self._settings.store, codec, profiles, limits, self._clock, device=device)
+    def _cache(
+        self,
+        codec: Codec | AwaitingCodec,
+        limits: Limits,
+        device: DeviceMemory | None = None,
+        moves: Moves | None = None,
+    ) -> Cache:
+        registry = CodecRegistry(self._profiles)
+        cache = cache_for(self._settings.store, codec, registry, limits, self._clock, device=device)
+        cache.moves = moves
         cache.open()
         return cache
 
@@ -106,7 +137,27 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._model.page_tokens,
             self._clock,
             self._settings.match_s_max,
+            self._state_every_tokens(),
+            self._model.is_drafted,
         )
+
+    def _state_every_tokens(self) -> int:
+        """Return how often states are kept: as the settings say, or as their size beside the other layers' does."""
+        states, layout = self._model.states, self._model.layout
+        if states is None:
+            return 0
+        return self._settings.state_every_tokens or state_every(
+            states.layout.raw_bytes, layout.raw_bytes / layout.tokens
+        )
+
+    def _scheduler_watch(self, cache: Cache) -> SchedulerWatch:
+        events = None
+        if self._tells_events:
+            # Who tells no router needs none of it.
+            from kvtide.engines.vllm.events import BlockEvents
+
+            events = BlockEvents(self._kv_cache_config, self._model.layout.tokens, cache.tiers.tier_names[-1])
+        return SchedulerWatch(cache, self._clock, events)
 
     @property
     def scheduler(self) -> SchedulerHalf:
@@ -116,51 +167,88 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load after the computed ones, None to be asked again, and whether between steps."""
-        if not _is_plain(request):
+        served = self._requests.get(request.request_id)
+        if served is None:
             return 0, False
-        salt = (request.cache_salt or "").encode()
-        params = request.kv_transfer_params or {}
-        is_latest, stream = bool(params.get(LATEST_OPTION)), self._settings.stream_order(params)
+        self._tell(self._watch.asked, request)
+        options = self._settings.request_options(request.kv_transfer_params)
         ids = request.all_token_ids
-        tokens = self.scheduler.match(request.request_id, salt, ids, num_computed_tokens, is_latest, stream)
+        tokens = self.scheduler.match(request.request_id, served.salt, ids, num_computed_tokens, options, served.extra)
+        if tokens is not None:
+            self._tell(self._watch.answered, request, num_computed_tokens, tokens)
         return tokens, bool(tokens) and not self._is_in_step()
+
+    def _tell(self, action: Callable[..., None], *words: Any) -> None:
+        """Tell the watch what happens; a fault in it is no request's."""
+        self.scheduler.cache.guarded("count and announce", partial(action, *words), None)
 
     def _is_in_step(self) -> bool:
         """Tell whether a load that is ordered now is for the step itself: there, nobody else would wait for it."""
+        if self._model.slots is not None:
+            return False
         is_alone = self._may_load_in_step and len(self._requests) == 1 and self._settings.start_within_s is None
         return self._settings.load == "layers" or (self._settings.load == "auto" and is_alone)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Order the load into the pages that the request got."""
         if num_external_tokens:
-            (pages,) = blocks.get_block_ids()
+            pages = self._joined(blocks.get_block_ids())
             self.scheduler.allocated(request.request_id, pages, num_external_tokens, self._is_in_step())
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
-        if _is_plain(request):
-            self._requests[request.request_id] = request
+        served = self.scheduler.cache.guarded("name the request's blocks", partial(ServedRequest.of, request), None)
+        if served is not None:
+            self._requests[request.request_id] = served
+            self._tell(self._watch.options, self._settings.request_options(request.kv_transfer_params))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
         total = scheduler_output.total_num_scheduled_tokens
-        return StepMetadata(self.scheduler.plan(self._scheduled(scheduler_output), total))
+        orders = self.scheduler.plan(self._scheduled(scheduler_output), total)
+        self._tell(self._watch.ordered, orders, self._requests)
+        return StepMetadata(orders)
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests.get(name)
-            if request is not None:
-                pages = partial(_pages, scheduler_output.kv_connector_block_state, name)
+            served = self._requests.get(name)
+            if served is not None:
+                request = served.request
+                pages = partial(self._pages, scheduler_output.kv_connector_block_state, name)
                 yield ScheduledRequest(name, request.all_token_ids, request.num_computed_tokens + tokens, pages)
+
+    def _pages(self, block_state: Any, request: str) -> Sequence[int]:
+        return self._joined(block_state.get_block_ids(request))
+
+    def _joined(self, pages: Sequence[Sequence[int]]) -> list[int]:
+        """Return a request's pages; where there are groups, each with those of all."""
+        return list(pages[0]) if self._model.slots is None else join_pages(pages, self._model.counts)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn from the workers' reports."""
         if connector_output.kv_connector_worker_meta is not None:
-            self.scheduler.heard(connector_output.kv_connector_worker_meta.report)
+            report = connector_output.kv_connector_worker_meta.report
+            self.scheduler.heard(report)
+            self._tell(self._watch.heard, report, connector_output.finished_recving or ())
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what routers are to be told of blocks, which vLLM publishes beside its own."""
+        return self.scheduler.cache.guarded("tell routers", self._watch.take_events, ())
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
+        return {self._hit_source: num_external_tokens} if num_external_tokens else {}
+
+    @property
+    def _hit_source(self) -> CacheHitSource:
+        if self._settings.store.startswith("memory://"):
+            return CacheHitSource.HOST
+        return CacheHitSource.DISK if self._settings.is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
+        self._watch.finished(request.request_id)
         self.scheduler.finished(request.request_id)
         return False, None
 
@@ -173,6 +261,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
         self.scheduler.reset(os.urandom(EPOCH_BYTES))
+        self._watch.reset()
         return True
 
     # The workers' side
@@ -191,13 +280,28 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
-        pool = page_pool(self._model, kv_caches, self._vllm_config, self._settings)
-        limits, kept_bytes_max = self._settings.limits(), self._settings.kept_bytes_max
+        pool, states = page_pools(self._model, kv_caches, self._vllm_config, self._settings)
+        limits = self._settings.limits()
+        # Pages that windows have given up can't be kept as they are.
+        kept_bytes_max = 0 if self._model.slots is not None else self._settings.kept_bytes_max
         device = pool.memory if self._settings.device_bytes_max else None
         limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
-        cache = self._cache(pool.encoder(self._codec), limits, device)
-        rank = get_tensor_model_parallel_rank()
-        self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max)
+        codec, rank = self._codec, get_tensor_model_parallel_rank()
+        encoder = codec.through(pool.encoder) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
+        # All ranks store a block at once, so that the first one speaks for all.
+        moves = Moves() if self._tells_events and rank == 0 else None
+        cache = self._cache(encoder, limits, device, moves)
+        # Models with windows can't be calibrated.
+        if isinstance(codec, AwaitingCodec) and self._model.slots is None:
+            folder, given = str(self._vllm_config.model_config.model), self._settings.fingerprint.encode()
+            salt = self._settings.tenant_salt.encode()
+            command = calibrate_command(folder, self._settings.store, codec.profile_kind, given, bool(salt))
+            name = profile_name(profile_fingerprint(self._vllm_config, self._settings), salt)
+            cache.profiles.seek(name, command)
+        self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
+        policy = self._settings.stream_policy()
+        self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max, states, policy)
+        self._worker.take_memory()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""
@@ -223,15 +327,26 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages that the loads just reported could not fill."""
-        return self._outcome.failed_pages
+        return set() if self._model.slots is not None else self._outcome.failed_pages
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended, and which failed where several groups' pages can't tell."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._outcome.failed if self._model.slots is not None else set()
+        return results
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler half should know."""
         return StepReport(self.worker.report(self._orders.step))
 
     def get_kv_connector_stats(self) -> LoadStats | None:
-        """Return what ended loads brought since the last step; None of the scheduler's half."""
-        counts = self._worker.take_counts() if self._worker is not None else None
+        """Return what this side has counted since it was asked last."""
+        counts: dict[str, float] = {}
+        if self._scheduler is not None:
+            counts = self._watch.take_counts()
+        elif self._worker is not None and self._cache_counts is not None:
+            taken = self._worker.take_counts()
+            counts = {counted(*key): count for key, count in taken.items()} | self._cache_counts.take()
         return LoadStats(counts) if counts else None
 
     @classmethod
@@ -248,23 +363,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Store what is queued and give everything back. Idempotent."""
+        if self._cache_counts is not None:
+            self._cache_counts.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
+            self._watch.close()
             self._scheduler.close()
-
-
-def _pages(block_state: Any, request: str) -> Sequence[int]:
-    (pages,) = block_state.get_block_ids(request)
-    return list(pages)
-
-
-def _is_plain(request: Any) -> bool:
-    """Tell whether the request's keys and values depend on its tokens alone."""
-    return (
-        request.lora_request is None
-        and request.pooling_params is None
-        and request.prompt_embeds is None
-        and not request.mm_features
-        and not request.resumable
-    )

@@ -2,63 +2,227 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 import vllm
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines import VLLM_VERSIONS
-from kvtide.engines.paged import CellOrder, HostPages, Namespaces, PagePool, cell_order, files_fingerprint
+from kvtide.engines import untested_vllm
+from kvtide.engines.chunks import chunk_layout
+from kvtide.engines.paged import Namespaces, files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
-_log = logging.getLogger(__name__)
-
-_DTYPES = {torch.float32: KVDtype.FLOAT32, torch.float16: KVDtype.FLOAT16, torch.bfloat16: KVDtype.BFLOAT16}
-# Their kernels take a token's key, then its value, from the last axis of a page.
-_SPLIT_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
+DTYPES = {torch.float32: KVDtype.FLOAT32, torch.float16: KVDtype.FLOAT16, torch.bfloat16: KVDtype.BFLOAT16}
+# Speculative methods whose draft reads the model's own states, with layers of its own among the model's.
+_DRAFTED = ("eagle", "eagle3", "mtp")
+# Attention to a part of the past, whose pages the engine gives up once it has left them.
+_WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# One scale for a layer, which is the model's: pages do not say more than their bytes.
+_QUANTISED = {KVQuantMode.FP8_PER_TENSOR}
 # Entries of a config that say where a model came from or how it is written down, not what it computes.
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
-_INT_BITS = {2: torch.int16, 4: torch.int32}
+# Elements of one byte, which are taken in pairs.
+BYTE_DTYPES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class ServedStates(NamedTuple):
+    """Layers whose past is one state: a page of each, at a block's end, whose first bytes are the state."""
+
+    layout: BlockLayout
+    layer_names: tuple[str, ...]
+    slots: tuple[int, ...]
+    layer_bytes: tuple[int, ...]
 
 
 class ServedModel(NamedTuple):
-    """One shard's cache: `layout` of its blocks, tokens of an engine page, and what names its blocks."""
+    """One shard's cache: `layout` of its blocks, tokens of a page, and what names its blocks.
+
+    opaque: what decides the order inside a page that kvtide does not know, which is then kept as it is; "" for keys and
+    values as kvtide knows them. dtype: of the engine's pages; None if layers differ in it or in their shape. slots:
+    each layer's in a joined page (`join_pages`), where the engine has several groups, or windows, whose pages it gives
+    up; else None. counts: pages of each group in a joined one. is_drafted: a draft model's layers are among them.
+    """
 
     layout: BlockLayout
     page_tokens: int
     layer_names: tuple[str, ...]
     namespaces: Namespaces
     label: str
+    opaque: str
+    dtype: torch.dtype | None
+    slots: tuple[tuple[int, ...], ...] | None
+    counts: tuple[int, ...]
+    states: ServedStates | None
+    is_drafted: bool
 
 
 def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, is_exact: bool) -> ServedModel:
     """Return what is served. UnsupportedModel, with the reason, for what can't be restored exactly."""
-    if not vllm.__version__.startswith(VLLM_VERSIONS):
-        raise UnsupportedModel(
-            f"tested with vLLM {', '.join(f'{v}x' for v in VLLM_VERSIONS)}, this is {vllm.__version__}"
-        )
+    check_version()
     _refuse_by_config(vllm_config)
-    spec, layer_names = _only_group(kv_cache_config)
-    layout = BlockLayout(
-        len(layer_names),
-        settings.block_tokens_for(spec.block_size),
-        spec.num_kv_heads,
-        spec.head_size,
-        _DTYPES[spec.dtype],
-    )
+    layers = _layers_of(kv_cache_config)
+    spec = layers.specs[0]
+    if layers.slots is not None:
+        _check_groups(vllm_config, settings)
+    tokens = settings.block_tokens_for(layers.page_tokens)
+    is_uniform = len({_shape(each) for each in layers.specs}) == 1 and max(map(len, layers.slots or [()])) <= 1
+    # One order for all of a kind; where several lie in one block, all are kept as they are.
+    opaque = " and ".join(sorted({_opaque_order(vllm_config, each, not is_uniform) for each in layers.specs}))
+    layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
+    states = _states_of(kv_cache_config, layers)
+    text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
+    if text and not is_exact:
+        raise UnsupportedModel(f"pages of {text} are kept as they are: the codec must be lossless or raw")
     name = str(vllm_config.model_config.model)
-    label = f"{name.rstrip('/').rpartition('/')[2]} {layout.dtype.value}"
-    namespaces = _namespaces(vllm_config, layout, settings, is_exact)
-    return ServedModel(layout, spec.block_size, layer_names, namespaces, label)
+    label = f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}"
+    is_replicated = type(spec) is MLAAttentionSpec
+    # Grouping is vLLM's own, and decides the order of layers in a block.
+    named = None if layers.slots is None else list(zip(layers.names, layers.slots, strict=True))
+    text = text if named is None else f"{text} groups {named}"
+    namespaces = _namespaces(vllm_config, layout, settings, is_exact, text, is_replicated, states is not None)
+    dtype = spec.dtype if is_uniform else None
+    return ServedModel(
+        layout,
+        layers.page_tokens,
+        layers.names,
+        namespaces,
+        label,
+        opaque,
+        dtype,
+        layers.slots,
+        layers.counts,
+        states,
+        _is_drafted(vllm_config),
+    )
+
+
+def _is_drafted(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in _DRAFTED
+
+
+def _shape(spec: Any) -> tuple[Any, ...]:
+    return (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
+
+
+def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
+    """Return the layout of a block of layers of one shape."""
+    # Halves of a row: keys and values, or no more than halves.
+    half = spec.head_size // 2 if type(spec) is MLAAttentionSpec else spec.head_size
+    if (type(spec) is MLAAttentionSpec and spec.head_size % 2) or (spec.dtype in BYTE_DTYPES and half % 2):
+        raise UnsupportedModel(f"rows of {spec.head_size} elements of {spec.dtype} have no halves")
+    dims = half // 2 if spec.dtype in BYTE_DTYPES else half
+    return BlockLayout(layers, tokens, spec.num_kv_heads, dims, DTYPES.get(spec.dtype, KVDtype.BFLOAT16))
+
+
+def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
+    """Return the layout of a block of layers of several shapes: their bytes."""
+    dtypes = {spec.dtype for spec in layers.specs}
+    unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
+    token_bytes = sum(_page_bytes(spec) // spec.block_size for spec in layers.specs)
+    return chunk_layout(token_bytes * tokens, 1, tokens, unit)
+
+
+def _page_bytes(spec: Any) -> int:
+    size: int = 2 * spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    return size
+
+
+def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
+    """Return the layers that keep states, None if there are none."""
+    names: list[str] = []
+    slots: list[int] = []
+    sizes: list[int] = []
+    dtypes: set[torch.dtype] = set()
+    for group, first, count in zip(kv_cache_config.kv_cache_groups, layers.firsts, layers.counts, strict=True):
+        spec = group.kv_cache_spec
+        if type(spec) is MambaSpec:
+            _check_states(spec)
+            names += group.layer_names
+            # The one at the end of what a joined page covers.
+            slots += [first + count - 1] * len(group.layer_names)
+            sizes += [spec.state_content_size_bytes] * len(group.layer_names)
+            dtypes |= set(spec.dtypes)
+    if not names:
+        return None
+    unit = KVDtype.FLOAT32 if dtypes == {torch.float32} else KVDtype.BFLOAT16
+    return ServedStates(chunk_layout(sum(sizes), 1, 1, unit), tuple(names), tuple(slots), tuple(sizes))
+
+
+def _check_states(spec: Any) -> None:
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedModel("vLLM keeps no states at the ends of blocks: give enable_prefix_caching=True")
+    if spec.num_speculative_blocks:
+        raise UnsupportedModel("states of drafted tokens are not supported: use KVTideTier")
+
+
+def _state_order(kv_cache_config: Any) -> str:
+    """Return what decides what the bytes of states mean: their kernels, which go by the processor."""
+    specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups if type(each.kv_cache_spec) is MambaSpec]
+    kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
+    processor = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
+    return f"states of {', '.join(kinds)} by {processor} in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
+
+
+def check_version() -> None:
+    """UnsupportedModel, with the command that installs a tested version, for a vLLM that is not tested."""
+    command = untested_vllm(vllm.__version__)
+    if command is not None:
+        raise UnsupportedModel(f"vLLM {vllm.__version__} is not tested: {command}")
+
+
+def check_policy(engine_config: Any) -> None:
+    """ValueError if requests would fail whose blocks can't be loaded: a MultiConnector keeps its own policy."""
+    transfer = None if engine_config is None else engine_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f'beside {transfer.kv_connector} give "kv_load_failure_policy": "recompute" beside its name, '
+            "or a block that can't be loaded fails its request"
+        )
+
+
+def _check_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
+    """UnsupportedModel for what several groups, or windows, can't have."""
+    if vllm_config.device_config.device_type != "cpu":
+        raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
+    if settings.load == "layers":
+        raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
+
+
+def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
+    """Return what decides the order inside a page, where kvtide does not know it or not take it apart; else ""."""
+    cache_type, is_mla = vllm_config.cache_config.cache_dtype, type(spec) is MLAAttentionSpec
+    is_on_cpu = vllm_config.device_config.device_type == "cpu"
+    if (is_mla or spec.dtype in BYTE_DTYPES) and not is_on_cpu:
+        raise UnsupportedModel(f"latents and {cache_type} on a GPU: the order inside a page has no name there yet")
+    version = f"in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
+    if is_mla:
+        return f"latents of {cache_type} {version}"
+    if not is_on_cpu:
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    # Bytes lie as the model's own precision would.
+    precision = vllm_config.model_config.dtype
+    isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
+    # AMX packs pairs; the other kernels' order is looked at where the pages are.
+    is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
+    return f"{cache_type} of {precision} by {isa} {version}" if is_opaque else ""
 
 
 def _refuse_by_config(vllm_config: Any) -> None:
@@ -67,36 +231,89 @@ def _refuse_by_config(vllm_config: Any) -> None:
         raise UnsupportedModel(f"pipeline parallelism is not supported, got {parallel.pipeline_parallel_size} stages")
     if parallel.decode_context_parallel_size != 1 or getattr(parallel, "prefill_context_parallel_size", 1) != 1:
         raise UnsupportedModel("context parallelism spreads a page's tokens over ranks, which is not supported")
-    if speculative is not None and speculative.method != "ngram":
-        raise UnsupportedModel(f"speculative method {speculative.method!r} keeps a cache of its own")
+    if speculative is not None and speculative.method not in ("ngram", *_DRAFTED):
+        known = ", ".join(("ngram", *_DRAFTED))
+        raise UnsupportedModel(f"speculative method {speculative.method!r} is not known; {known} are")
     if model.runner_type != "generate":
         raise UnsupportedModel(f"only text generation is supported, got runner {model.runner_type!r}")
 
 
-def _only_group(kv_cache_config: Any) -> tuple[Any, tuple[str, ...]]:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        raise UnsupportedModel(f"hybrid models are not supported: their cache has {len(groups)} groups ({kinds})")
-    spec = groups[0].kv_cache_spec
-    # Subclasses keep something else than keys and values of all tokens.
-    if type(spec) is not FullAttentionSpec:
-        raise UnsupportedModel(f"only plain full attention is supported, this model's cache is {type(spec).__name__}")
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
+class _Layers(NamedTuple):
+    """Layers with rows of tokens, each one's spec and slots (None for one group of full attention).
+
+    counts, firsts: of all groups, the pages in a joined one, of `page_tokens`, and the first slot.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[Any, ...]
+    slots: tuple[tuple[int, ...], ...] | None
+    page_tokens: int
+    counts: tuple[int, ...]
+    firsts: tuple[int, ...]
+
+
+def _layers_of(kv_cache_config: Any) -> _Layers:
+    """Return what layers keep. UnsupportedModel for what are neither rows of tokens nor states beside them."""
+    found = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in found]
+    foreign = {type(spec).__name__ for spec in specs if type(spec) not in (FullAttentionSpec, MambaSpec, *_WINDOWS)}
+    if len(specs) > 1 and foreign:
+        raise UnsupportedModel(
+            f"groups of {', '.join(sorted(foreign))} are not supported beside others: use KVTideTier"
+        )
+    if all(type(spec) is MambaSpec for spec in specs):
+        raise UnsupportedModel("caches of states alone are not supported: use KVTideTier")
+    page_tokens = math.lcm(*(spec.block_size for spec in specs))
+    counts = tuple(page_tokens // spec.block_size for spec in specs)
+    firsts = (0, *itertools.accumulate(counts))[:-1]
+    rows = [
+        (name, _checked(group.kv_cache_spec), tuple(range(first, first + count)))
+        for group, first, count in zip(found, firsts, counts, strict=True)
+        if type(group.kv_cache_spec) is not MambaSpec
+        for name in group.layer_names
+    ]
+    names, checked, slots = zip(*rows, strict=True)
+    is_plain = len(specs) == 1 and type(specs[0]) not in _WINDOWS
+    return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, firsts)
+
+
+def _checked(spec: Any) -> Any:
+    # Other subclasses keep something else than rows of all tokens.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, *_WINDOWS):
+        raise UnsupportedModel(f"caches of {type(spec).__name__} are not supported")
+    is_full = type(spec) not in _WINDOWS
+    if is_full and (spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal):
         raise UnsupportedModel("windowed, chunked or non-causal attention is not supported")
-    if spec.kv_quant_mode is not KVQuantMode.NONE or spec.dtype not in _DTYPES:
-        raise UnsupportedModel(f"the KV cache must be float32, float16 or bfloat16, got {spec.dtype}")
-    if spec.head_size_v != spec.head_size or spec.num_head_slots is not None or spec.tokens_per_state != 1:
-        raise UnsupportedModel("keys and values must have one shape and one slot for each token and head")
-    return spec, tuple(groups[0].layer_names)
+    is_plain = spec.dtype in DTYPES and spec.kv_quant_mode is KVQuantMode.NONE
+    if not is_plain and (spec.dtype not in BYTE_DTYPES or spec.kv_quant_mode not in _QUANTISED):
+        kind = f"{spec.dtype} quantised by {spec.kv_quant_mode.name}"
+        raise UnsupportedModel(f"the KV cache must be float32, float16, bfloat16 or fp8 of one scale, got {kind}")
+    is_mla = type(spec) is MLAAttentionSpec
+    if spec.head_size_v != (0 if is_mla else spec.head_size):
+        raise UnsupportedModel("keys and values must have one shape")
+    if spec.num_head_slots is not None or spec.tokens_per_state != 1 or spec.page_size_padded is not None:
+        raise UnsupportedModel("a page must have one slot for each token and head, and no more")
+    if is_mla and (spec.model_version is not None or spec.alignment is not None):
+        raise UnsupportedModel(f"latents of {spec.model_version or 'padded pages'} are not supported")
+    return spec
 
 
-def _namespaces(vllm_config: Any, layout: BlockLayout, settings: ConnectorSettings, is_exact: bool) -> Namespaces:
+def _namespaces(
+    vllm_config: Any,
+    layout: BlockLayout,
+    settings: ConnectorSettings,
+    is_exact: bool,
+    opaque: str,
+    is_replicated: bool,
+    has_states: bool,
+) -> Namespaces:
     fingerprint = settings.fingerprint.encode() or _fingerprint(vllm_config)
     shards = vllm_config.parallel_config.tensor_parallel_size
     shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-    quality = "exact" if is_exact else "approximate"
-    texts = [f"{shape} {quality} shard={shard}/{shards}" for shard in range(shards)]
+    quality = f"{'exact' if is_exact else 'approximate'}{f' {opaque}' if opaque else ''}"
+    # Where all ranks have the same, one copy serves them.
+    parts = ["all"] * shards if is_replicated else [f"{shard}/{shards}" for shard in range(shards)]
+    texts = [f"{shape} {quality} shard={part}" for part in parts]
     own_salt = settings.tenant_salt.encode()
 
     def specs(salt: bytes) -> Sequence[NamespaceSpec]:
@@ -104,14 +321,23 @@ def _namespaces(vllm_config: Any, layout: BlockLayout, settings: ConnectorSettin
         both = len(own_salt).to_bytes(4, "little") + own_salt + salt if own_salt or salt else b""
         return [NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, both) for text in texts]
 
-    return Namespaces(specs)
+    return Namespaces(specs, has_states)
 
 
 def _fingerprint(vllm_config: Any) -> bytes:
     model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _VOLATILE_CONFIG}
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
+    if _is_drafted(vllm_config):
+        draft = vllm_config.speculative_config.draft_model_config
+        what["draft"] = files_fingerprint(model_folder(draft.model, draft.revision), {}).hex()
     return files_fingerprint(model_folder(model.model, model.revision), what)
+
+
+def profile_fingerprint(vllm_config: Any, settings: ConnectorSettings) -> bytes:
+    """Return the fingerprint by which the model's profiles are kept: they don't depend on how the weights are run."""
+    model = vllm_config.model_config
+    return settings.fingerprint.encode() or files_fingerprint(model_folder(model.model, model.revision), {})
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
@@ -121,59 +347,3 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
-
-
-def page_pool(
-    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings
-) -> PagePool:
-    """Return the engine's pages: on a device torch copies them, or kernels if the user asks for them.
-
-    UnsupportedModel if they are not as kvtide knows them.
-    """
-    if set(kv_caches) != set(model.layer_names):
-        foreign = sorted(set(kv_caches) ^ set(model.layer_names))
-        raise UnsupportedModel(f"pages and layers do not match: {foreign[:4]}")
-    layers = [kv_caches[name] for name in model.layer_names]
-    layout = model.layout
-    wanted = (layout.kv_heads, model.page_tokens, 2 * layout.head_dim)
-    for name, layer in zip(model.layer_names, layers, strict=True):
-        if layer.ndim != 4 or tuple(layer.shape[1:]) != wanted or _DTYPES.get(layer.dtype) is not layout.dtype:
-            found = f"{tuple(layer.shape)} of {layer.dtype}"
-            raise UnsupportedModel(f"pages of {name} must be (pages, {wanted}) of {layout.dtype.value}, got {found}")
-    if layers[0].device.type == "cpu":
-        order = _probed_order(layers[0], vllm_config)
-        bits = [layer.view(_INT_BITS[layout.dtype.item_bytes]).numpy().view(layout.bits_dtype) for layer in layers]
-        return HostPages(bits, layout, order)
-    attention = get_layers_from_vllm_config(vllm_config, Attention, list(model.layer_names))
-    backends = {layer.attn_backend.get_name() for layer in attention.values()}
-    if not backends <= _SPLIT_BACKENDS:
-        raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
-    if settings.device_kernels:
-        from kvtide.engines.gpu import cuda_pages
-
-        return cuda_pages(layers, layout, settings.device_multiprocessors)
-    from kvtide.engines.paged import DevicePages
-
-    _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
-    return DevicePages(layers, layout)
-
-
-def _probed_order(layer: torch.Tensor, vllm_config: Any) -> CellOrder:
-    """Let the engine write a page of its own and look: the order inside depends on the processor."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    from vllm import _custom_ops as ops
-
-    _, heads, tokens, content = layer.shape
-    head_dim = content // 2
-    # Whole numbers up to 256 are exact in every dtype; each row and column is told apart by the sum of two passes.
-    scratch = torch.zeros((1, heads, tokens, content), dtype=layer.dtype)
-    values = torch.arange(2 * tokens * heads * head_dim).remainder(251).to(layer.dtype)
-    keys, rest = values.view(2, tokens, heads, head_dim)
-    halves = scratch.view(1, heads, 2 * tokens, head_dim).chunk(2, dim=2)
-    isa = _get_attn_isa(layer.dtype, tokens, head_dim, vllm_config.cache_config.cache_dtype)
-    ops.cpu_attn_reshape_and_cache(keys, rest, *halves, torch.arange(tokens), isa)
-    try:
-        return cell_order(scratch[0, 0].float().numpy(), keys[:, 0].float().numpy(), rest[:, 0].float().numpy())
-    except ValueError as error:
-        raise UnsupportedModel(f"{error} (processor path {isa!r})") from error

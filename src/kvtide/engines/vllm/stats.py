@@ -1,30 +1,125 @@
-"""Blocks that loads brought, for vLLM's log (`KV Transfer metrics`) and its Prometheus endpoint."""
+"""The connector's counters, as vLLM's log and its `/metrics` show them.
+
+Invariant: names and labels are few and known here; nothing of a prompt, a salt or a session is in them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Counts of `WorkerHalf.take_counts`, and what they count.
-COUNTED: Mapping[str, str] = MappingProxyType(
+from kvtide.clock import Clock
+from kvtide.store import Cache
+
+# A cache is asked for its counters at most so often.
+COUNTS_EVERY_S = 1.0
+# Tiers of this machine, whose counters are at hand.
+LOCAL_TIERS = ("memory", "disk", "device")
+# Between a name and the values of its labels, in a key of the counts that travel.
+_SEPARATOR = "|"
+
+
+class Counted(NamedTuple):
+    """A counter: what it counts, and the names of its labels."""
+
+    what: str
+    labels: tuple[str, ...] = ()
+
+
+COUNTED: Mapping[str, Counted] = MappingProxyType(
     {
-        "loads": "Loads that ended.",
-        "loaded_tokens": "Tokens that loads brought.",
-        "loaded_bytes": "Stored bytes that were read for them.",
-        "load_seconds": "Seconds from the order of a load to its end.",
-        "failed_loads": "Loads that did not bring all.",
-        "rough_loads": "Streamed loads that ended before all refinements were there.",
-        "streamed_kl": "Sum of the KL divergences, in nats, at which rough loads ended.",
+        "loads": Counted("Loads that ended."),
+        "loaded_tokens": Counted("Tokens that loads brought."),
+        "loaded_bytes": Counted("Stored bytes that were read for them."),
+        "load_seconds": Counted("Seconds from the order of a load to its end."),
+        "failed_loads": Counted("Loads that did not bring all."),
+        "rough_loads": Counted("Streamed loads that ended before all refinements were there."),
+        "unfit_blocks": Counted("Blocks that the codec's profile does not fit, stored losslessly."),
+        "unprofiled_blocks": Counted("Blocks that were stored losslessly for want of a profile."),
+        "checked_blocks": Counted("Blocks that were decoded again and kept their profile's promise."),
+        "streamed_kl": Counted("Sum of the KL divergences, in nats, at which rough loads ended."),
+        "lookups": Counted("Requests that were looked up."),
+        "lookup_seconds": Counted("Seconds that requests waited for their look-up."),
+        "asked_tokens": Counted("Prompt tokens that were looked up, without those in vLLM's own prefix cache."),
+        "hit_tokens": Counted("Tokens of them that were stored and worth loading."),
+        "decided_tokens": Counted("Prompt tokens by what was decided about them, and why.", ("choice", "why")),
+        "stored_blocks": Counted("Blocks that were stored."),
+        "stored_bytes": Counted("Bytes that they take."),
+        "dropped_blocks": Counted("Blocks that were not stored: no room in the queue, or a fault."),
+        "damaged_blocks": Counted("Blocks that were loaded from those of their sections that were good."),
+        "missed_blocks": Counted("Loads that a block ended, by what was wrong with it.", ("reason",)),
+        "group_blocks": Counted("Blocks of a group of layers, rows or states, by result.", ("group", "what")),
+        "group_bytes": Counted("Stored bytes that were read of a group of layers.", ("group",)),
+        "tier_hits": Counted("Objects that a tier was asked for and had.", ("tier",)),
+        "tier_misses": Counted("Objects that a tier was asked for and had not.", ("tier",)),
+        "tier_evictions": Counted("Objects that left a tier for others.", ("tier",)),
+        "tier_faults": Counted("Times that a tier failed.", ("tier",)),
+        "request_options": Counted("Options in requests' kv_transfer_params, used or left out.", ("what",)),
+        "hints_heard": Counted("Pieces of advice about sessions that came to a cache."),
+        "hints_ignored": Counted("Those of them that no tier believed or takes."),
+        "block_events": Counted("KV events of blocks that routers were told.", ("kind", "medium")),
     }
 )
 
 
+def counted(name: str, *labels: str) -> str:
+    """Return the key of a count."""
+    assert len(labels) == len(COUNTED[name].labels), name
+    return _SEPARATOR.join((name, *labels))
+
+
+class CacheCounts:
+    """A cache's counters since they were taken last. They are asked for in a thread, at most every COUNTS_EVERY_S."""
+
+    def __init__(self, cache: Cache, clock: Clock, has_blocks: bool) -> None:
+        """has_blocks: whether blocks are loaded and stored there; else it only decides."""
+        self._cache, self._clock, self._has_blocks = cache, clock, has_blocks
+        # Servers and buckets would be asked what they hold.
+        self._tiers = [name for name in cache.tiers.tier_names if name.partition("-")[0] in LOCAL_TIERS]
+        self._before: dict[str, float] = {}
+        self._asked_s = -COUNTS_EVERY_S
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-counts")
+        self._asked: Future[dict[str, float]] | None = None
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        self._asker.shutdown(wait=False, cancel_futures=True)
+
+    def take(self) -> dict[str, float]:
+        """Return what was added, by key; nothing where no answer has come since. Waits for nobody."""
+        added: dict[str, float] = {}
+        if self._asked is not None and self._asked.done():
+            now, before = self._asked.result(), self._before
+            added = {key: count - before.get(key, 0) for key, count in now.items() if count != before.get(key, 0)}
+            self._before, self._asked = now, None
+        now_s = self._clock.monotonic_s()
+        if self._asked is None and now_s >= self._asked_s + COUNTS_EVERY_S:
+            self._asked_s = now_s
+            self._asked = self._asker.submit(self._cache.guarded, "count", self._all, self._before)
+        return added
+
+    def _all(self) -> dict[str, float]:
+        decided = self._cache.decisions.counts()
+        found: dict[str, float] = {counted("decided_tokens", *kind): count for kind, count in decided.items()}
+        if self._has_blocks:
+            stats = self._cache.stats(self._tiers)
+            found["stored_blocks"], found["stored_bytes"] = stats.blocks_stored, stats.bytes_stored
+            found["dropped_blocks"], found["damaged_blocks"] = stats.blocks_dropped, stats.blocks_damaged
+            found["hints_heard"], found["hints_ignored"] = stats.hints_heard, stats.hints_ignored
+            found |= {counted("missed_blocks", reason): count for reason, count in stats.misses.items()}
+            for tier in stats.tiers:
+                for what in ("hits", "misses", "evictions", "faults"):
+                    found[counted(f"tier_{what}", tier.name)] = getattr(tier, what)
+        return found
+
+
 class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for us
-    """Counts of one interval: sums, over workers and steps."""
+    """Counts of one interval by key: sums, over workers and steps."""
 
     def reset(self) -> None:
         """Start over."""
@@ -41,7 +136,7 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed fo
         return {name: round(count, 4) for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Tell whether no load ended."""
+        """Tell whether nothing was counted."""
         return not self.data
 
 
@@ -50,13 +145,23 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, config: Any, types: Any, label_names: list[str], label_values: dict[int, list[object]]) -> None:
         super().__init__(config, types, label_names, label_values)
-        self._by_engine = {
-            name: {engine: counter.labels(*values) if values else counter for engine, values in label_values.items()}
-            for name, what in COUNTED.items()
-            for counter in [types[Counter](name=f"vllm:kvtide_{name}", documentation=what, labelnames=label_names)]
+        self._counters = {
+            name: types[Counter](
+                name=f"vllm:kvtide_{name}", documentation=each.what, labelnames=[*label_names, *each.labels]
+            )
+            for name, each in COUNTED.items()
         }
+        # Counters without labels of their own are there from the start.
+        for name, each in COUNTED.items():
+            for engine in label_values if not each.labels else ():
+                self._counter(name, engine)
+
+    def _counter(self, key: str, engine: int) -> Any:
+        name, *labels = key.split(_SEPARATOR)
+        values = [*self.per_engine_labelvalues[engine], *labels]
+        return self._counters[name].labels(*values) if values else self._counters[name]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's counts."""
-        for name, count in transfer_stats_data.items():
-            self._by_engine[name][engine_idx].inc(count)
+        for key, count in transfer_stats_data.items():
+            self._counter(key, engine_idx).inc(count)

@@ -1,6 +1,6 @@
 """kvtide below vLLM's own offloading, as a secondary tier: its stores, checksums and lossless codecs.
 
-secondary_tiers: [{"type": "KVTideTier", "module_path": "kvtide.engines.vllm.tiering", "store": "disk:///var/cache/x"}]
+secondary_tiers: [{"type": "KVTideTier", "store": "disk:///var/cache/x"}]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtide.block import BlockLayout
 from kvtide.engines.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged import files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
-from kvtide.engines.vllm.model import model_folder
+from kvtide.engines.vllm.model import check_version, model_folder
 
 TRANSFER_THREADS = 2
 
@@ -41,6 +41,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         backpressure_detector: Any = None,
         **options: object,
     ) -> None:
+        check_version()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         settings = ConnectorSettings.parse(options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvtide.evict.policies.mix import MixPolicy
-from kvtide.evict.policies.order import PolicyOf, PolicyOrder
+from kvtide.evict.policies.mix import FULL_BLOCKS_MAX, MixPolicy, SampledMixPolicy
+from kvtide.evict.policies.order import PolicyOf, PolicyOrder, PoolOrder
 from kvtide.evict.policies.published import (
     ArcPolicy,
+    FadingPolicy,
     GdsfPolicy,
     LfuPolicy,
     S3FifoPolicy,
@@ -19,10 +20,10 @@ from kvtide.evict.policies.published import (
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import LruPolicy
 
-__all__ = ["PolicyOf", "PolicyOrder", "policy_named"]
+__all__ = ["PolicyOf", "PolicyOrder", "PoolOrder", "policy_named"]
 
 # What `mix` chooses from, beside `reuse`.
-MIXED = ("lru", "s3fifo", "arc", "score")
+MIXED = ("lru", "s3fifo", "arc", "fading")
 
 POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
     {
@@ -33,9 +34,12 @@ POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
         "s3fifo": S3FifoPolicy,
         "sieve": lambda blocks_max: SievePolicy(),
         "gdsf": lambda blocks_max: GdsfPolicy(),
+        "fading": FadingPolicy,
         "score": lambda blocks_max: ScorePolicy(),
         "reuse": ReusePolicy,
-        "mix": lambda blocks_max: MixPolicy({name: POLICIES[name] for name in MIXED}, blocks_max),
+        "mix": lambda blocks_max: (MixPolicy if blocks_max <= FULL_BLOCKS_MAX else SampledMixPolicy)(
+            {name: POLICIES[name] for name in MIXED}, blocks_max
+        ),
     }
 )
 

@@ -1,14 +1,14 @@
 """Lets the best of several policies rule: each of them runs in a shadow, and the one that hits most there leads.
 
-A shadow is an index of its own. Up to SHADOW_BLOCKS_MAX blocks it holds as many as the cache, and what the ruler's
-shadow gave up is what the cache gives up. For larger caches it holds that many and sees as large a share of the
-prompts (SHARDS): of a cache with a million blocks one in 122. Then the ruling policy ranks the cache's own runs.
+A shadow is an index of its own, which holds as many blocks as the cache; what the ruler's shadow gave up is what the
+cache gives up, and one more policy goes by which of the shadows hold a block. A large cache asks a small one, which
+sees a share of the prompts (SHARDS), of a million blocks one in 488: the policy that rules there ranks the large one's
+own runs.
 A session is in the sample as a whole: a run that is hung below one of few uses follows that one, below a prefix that
 many share its own first key decides.
 
-Worst case: over any stretch the ruler's shadow hits at most SWITCH_GAIN of the blocks less than the best one, beside
-what is granted and what fades; a switch costs a hit for each block at most that the new ruler's shadow held and the
-cache did not.
+Worst case: beside what fades, the ruler's shadow is behind the best one by as many hits at most as that holds blocks
+which the ruler's does not, and a switch costs no more: both together two hits for each block by which they are apart.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies.reuse import ReusePolicy
+from kvtide.evict.hint import AdvisedPolicy
+from kvtide.evict.policies.reuse import ReusePolicy, namespace_of
+from kvtide.evict.policies.shadows import AGREEMENT, Agreement, Shadows
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey
 
 _log = logging.getLogger(__name__)
 
-# Blocks that each shadow holds at most.
-SHADOW_BLOCKS_MAX = 8192
-# Another policy rules once its shadow's recent hit rate is higher by this.
-SWITCH_GAIN = 0.002
+# Caches of at most so many blocks have shadows of their own size, larger ones ask a cache of so many.
+FULL_BLOCKS_MAX = 4096
+SAMPLED_BLOCKS = 2048
 # Hits fade to a half over requests of as many blocks as this many caches hold, and not before so many requests.
 _HALF_LIFE_CACHES = 8
 _HALF_LIFE_REQUESTS_MIN = 1024
-# Hits that the ruler is granted beyond that, in mean requests (a few of them prove nothing) and as a share of the
-# shadow's blocks (that many may be missing after a switch).
-_GRANTED_REQUESTS = 5.0
-_GRANTED_SHARE = 0.05
 # Evicted blocks that are forgotten a request when a policy rules that remembers fewer: the lock is not held for long.
 FORGOTTEN_MAX = 1024
 # What hangs below a run of more uses than this is a prompt of its own.
@@ -51,18 +48,19 @@ class _Follower(EvictionPolicy):
     Invariant: `_doomed` are the candidates whose last held block the shadow does not hold.
     """
 
-    def __init__(self, shadow: RadixIndex, shadows: Sequence[RadixIndex]) -> None:
-        self._shadow = shadow
+    def __init__(self, ruler: str, shadows: Shadows) -> None:
+        self._ruler = ruler
+        self._shadow = shadows[ruler]
         self._shadows = shadows
         self._end_of: dict[Run, BlockKey] = {}
         self._ends: dict[BlockKey, Run] = {}
         self._doomed: OrderedDict[Run, None] = OrderedDict()
 
-    def follow(self, shadow: RadixIndex) -> None:
+    def follow(self, ruler: str) -> None:
         """Evict from now on what another shadow does not hold."""
-        self._shadow = shadow
+        self._ruler, self._shadow = ruler, self._shadows[ruler]
         ends = sorted(self._end_of.items(), key=lambda item: item[0].last_use)
-        self._doomed = OrderedDict.fromkeys(run for run, end in ends if not shadow.is_held(end))
+        self._doomed = OrderedDict.fromkeys(run for run, end in ends if not self._shadow.is_held(end))
 
     def give_up(self, keys: Sequence[BlockKey]) -> None:
         """Note what the shadow has given up."""
@@ -91,8 +89,7 @@ class _Follower(EvictionPolicy):
     def victim(self) -> Run | None:
         """Return the first candidate that the shadow does not hold; if it holds all, all shadows give up as many."""
         while self._end_of and not self._doomed:
-            given_up = [(shadow, shadow.victims(1)) for shadow in self._shadows]
-            keys = next(keys for shadow, keys in given_up if shadow is self._shadow)
+            keys = self._shadows.shrink()[self._ruler]
             assert keys, "what an empty shadow does not hold is doomed"
             self.give_up(keys)
         return next(iter(self._doomed), None)
@@ -102,41 +99,130 @@ class _Follower(EvictionPolicy):
         return bisect_left(range(run.held - 1), True, key=lambda at: not self._shadow.is_held(run.keys[at]))
 
 
-class MixPolicy(EvictionPolicy):
+class MixPolicy(AdvisedPolicy):
     """Evicts as the policy does whose shadow has hit most lately."""
+
+    splits_tail = True
+
+    def __init__(
+        self,
+        others_of: Mapping[str, Callable[[int], EvictionPolicy]],
+        blocks_max: int,
+        reuse: ReusePolicy | None = None,
+    ) -> None:
+        """others_of: makers of the policies beside `reuse`, which rules until another one proves better.
+
+        reuse: a `reuse` of that size that somebody else looks after too; by default the cache's own.
+        """
+        super().__init__()
+        self._clock = ManualClock()
+        self._reuse = reuse = reuse or ReusePolicy(blocks_max)
+        fixed = {"reuse": RadixIndex(self._clock, lambda _: reuse, blocks_max)}
+        fixed |= {name: RadixIndex(self._clock, of, blocks_max) for name, of in others_of.items()}
+        agreement = Agreement(list(fixed.values()))
+        self._shadows = Shadows(fixed, agreement, RadixIndex(self._clock, lambda _: agreement, blocks_max))
+        self._hits = dict.fromkeys(self._shadows.names, 0.0)
+        self._half_life_blocks = max(1, _HALF_LIFE_CACHES * blocks_max)
+        self.ruler = "reuse"
+        self._follower = _Follower(self.ruler, self._shadows)
+        self.trust = reuse.trust
+
+    def hear(self, mark: int) -> None:
+        """Pass advice on to who takes it."""
+        self._reuse.hear(mark)
+
+    def advise(self, path: Sequence[Run]) -> None:
+        """Pass advice about an earlier request on."""
+        self._shadows["reuse"].advise(path[-1].keys[-1])
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Let the shadows grow a run that grows."""
+        if len(run.keys) > count:
+            self._replay(run, run.keys[-count:], run.keys[-count - 1])
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Replay a request through the shadows; let the best one rule."""
+        self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
+        keys = [key for run in path for key in run.keys]
+        faded = 0.5 ** min(len(keys) / self._half_life_blocks, 1 / _HALF_LIFE_REQUESTS_MIN)
+        lengths = self._shadows.lengths(keys)
+        for name, length in zip(self._shadows.names, lengths, strict=True):
+            self._hits[name] = faded * self._hits[name] + length
+        self._shadows.learn(lengths, faded)
+        self._replay(path[-1], keys, None)
+        best = max(self._hits, key=self._hits.__getitem__)
+        lead = self._hits[best] - self._hits[self.ruler]
+        # Ski rental: as many as a change may cost.
+        if lead > 0 and lead > self._shadows.apart(best, self.ruler):
+            self.ruler = best
+            self._follower.follow(best)
+
+    def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        """Tell the shadows of keys that end with a run: what is new of them is like it."""
+        given_up = self._shadows.insert(namespace_of(end), keys, parent, end.value, end.given_cost)
+        self._follower.give_up(given_up[self.ruler])
+
+    def resize(self, run: Run, delta: int) -> None:
+        """Tell the follower."""
+        self._follower.resize(run, delta)
+
+    def enter(self, run: Run) -> None:
+        """Tell the follower."""
+        self._follower.enter(run)
+
+    def leave(self, run: Run) -> None:
+        """Tell the follower."""
+        self._follower.leave(run)
+
+    def victim(self) -> Run | None:
+        """Return what the ruler's shadow does not hold."""
+        return self._follower.victim()
+
+    def spared(self, run: Run) -> int:
+        """Return what of a run the ruler's shadow holds."""
+        return self._follower.spared(run)
+
+
+class SampledMixPolicy(AdvisedPolicy):
+    """Evicts as the policy does that rules a small cache which sees a share of the prompts."""
 
     splits_tail = True
 
     def __init__(self, others_of: Mapping[str, Callable[[int], EvictionPolicy]], blocks_max: int) -> None:
         """others_of: makers of the policies beside `reuse`, which rules until another one proves better."""
-        shadow_blocks = min(blocks_max, SHADOW_BLOCKS_MAX)
+        super().__init__()
         self._blocks_max = blocks_max
-        self._clock = ManualClock()
         self._others_of = others_of
-        shadowed = ReusePolicy(shadow_blocks)
-        self._shadows = {"reuse": RadixIndex(self._clock, lambda _: shadowed, shadow_blocks)}
-        self._shadows |= {name: RadixIndex(self._clock, of, shadow_blocks) for name, of in others_of.items()}
-        self._hits = dict.fromkeys(self._shadows, 0.0)
-        self._asked = self._requests = 0.0
-        self._granted_blocks = _GRANTED_SHARE * shadow_blocks
-        self._half_life_blocks = max(1, _HALF_LIFE_CACHES * shadow_blocks)
-        self._hashes_sampled = _HASHES * shadow_blocks // max(1, blocks_max)
+        self._clock = ManualClock()
+        # `reuse` learns from all runs while it rules, from the sample while it does not and others remember less.
+        self._reuse = ReusePolicy(blocks_max)
+        self._sampled_reuse = ReusePolicy(SAMPLED_BLOCKS, self._reuse.model)
+        self._sampled_reuse.counts = False
+        small = self._small = MixPolicy(others_of, SAMPLED_BLOCKS, self._sampled_reuse)
+        self._sample = RadixIndex(self._clock, lambda _: small, SAMPLED_BLOCKS)
+        self._hashes_sampled = _HASHES * SAMPLED_BLOCKS // blocks_max
         # Whether their prompts are in the sample.
         self._runs: dict[Run, bool] = {}
         self.ruler = "reuse"
-        self._follower: _Follower | None = None
-        # What follows the cache's runs, the ruler last. `reuse` always does: its history can't be made up later.
-        self._live: list[EvictionPolicy]
-        if shadow_blocks == blocks_max:
-            self._follower = _Follower(self._shadows["reuse"], list(self._shadows.values()))
-            self._live = [self._follower]
-        else:
-            self._reuse = ReusePolicy(blocks_max, shadowed.model)
-            self._live = [self._reuse]
-        self.ghost_blocks_max = self._live[-1].ghost_blocks_max
+        # What follows the runs, the ruler last. `reuse` always does: its history can't be made up later.
+        self._live: list[EvictionPolicy] = [self._reuse]
+        self.ghost_blocks_max = self._reuse.ghost_blocks_max
+        # Who ranks all runs judges tenants; the small cache hears a part of them.
+        self.trust = self._reuse.trust
+
+    def hear(self, mark: int) -> None:
+        """Pass advice on to those who take it."""
+        self._small.hear(mark)
+        self._reuse.hear(mark)
+
+    def advise(self, path: Sequence[Run]) -> None:
+        """Pass advice about an earlier request on."""
+        self._reuse.advise(path)
+        if self._runs[path[-1]]:
+            self._sample.advise(path[-1].keys[-1])
 
     def adopt(self, run: Run, count: int) -> None:
-        """Sample a new run or not; let the shadows grow one that grows."""
+        """Sample a new run or not; let the sample grow with one that grows."""
         for policy in self._live:
             policy.adopt(run, count)
         if len(run.keys) == count:
@@ -148,45 +234,29 @@ class MixPolicy(EvictionPolicy):
             self._replay(run, run.keys[-count:], run.keys[-count - 1])
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Replay a sampled request through the shadows; let the best one rule."""
+        """Have the sample see a request of its; let who rules there rule here."""
         for policy in self._live:
             policy.touch(path, use)
         self.ghost_blocks_max = max(self._live[-1].ghost_blocks_max, self.ghost_blocks_max - FORGOTTEN_MAX)
-        if not self._runs[path[-1]]:
-            return
-        self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
-        keys = [key for run in path for key in run.keys]
-        faded = 0.5 ** min(len(keys) / self._half_life_blocks, 1 / _HALF_LIFE_REQUESTS_MIN)
-        self._asked = faded * self._asked + len(keys)
-        self._requests = faded * self._requests + 1
-        for name, shadow in self._shadows.items():
-            self._hits[name] = faded * self._hits[name] + len(shadow.match(keys).blocks)
-        self._replay(path[-1], keys, None)
-        best = max(self._hits, key=self._hits.__getitem__)
-        granted = self._asked * (SWITCH_GAIN + _GRANTED_REQUESTS / self._requests) + self._granted_blocks
-        if self._hits[best] > self._hits[self.ruler] + granted:
-            self._crown(best)
+        if self._runs[path[-1]]:
+            self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
+            self._replay(path[-1], [key for run in path for key in run.keys], None)
+            if self._small.ruler not in (self.ruler, AGREEMENT):
+                self._crown(self._small.ruler)
 
     def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        """Tell the shadows of keys that end with a run: what is new of them is like it."""
-        namespace = _namespace(end)
-        for name, shadow in self._shadows.items():
-            try:
-                given_up = shadow.insert(namespace, keys, parent, value=end.value, cost=end.given_cost)
-            except ValueError as error:
-                # A shadow remembers other blocks than the cache: keys that are no chain can come to light here alone.
-                _log.debug("no prefix: %s", error)
-                continue
-            if self._follower is not None and name == self.ruler:
-                self._follower.give_up(given_up)
+        """Use keys that end with a run in the sample: what is new of them is like it."""
+        try:
+            self._sample.insert(namespace_of(end), keys, parent, value=end.value, cost=end.given_cost)
+        except ValueError as error:
+            # The sample remembers other blocks than the cache: keys that are no chain can come to light here alone.
+            _log.debug("no prefix: %s", error)
 
     def _crown(self, name: str) -> None:
         """Let another policy rule."""
         self.ruler = name
-        if self._follower is not None:
-            self._follower.follow(self._shadows[name])
-            return
         self._reuse.counts = name == "reuse"
+        self._sampled_reuse.counts = not self._reuse.counts
         self._live = [self._reuse]
         if name == "reuse":
             return
@@ -234,10 +304,3 @@ class MixPolicy(EvictionPolicy):
             policy.forget(run, count)
         if not run.keys:
             del self._runs[run]
-
-
-def _namespace(run: Run) -> Namespace:
-    while run.parent is not None:
-        run = run.parent
-    namespace: Namespace = run.state
-    return namespace

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 from kvtide.clock import Clock
+from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
 from kvtide.evict.ranking import EvictionOrder, MayGo
 from kvtide.index import EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -38,6 +41,8 @@ class PolicyOrder(EvictionOrder):
         self._bytes_max = bytes_max
         self._lock = threading.RLock()
         self._tree: RadixIndex | None = None
+        self._advised: AdvisedPolicy | None = None
+        self._sessions = Sessions[BlockKey]()
         self._parents: dict[ObjectId, BlockKey] = {}
         # The object that the tree's block is. Of two namespaces with one key it is that of the newest.
         self._blocks: dict[BlockKey, ObjectId] = {}
@@ -46,6 +51,8 @@ class PolicyOrder(EvictionOrder):
         # Of these, by the block that they follow, those that entered before it.
         self._waiting: dict[BlockKey, set[ObjectId]] = {}
         self._announced: OrderedDict[BlockKey, None] = OrderedDict()
+        # Namespaces for which somebody tells of requests, the last ones.
+        self._told: OrderedDict[Namespace, None] = OrderedDict()
         # The end of the latest request, and when it came.
         self._latest: tuple[BlockKey, float] | None = None
         if blocks_max is not None:
@@ -55,27 +62,44 @@ class PolicyOrder(EvictionOrder):
         return len(self._parents)
 
     def _planted(self, blocks_max: int) -> RadixIndex:
-        return RadixIndex(self._clock, self._policy_of, blocks_max)
+        policy = self._policy_of(blocks_max)
+        self._advised = policy if isinstance(policy, AdvisedPolicy) else None
+        return RadixIndex(self._clock, lambda _: policy, blocks_max)
 
     @property
     def hears_requests(self) -> bool:
         """Requests are what policies over prefixes rank by."""
         return True
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        """Note a use of a prefix."""
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
+        """Note a use of a prefix; the end of a session whose latest request it was is none."""
         with self._lock:
             # Before the first object nothing can leave.
             if self._tree is None or not keys:
-                return
+                return False
             now_s, before = self._clock.monotonic_s(), self._latest
             self._latest = (keys[-1], now_s)
-            if before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S:
-                return
-            self._use(self._tree, namespace, keys, None)
-            self._announced.update(dict.fromkeys(keys))
+            self._told[namespace] = None
+            self._told.move_to_end(namespace)
+            if len(self._told) > TENANTS_MAX:
+                self._told.popitem(last=False)
+            is_known = before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S
+            if hint is not None and hint.session is not None:
+                is_known |= self._sessions.note(namespace, hint.session, keys[-1]) == keys[-1] and hint.is_last
+            policy, ignored = self._advised, 0
+            if policy is not None:
+                ignored = policy.trust.ignored
+                policy.hear(0 if hint is None else hint.mark)
+            if not is_known:
+                self._use(self._tree, namespace, keys, None)
+                self._announced.update(dict.fromkeys(keys))
+            elif hint is not None:
+                self._tree.advise(keys[-1])
+            if policy is not None:
+                policy.hear(0)
             while len(self._announced) > ANNOUNCED_MAX:
                 self._announced.popitem(last=False)
+            return hint is not None and policy is not None and policy.trust.ignored == ignored
 
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         self._insert(tree, namespace, keys, parent)
@@ -105,10 +129,10 @@ class PolicyOrder(EvictionOrder):
                 self._orphans[self._blocks[key]] = None
 
     def note_use(self, object_id: ObjectId) -> None:
-        """Note a read, where nobody tells of requests."""
+        """Note a read of a namespace for which nobody tells of requests, such as that of states, which stand alone."""
         with self._lock:
             parent = self._parents.get(object_id)
-            if parent is None or self._tree is None or self._latest is not None:
+            if parent is None or self._tree is None or object_id.namespace in self._told:
                 return
             if object_id in self._orphans:
                 self._orphans.move_to_end(object_id)
@@ -124,17 +148,23 @@ class PolicyOrder(EvictionOrder):
             self._orphan([key])
             self._parents[object_id] = parent
             self._blocks[key] = object_id
-            self._announced.pop(key, None)
-            if not tree.is_held(key):
+            if key in self._announced:
+                # It had its use with the request. If it lost its place since, it has none now.
+                del self._announced[key]
+            elif not tree.is_held(key):
                 self._use(tree, object_id.namespace, [key], parent)
+                if not tree.is_held(key):
+                    self._waiting.setdefault(parent, set()).add(object_id)
             if not tree.is_held(key):
                 self._orphans[object_id] = None
-                self._waiting.setdefault(parent, set()).add(object_id)
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object; those after it in its prefix stay, as objects without one."""
         with self._lock:
-            if object_id in self._parents and self._forget(object_id) and self._tree is not None:
+            if object_id not in self._parents or not self._forget(object_id) or self._tree is None:
+                return
+            # What lost its place before stays remembered: policies learn from those that come back.
+            if self._tree.is_held(object_id.key):
                 # Deepest first: the first to leave is the end of its prefix.
                 self._orphan(self._tree.remove(object_id.key))
 
@@ -183,3 +213,141 @@ class PolicyOrder(EvictionOrder):
             if victim is not None:
                 self._forget(victim)
             return victim
+
+
+# Passed-over entries may make up this share of the heaps' before they are rebuilt.
+_STALE_SHARE_MAX = 0.5
+_STALE_SLACK = 64
+
+
+class _Entry(NamedTuple):
+    last_use_s: float
+    prefix_blocks: int
+
+
+class FreePool:
+    """Blocks with reference count 0. `add`, `take_back` and the eviction that `add` may cause are O(log n)."""
+
+    def __init__(self, blocks_max: int) -> None:
+        if blocks_max < 0:
+            raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
+        self.blocks_max = blocks_max
+        self._entries: dict[BlockKey, _Entry] = {}
+        self._times_s: list[float] = []
+        self._blocks: dict[float, list[tuple[int, BlockKey]]] = {}
+        self._queued = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._entries
+
+    def add(self, key: BlockKey, last_use_s: float, prefix_blocks: int) -> BlockKey | None:
+        """Free a block; return the one that has to go for it, which may be itself. ValueError if it is here already."""
+        if key in self._entries:
+            raise ValueError(f"block {key.hex()[:16]} is in the pool already")
+        self._entries[key] = _Entry(last_use_s, prefix_blocks)
+        blocks = self._blocks.get(last_use_s)
+        if blocks is None:
+            blocks = self._blocks[last_use_s] = []
+            heapq.heappush(self._times_s, last_use_s)
+        heapq.heappush(blocks, (-prefix_blocks, key))
+        self._queued += 1
+        return self.evict() if len(self._entries) > self.blocks_max else None
+
+    def take_back(self, key: BlockKey) -> bool:
+        """Remove a block that comes back into use. False if it is not here."""
+        if self._entries.pop(key, None) is None:
+            return False
+        if self._queued > _STALE_SLACK + len(self._entries) / (1 - _STALE_SHARE_MAX):
+            self._rebuild()
+        return True
+
+    def evict(self) -> BlockKey | None:
+        """Remove the block that goes first and return it; None if the pool is empty."""
+        while self._times_s:
+            last_use_s = self._times_s[0]
+            blocks = self._blocks[last_use_s]
+            while blocks:
+                prefix_blocks, key = heapq.heappop(blocks)
+                self._queued -= 1
+                if self._entries.get(key) == (last_use_s, -prefix_blocks):
+                    del self._entries[key]
+                    return key
+            heapq.heappop(self._times_s)
+            del self._blocks[last_use_s]
+        return None
+
+    def _rebuild(self) -> None:
+        self._blocks = {}
+        for key, (last_use_s, prefix_blocks) in self._entries.items():
+            self._blocks.setdefault(last_use_s, []).append((-prefix_blocks, key))
+        for blocks in self._blocks.values():
+            heapq.heapify(blocks)
+        self._times_s = sorted(self._blocks)
+        self._queued = len(self._entries)
+
+    def check(self) -> None:
+        """AssertionError if the pool contradicts itself."""
+        assert len(self._entries) <= self.blocks_max
+        queued = {(time_s, depth, key) for time_s, blocks in self._blocks.items() for depth, key in blocks}
+        assert sorted(self._times_s) == sorted(self._blocks)
+        assert sum(map(len, self._blocks.values())) == self._queued
+        assert all((entry.last_use_s, -entry.prefix_blocks, key) in queued for key, entry in self._entries.items())
+
+
+class PoolOrder(EvictionOrder):
+    """The report's pool of freed blocks: longest unused first, among those of one time the longest prefix first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pool = FreePool(1 << 62)
+        # By `_name`, with the blocks of the prefix up to each.
+        self._members: dict[BlockKey, tuple[ObjectId, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Take a block out of the pool and free it again, now."""
+        name = _name(*object_id)
+        if self._pool.take_back(name):
+            self._free(name)
+
+    def _free(self, name: BlockKey) -> None:
+        self._pool.add(name, self._clock.monotonic_s(), self._members[name][1])
+
+    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
+        """Free a block that nobody uses yet."""
+        name, before = _name(*object_id), self._members.get(_name(object_id.namespace, parent))
+        self._members[name] = (object_id, 1 if before is None else before[1] + 1)
+        self._free(name)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Forget a block."""
+        name = _name(*object_id)
+        if self._members.pop(name, None) is not None:
+            self._pool.take_back(name)
+
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
+        """Yield the pool's first; blocks that may not go come back with the time of now."""
+        kept: list[BlockKey] = []
+        try:
+            while (name := self._pool.evict()) is not None:
+                object_id, _ = self._members[name]
+                if may_go(object_id):
+                    del self._members[name]
+                    yield object_id
+                else:
+                    kept.append(name)
+        finally:
+            # Some may have left while the caller had the word, or have come back.
+            for name in kept:
+                if name in self._members and name not in self._pool:
+                    self._free(name)
+
+
+def _name(namespace: Namespace, key: BlockKey) -> BlockKey:
+    """Tell blocks apart that have one key: of a namespace's generations, or of tenants who copy keys."""
+    return BlockKey(namespace + key)

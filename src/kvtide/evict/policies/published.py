@@ -7,12 +7,16 @@ weighs recency against frequency, the balance learned from what was evicted too 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtide.index import EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 
 _SMALL_SHARE = 0.1
+# Evicted blocks whose uses are remembered: so many for each block held, in large caches half as many and this many.
+_FADING_GHOSTS = 16
+_FADING_GHOSTS_MAX = 1 << 18
 _FREQUENCY_MAX = 3
 # `tag` of a run: its uses since it was queued, and this if that was in the main queue.
 _MAIN = 4
@@ -85,6 +89,49 @@ class ScorePolicy(HeapPolicy):
     def priority(self, run: Run) -> float:
         """Return the score."""
         return run.uses * run.value
+
+
+class FadingPolicy(HeapPolicy):
+    """Uses that fade, times important tokens: what memory's `frequency` goes by, for prefixes.
+
+    A use counts half after one use of each known block, evicted ones that are remembered too. New uses weigh more
+    instead of old ones less, as priorities must not change by themselves.
+    """
+
+    def __init__(self, blocks_max: int) -> None:
+        super().__init__()
+        self.ghost_blocks_max = min(_FADING_GHOSTS * blocks_max, blocks_max // 2 + _FADING_GHOSTS_MAX)
+        self._known_blocks = 0
+        self._age = 0.0
+        # Logarithms of the sums of the uses' weights. A run's `state` may be that of another policy beside this one.
+        self._weights: dict[Run, float] = {}
+
+    def adopt(self, run: Run, count: int) -> None:
+        """Count new blocks."""
+        self._known_blocks += count
+        if len(run.keys) == count:
+            self._weights[run] = -math.inf
+
+    def touch(self, path: Sequence[Run], use: Use) -> None:
+        """Add a use to each run."""
+        self._age += use.blocks / self._known_blocks
+        for run in path:
+            low, high = sorted((self._weights[run], self._age))
+            self._weights[run] = high + math.log2(1 + 2.0 ** (low - high))
+
+    def split(self, upper: Run, lower: Run) -> None:
+        """Give both parts the same uses."""
+        self._weights[upper] = self._weights[lower]
+
+    def priority(self, run: Run) -> float:
+        """Return the logarithm of the uses' weights times the important tokens."""
+        return self._weights[run] + math.log2(run.value) if run.value > 0 else -math.inf
+
+    def forget(self, run: Run, count: int) -> None:
+        """Count blocks that are remembered no more."""
+        self._known_blocks -= count
+        if not run.keys:
+            del self._weights[run]
 
 
 class GdsfPolicy(HeapPolicy):

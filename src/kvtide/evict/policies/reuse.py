@@ -18,15 +18,17 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
-from kvtide.evict.policies.hazard import AGE_BINS, AGE_EDGES_S, HazardModel, Kind, size_bucket
-from kvtide.index import EvictionPolicy, Run, Use
+from kvtide.evict.hint import AdvisedPolicy
+from kvtide.evict.policies.hazard import HazardModel, Kind, size_bucket
+from kvtide.index import Run, Use
+from kvtide.types import Namespace
 
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
 # ones half as much again and this many.
 GHOST_BLOCKS_MAX = 1 << 18
 _GHOSTS_PER_BLOCK = 16
 # Sessions change over hours: counts fade to a half over this many runs.
-_HALF_LIFE_RUNS = 100_000.0
+HALF_LIFE_RUNS = 100_000.0
 # Learn again after so many uses, and later when there are so many times more.
 _LEARN_USES_MIN = 16
 _LEARN_SHARE = 100
@@ -59,28 +61,32 @@ class _Trace:
     """The policy's memory of a run: `reach` blocks had the latest request that used it, its session's turn `turn`.
 
     A run that is counted (`weight` 1) stands for its request; other runs of the same request would count it twice.
+    `mark` is the advice that came with that request.
     """
 
-    __slots__ = ("at_s", "cost_class", "queue", "reach", "turn", "weight")
+    __slots__ = ("at_s", "cost_class", "mark", "queue", "reach", "turn", "weight")
 
     def __init__(self, queue: _Queue) -> None:
         self.queue = queue
         self.at_s = 0.0
         self.weight = 0.0
         self.turn = 0
+        self.mark = 0
         self.reach = 0
         self.cost_class = 0
 
 
-class ReusePolicy(EvictionPolicy):
+class ReusePolicy(AdvisedPolicy):
     """Ranks kinds and ages by the worth of holding on; evicts the longest unused run of the least worth."""
 
     splits_tail = True
 
     def __init__(self, blocks_max: int, model: HazardModel | None = None) -> None:
-        """model: somebody else's, who counts; what this policy sees is counted too while `counts`."""
+        """model: one that is shared; what this policy sees is counted there while `counts`."""
+        super().__init__()
         self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
-        self.model = model or HazardModel(_HALF_LIFE_RUNS)
+        self.model = model or HazardModel(HALF_LIFE_RUNS, blocks_max)
+        self._edges_s = self.model.ages.edges_s
         self.counts = True
         self._queues: list[list[_Queue]] = []
         # (worth, first run's last use, row, age bin, cost class) of every line of candidates. A line's first run may
@@ -91,7 +97,7 @@ class ReusePolicy(EvictionPolicy):
         self._still_uses = 0
         self._clock_s = self._now_s = 0.0
         # When to look again for runs that leave an age bin.
-        self._age_next_s = [0.0] * AGE_BINS
+        self._age_next_s = [0.0] * len(self._edges_s)
 
     def adopt(self, run: Run, count: int) -> None:
         """Queue a new run as one of no session until its first use says more."""
@@ -102,19 +108,21 @@ class ReusePolicy(EvictionPolicy):
     def _queue(self, kind: Kind) -> _Queue:
         row = self.model.row(kind)
         while len(self._queues) <= row:
-            self._queues.append([_Queue(len(self._queues), age_bin) for age_bin in range(AGE_BINS)])
+            self._queues.append([_Queue(len(self._queues), age_bin) for age_bin in range(len(self._edges_s))])
         return self._queues[row][0]
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Count the uses at the ages they came, and file the runs under what they are now."""
         self._tick(use.now_s)
         known = [run for run in path if run.uses > 1]
-        turn = 0
+        turn, tenant = 0, namespace_of(path[0])
         if known:
             latest: _Trace = known[-1].state
             if 1 < use.known_blocks >= _NEXT_TURN_SHARE * latest.reach:
                 turn = latest.turn + 1
-        session = Kind("session", min(turn, _TURN_MAX), size_bucket(use.blocks - use.known_blocks), True)
+                self.trust.note_next_turn(tenant, latest.mark)
+        mark = self.trust.believed(tenant, self._mark)
+        session = Kind("session", min(turn, _TURN_MAX), size_bucket(use.blocks - use.known_blocks), True, mark)
         has_tail = 0 < len(path) - 1 >= len(known) and len(path[-1].keys) == 1 and path[-1].stop == use.blocks
         body = path[-2] if has_tail else path[-1]
         for run in path:
@@ -122,7 +130,7 @@ class ReusePolicy(EvictionPolicy):
             if trace.weight and self.counts:
                 self.model.used[trace.queue.row][trace.queue.age_bin] += trace.weight
             trace.queue.runs.pop(run, None)
-            trace.turn, trace.reach, trace.at_s = turn, use.blocks, self._now_s
+            trace.turn, trace.reach, trace.at_s, trace.mark = turn, use.blocks, self._now_s, self._mark
             if has_tail and run is path[-1]:
                 self._file(run, Kind("tail", min(turn, 1)), 1.0)
             elif run.uses > turn + 1 + _UNEXPLAINED_USES:
@@ -154,11 +162,11 @@ class ReusePolicy(EvictionPolicy):
         self._age(self._now_s)
 
     def _age(self, now_s: float) -> None:
-        for age_bin in range(AGE_BINS - 1):
+        for age_bin in range(len(self._edges_s) - 1):
             if now_s < self._age_next_s[age_bin]:
                 continue
-            self._age_next_s[age_bin] = now_s + AGE_EDGES_S[age_bin + 1] / _AGE_STEPS
-            due_s = now_s - AGE_EDGES_S[age_bin + 1]
+            self._age_next_s[age_bin] = now_s + self._edges_s[age_bin + 1] / _AGE_STEPS
+            due_s = now_s - self._edges_s[age_bin + 1]
             for queues in self._queues:
                 runs = queues[age_bin].runs
                 if runs and next(iter(runs)).state.at_s <= due_s:
@@ -204,11 +212,36 @@ class ReusePolicy(EvictionPolicy):
         worth = self.model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
         return worth, next(iter(queue.candidates[cost_class])).last_use, queue.row, queue.age_bin, cost_class
 
+    def advise(self, path: Sequence[Run]) -> None:
+        """File what the latest request of the path used, its session's runs, under what is said of it now."""
+        end: _Trace = path[-1].state
+        if end.mark == self._mark:
+            return
+        mark = self.trust.believed(namespace_of(path[0]), self._mark)
+        for run in path:
+            trace: _Trace = run.state
+            old, kind = trace.queue, self.model.kinds[trace.queue.row]
+            if trace.at_s == end.at_s:
+                trace.mark = self._mark
+            if not kind.is_session or trace.at_s != end.at_s:
+                continue
+            if run.is_candidate:
+                self.leave(run)
+            new = trace.queue = self._queues[self._queue(kind._replace(mark=mark)).row][old.age_bin]
+            if run in old.runs:
+                del old.runs[run]
+                new.runs[run] = None
+            self.model.reached[old.row][old.age_bin] -= trace.weight * self.counts
+            self.model.reached[new.row][new.age_bin] += trace.weight * self.counts
+            if run.is_candidate:
+                self.enter(run)
+
     def split(self, upper: Run, lower: Run) -> None:
         """Let the upper part stand for the request: what is used again is a prefix."""
         old: _Trace = lower.state
         trace = upper.state = _Trace(old.queue)
         trace.turn, trace.reach, trace.weight, trace.at_s = old.turn, old.reach, old.weight, old.at_s
+        trace.mark = old.mark
         old.weight = 0.0
         if lower in old.queue.runs:
             trace.queue.runs[upper] = None
@@ -218,7 +251,7 @@ class ReusePolicy(EvictionPolicy):
         trace: _Trace = run.state
         queue = trace.queue
         if run not in queue.runs:
-            age_bin = bisect_right(AGE_EDGES_S, self._now_s - trace.at_s) - 1
+            age_bin = bisect_right(self._edges_s, self._now_s - trace.at_s) - 1
             queue = trace.queue = self._queues[queue.row][age_bin]
             queue.runs[run] = None
         trace.cost_class = _cost_class(run.given_cost)
@@ -253,3 +286,11 @@ def _cost_class(cost: float | None) -> int:
     if cost is None:
         return 0
     return max(-_COST_CLASS_MAX, min(round(_COST_CLASSES_PER_OCTAVE * math.log2(cost)), _COST_CLASS_MAX))
+
+
+def namespace_of(run: Run) -> Namespace:
+    """Return the namespace that a run's prefix begins with."""
+    while run.parent is not None:
+        run = run.parent
+    namespace: Namespace = run.state
+    return namespace

@@ -3,7 +3,7 @@
 from kvtide.server.http.connection import Connection
 from kvtide.server.http.doors import Acceptor, Guest, bound, listener_on
 from kvtide.server.http.exchange import BodyBuffers, Exchange, Headers, Reception, receive, take_buffer
-from kvtide.server.http.sender import Sender, SendOrder
+from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
 from kvtide.server.http.shares import Rates, Shares, Workers
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "Shares",
     "Workers",
     "bound",
+    "lent_pieces",
     "listener_on",
+    "piece_bytes",
     "receive",
     "take_buffer",
 ]

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.http.connection import Body, BodyProgress, Connection, Following
@@ -18,7 +20,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.settings import ProgressBudget
 from kvtide.tier.base import FilePart, LentObject
-from kvtide.wire.protocol import ByteRange
+from kvtide.wire.ranges import ByteRange
 
 # What TLS reads of a file at a time: the kernel can't encrypt.
 _TLS_READ_BYTES = 256 << 10
@@ -32,9 +34,32 @@ _LOOK_AGAIN_S = 0.2
 _LATE_S_MAX = 2.0
 
 
+class FilePiece(NamedTuple):
+    """Some bytes of a file."""
+
+    file: FilePart
+    size: int
+
+
+# Bytes of a body, wherever they lie.
+Piece = memoryview | FilePiece
+
+
+def piece_bytes(piece: Piece) -> int:
+    """Return how many bytes a piece has."""
+    return piece.size if isinstance(piece, FilePiece) else len(piece)
+
+
+def lent_pieces(lent: LentObject, part: ByteRange) -> list[Piece]:
+    """Return a part of what is lent as pieces."""
+    if lent.file is None:
+        return window(lent.views, *part)
+    return [FilePiece(FilePart(lent.file.descriptor, lent.file.offset + part.start), part.stop - part.start)]
+
+
 @dataclass(slots=True)
 class SendOrder:
-    """A body to be sent: which bytes of what, to whom, behind which head, and how slowly.
+    """A body to be sent: its pieces, to whom, behind which head, and how slowly.
 
     `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
     `share` says whose share of the link it takes; empty for the tenant's.
@@ -42,8 +67,7 @@ class SendOrder:
 
     stream: Connection
     head: bytes
-    lent: LentObject
-    part: ByteRange
+    pieces: Sequence[Piece]
     tenant: str
     owner: str
     client: str
@@ -52,11 +76,18 @@ class SendOrder:
     pace: ProgressBudget
     on_start: Callable[[], None]
     is_in_the_way: Callable[[], bool]
+    # In bytes.
+    size: int = field(init=False)
     # Whether sending would wait for the disk.
     is_cold: bool = field(init=False)
+    # Whether some pieces lie in memory and others in a file, or in several places of it.
+    is_mixed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_cold = self.lent.file is not None and not _is_cached(self.lent.file, self.part)
+        files = [piece for piece in self.pieces if isinstance(piece, FilePiece)]
+        self.size = sum(map(piece_bytes, self.pieces))
+        self.is_cold = not all(map(_is_cached, files))
+        self.is_mixed = bool(files) and len(self.pieces) > 1
 
 
 @dataclass(slots=True)
@@ -101,7 +132,7 @@ class Sender:
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
-        position, stop = order.part
+        position, stop = 0, order.size
         wait_s, is_begun = 0.0, False
         send = self._enqueue(order, stop - position)
         try:
@@ -166,8 +197,8 @@ class Sender:
         piece = await self._slice(send, order)
         settings, size = self.scheduler.settings, piece.size
         is_alone = not self._waiting and self._has_slots(send.owner.tenant, 0)
-        if is_alone and not (settings.link_bits_s or order.is_cold or order.stream.is_encrypted):
-            size = max(size, min(order.part.stop - position, _RUN_SLICES_MAX * settings.slice_bytes))
+        if is_alone and not (settings.link_bits_s or order.is_cold or order.is_mixed or order.stream.is_encrypted):
+            size = max(size, min(order.size - position, _RUN_SLICES_MAX * settings.slice_bytes))
         run = self._runs[send] = _Run(piece, size)
         return run
 
@@ -252,21 +283,32 @@ class Sender:
 
     async def _send_run(self, order: SendOrder, position: int, run: _Run) -> int:
         """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
-        stream, file, stop = order.stream, order.lent.file, position + run.size
-        slice_bytes = self.scheduler.settings.slice_bytes
-        if file is None:
-            views = window(order.lent.views, position, stop)
+        sent = 0
+        for is_file, pieces in groupby(window(order.pieces, position, position + run.size), _is_file):
+            for each in [[piece] for piece in pieces] if is_file else [list(pieces)]:
+                ahead_bytes = 0 if order.is_mixed else order.size - position
+                count = await self._send_pieces(order, run, each, ahead_bytes)
+                sent += count
+                if count < sum(map(piece_bytes, each)):
+                    return sent
+        return sent
+
+    async def _send_pieces(self, order: SendOrder, run: _Run, pieces: Sequence[Piece], ahead_bytes: int) -> int:
+        """Send memory, or one piece of a file, of which the disk may read so many bytes ahead."""
+        stream, slice_bytes, first = order.stream, self.scheduler.settings.slice_bytes, pieces[0]
+        if isinstance(first, FilePiece):
+            if stream.is_encrypted:
+                return self._paced(order, await self._send_encrypted(order, *first))
+            if order.is_cold:
+                await self._workers.read(order.owner, partial(_warm, *first, max(first.size, ahead_bytes)))
+            body = stream.start_file(first.file, first.size, slice_bytes)
+        else:
+            views = [piece for piece in pieces if isinstance(piece, memoryview)]
             if stream.is_encrypted:
                 return self._paced(order, await stream.send_encrypted(views, self._stall_s_max))
-            body = run.body = stream.start_views(views, slice_bytes)
-        else:
-            file = FilePart(file.descriptor, file.offset + position)
-            if stream.is_encrypted:
-                return self._paced(order, await self._send_encrypted(order, file, run.size))
-            if order.is_cold:
-                warm = partial(_warm, file, run.size, order.part.stop - position)
-                await self._workers.read(order.owner, warm)
-            body = run.body = stream.start_file(file, run.size, slice_bytes)
+            body = stream.start_views(views, slice_bytes)
+        if not order.is_mixed:
+            run.body = body
         follow = Following(order.pace, self._stall_s_max)
         try:
             sent = await body.end(follow.due_s)
@@ -294,23 +336,32 @@ class Sender:
         return done
 
 
-def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return bytes [start, stop) of memory in pieces, as pieces."""
-    found, at = [], 0
-    for view in views:
-        part = view[max(0, start - at) : max(0, stop - at)]
-        if part:
-            found.append(part)
-        at += len(view)
+def window(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """Return bytes [start, stop) of pieces, as pieces."""
+    found, at = list[Piece](), 0
+    for piece in pieces:
+        first, last = max(0, start - at), min(piece_bytes(piece), stop - at)
+        at += piece_bytes(piece)
+        if first >= last:
+            continue
+        if isinstance(piece, FilePiece):
+            file = piece.file
+            found.append(FilePiece(FilePart(file.descriptor, file.offset + first), last - first))
+        else:
+            found.append(piece[first:last])
     return found
 
 
-def _is_cached(file: FilePart, part: ByteRange) -> bool:
-    """Tell whether a part's ends and middle are in the page cache, so that sending it would not wait for the disk."""
+def _is_file(piece: Piece) -> bool:
+    return isinstance(piece, FilePiece)
+
+
+def _is_cached(piece: FilePiece) -> bool:
+    """Tell whether a piece's ends and middle are in the page cache, so that sending it would not wait for the disk."""
     byte = bytearray(1)
     try:
-        for at in (part.start, (part.start + part.stop) // 2, part.stop - 1):
-            os.preadv(file.descriptor, [byte], file.offset + at, os.RWF_NOWAIT)
+        for at in (0, piece.size // 2, piece.size - 1):
+            os.preadv(piece.file.descriptor, [byte], piece.file.offset + at, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except OSError:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.evict import Hint
 from kvtide.server.names import Names
 from kvtide.server.regions.central import CentralRecords, Recovery
-from kvtide.server.regions.manifest import Manifest
 from kvtide.server.regions.records import Records
+from kvtide.server.regions.requests import Manifest
 from kvtide.tier import Repeater
-from kvtide.tier.base import Batched, Buffer, Tier, WrappedTier
+from kvtide.tier.base import Advised, Batched, Buffer, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.http.records import records_clients
@@ -109,6 +110,11 @@ class CentralTier(WrappedTier):
         if isinstance(self.tier, Batched) and all(isinstance(each, NamedId) for each in object_ids):
             return self.tier.contains_each(object_ids)
         return [self.contains(object_id) for object_id in object_ids]
+
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Pass a prompt's advice on: the centre keeps what regions evict, and sees nothing of what they hit."""
+        if isinstance(self.tier, Advised) and all(isinstance(each, NamedId) for each in object_ids):
+            self.tier.advise(object_ids, hint)
 
 
 class Synchroniser:

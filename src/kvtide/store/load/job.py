@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
-from kvtide.plan import Chunk, PrefillSpeed, Request
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import Chunk, Request
 from kvtide.wire import StoredObject
 
 # Sums of losses may rise by so much.

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.plan import Fetch, LinkEstimate, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
+from kvtide.plan import LinkEstimate
+from kvtide.plan.base import Fetch, Progress, Reason, StreamPolicy, expected_s, is_ready, leading_pass, mean_kl
 from kvtide.store.load.job import FetchJob, ObjectRange
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -26,17 +26,18 @@ from kvtide.importance import chunks_of
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
 from kvtide.tier.base import Tier
 from kvtide.tier.breaker import until
+from kvtide.tier.source import RangeRead, read_ranges
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 
 _log = logging.getLogger(__name__)
 
-
 # Reading and decoding a base take about as long on a disk of 200 MB/s and two cores: neither is to wait for the other.
 _DECODE_THREADS = 2
 _READ_THREADS = 2
-# Bases that are read before the first leading chunks, so that decoding never waits for one after these longer reads.
-_BASES_AHEAD = 4
+# Two sections are one read if no more lies between them than a disk reads in the time of a seek; what lies there is
+# used too. On a link another range costs its head alone: all of a block are one request, however far it is.
+GAP_BYTES = 16 << 10
 # Blocks that are read before the first of them is decoded.
 _OPENING_MAX = 12
 
@@ -57,35 +58,53 @@ class _Part(NamedTuple):
     position_of: dict[SectionId, int]
     ahead_chunks: int
 
-    def ahead_positions(self) -> list[int]:
-        """Return where the leading chunks of all layers are in the object's table."""
-        wanted = range(1, 1 + self.ahead_chunks)
-        return [position for position, entry in enumerate(self.stored.entries) if entry.id.refinement in wanted]
+    def runs(self, chunks: Sequence[tuple[int, int]], gap_bytes: int) -> list[Sequence[SectionEntry]]:
+        """Return the sections to read for chunks (layer, number), by read. CorruptPayload if the object has not all."""
+        names = [SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1) for layer, number in chunks]
+        entries, runs = self.stored.entries, list[tuple[int, int]]()
+        if not all(name in self.position_of for name in names):
+            raise CorruptPayload(f"{self.meta.id}: some of the chunks {chunks} are not in the object")
+        for position in sorted(self.position_of[name] for name in names):
+            if runs and entries[position].offset - _stop(entries[runs[-1][1]]) <= gap_bytes:
+                runs[-1] = (runs[-1][0], position)
+            else:
+                runs.append((position, position))
+        return [entries[first : last + 1] for first, last in runs]
 
 
-class _Base(NamedTuple):
-    """A block whose base has been read."""
+class _Front(NamedTuple):
+    """A block's object up to the end of its leading chunks, as it was read."""
 
     part: _Part
     codec: PackedCodec
-    sections: list[Section]
+    base: list[Section]
+    leading: list[SectionEntry]
+    data: memoryview
 
 
 class SparseLoad:
     """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`.
 
-    on_corrupt: told of objects that are not what was stored.
+    on_corrupt: told of objects that are not what was stored. gap_bytes: read with what lies on both sides, rather
+    than by two requests.
     """
 
-    def __init__(self, tier: Tier, on_corrupt: Callable[[ObjectId, CorruptPayload], object] | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        on_corrupt: Callable[[ObjectId, CorruptPayload], object] | None = None,
+        gap_bytes: int = GAP_BYTES,
+    ) -> None:
         self._tier = tier
+        self._gap_bytes = gap_bytes
         self._on_corrupt = on_corrupt or (lambda object_id, error: None)
         self._parts: list[_Part] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        # What the table of one block took, for the next.
-        self._head_bytes = HEADER_BYTES
+        # Up to where a block was read: the next one's table and base are of nearly the same size.
+        self._front_bytes = HEADER_BYTES
         self.read_bytes = 0
+        self.reads = 0
         self.damaged_chunks = 0
 
     def open(
@@ -96,32 +115,30 @@ class SparseLoad:
         tokens_ahead: int = 0,
         quality_max: float = math.inf,
     ) -> int:
-        """Load heads and bases of the leading blocks; return how many there are. `sink` has got their rough values.
+        """Load the fronts of the leading blocks; return how many there are. `sink` has got their rough values.
 
         It ends before the first block that is absent, damaged, coarser than `quality_max` or of another codec; the
-        sink, which is called in several threads, may have got some after that. Of each block that was repacked the
-        leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already.
+        sink, which is called in several threads, may have got some after that. Of each block that was stored in an
+        order the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already:
+        head, base and these chunks lie one after the other, and come by one read a block once the first has told how
+        much that is.
         """
         # They read chunks later on: those of one layer come before those of the next.
         readers = self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
-        bases: list[Future[_Base | None]] = []
+        fronts: list[Future[_Front | None]] = []
         opening: list[Future[_Part | None]] = []
         with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
-            for count in range(1, 1 + len(metas) + _BASES_AHEAD):
-                if count <= len(metas):
-                    read = partial(self._read_base, metas[count - 1], registry, tokens_ahead, quality_max)
-                    bases.append(readers.submit(read))
-                if (position := count - 1 - _BASES_AHEAD) >= 0:
-                    ahead = readers.submit(self._read_ahead, bases[position])
-                    into = partial(sink or _nowhere, position)
-                    opening.append(pool.submit(self._try_block, metas[position], bases[position], ahead, into))
-                if count >= _OPENING_MAX and opening[count - _OPENING_MAX].result() is None:
+            for position, meta in enumerate(metas):
+                fronts.append(readers.submit(self._read_front, meta, registry, tokens_ahead, quality_max))
+                into = partial(sink or _nowhere, position)
+                opening.append(pool.submit(self._try_block, meta, fronts[-1], into))
+                if position >= _OPENING_MAX and opening[position - _OPENING_MAX].result() is None:
                     break
             for future in opening:
                 found = future.result()
                 if found is None:
-                    for base in bases:
-                        base.cancel()
+                    for front in fronts:
+                        front.cancel()
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
                 self._parts.append(found)
@@ -129,7 +146,7 @@ class SparseLoad:
 
     def read_from(self, tier: Tier) -> None:
         """Read chunks there from now on, and count again."""
-        self._tier, self.read_bytes = tier, 0
+        self._tier, self.read_bytes, self.reads = tier, 0, 0
 
     def close(self) -> None:
         """Drop what is still being loaded ahead. Idempotent."""
@@ -145,58 +162,59 @@ class SparseLoad:
         return np.concatenate(starts).astype(np.int64)
 
     def _try_block(
-        self, meta: BlockMeta, base: Future[_Base | None], ahead: Future[memoryview], sink: Callable[[BlockBits], None]
+        self, meta: BlockMeta, front: Future[_Front | None], sink: Callable[[BlockBits], None]
     ) -> _Part | None:
         try:
-            found = base.result()
-            return self._decode(found, ahead, sink) if found is not None else None
+            found = front.result()
+            return self._decode(found, sink) if found is not None else None
         except CorruptPayload as error:
             self._on_corrupt(meta.id, error)
         except TierUnavailable as error:
             _log.debug("a block is not loaded in part: %s", error)
         return None
 
-    def _read_base(
+    def _read_front(
         self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, quality_max: float
-    ) -> _Base | None:
-        head = bytes(self._read(meta, 0, self._head_bytes))
-        if not head:
+    ) -> _Front | None:
+        data = self._read(meta, 0, self._front_bytes)
+        if not data:
             return None
-        if (wanted := header_and_table_bytes(head)) > len(head):
-            head += self._read(meta, len(head), wanted)
-        stored = parse_header(head, meta.id)
-        self._head_bytes = len(stored.head)
+        head_stop = header_and_table_bytes(data)
+        data = self._read_on(meta, data, head_stop)
+        # A copy: who keeps it does not keep the chunks.
+        stored = parse_header(bytes(data[:head_stop]), meta.id)
         stored.check_place(meta)
         codec = registry.get(stored.codec_id, stored.profile)
-        if not isinstance(codec, PackedCodec) or codec.profile is None or stored.quality > quality_max:
+        if not isinstance(codec, PackedCodec) or not codec.has_base or stored.quality > quality_max:
             return None
-        positions = [i for i, entry in enumerate(stored.entries) if entry.id.refinement == 0]
-        first, last = stored.entries[positions[0]], stored.entries[positions[-1]]
-        data = self._read(meta, first.offset, _stop(last))
-        sections = [stored.entries[position].cut(data, first.offset, meta.id) for position in positions]
+        bases = [entry for entry in stored.entries if entry.id.refinement == 0]
+        data = self._read_on(meta, data, _stop(bases[-1]))
+        sections = [entry.cut(data, 0, meta.id) for entry in bases]
         base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
-        ahead = tokens_ahead // base.chunk_tokens if base.repacks else 0
-        part = _Part(meta, stored, base, position_of, min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens))))
-        return _Base(part, codec, sections)
+        ahead = tokens_ahead // base.chunk_tokens if base.is_ordered else 0
+        ahead = min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens)))
+        leading = [entry for entry in stored.entries if 0 < entry.id.refinement <= ahead]
+        stop = _stop((leading or bases)[-1])
+        data = self._read_on(meta, data, stop)
+        # Half of the fronts are longer, and take a second read of what they lack.
+        self._front_bytes = stop
+        return _Front(_Part(meta, stored, base, position_of, ahead), codec, sections, leading, data)
 
-    def _read_ahead(self, base: Future[_Base | None]) -> memoryview:
-        """Return the leading chunks of all layers, by one read: they lie one after the other."""
-        found = base.result()
-        if found is None or not (positions := found.part.ahead_positions()):
-            return memoryview(b"")
-        entries = found.part.stored.entries
-        return self._read(found.part.meta, entries[positions[0]].offset, _stop(entries[positions[-1]]))
+    def _read_on(self, meta: BlockMeta, data: memoryview, stop: int) -> memoryview:
+        """Return an object's first bytes up to `stop`, of which some were read."""
+        if stop <= len(data):
+            return data
+        rest = self._read(meta, len(data), stop)
+        return np.concatenate([np.frombuffer(data, np.uint8), np.frombuffer(rest, np.uint8)]).data
 
-    def _decode(self, base: _Base, ahead: Future[memoryview], sink: Callable[[BlockBits], None]) -> _Part:
-        part, codec, sections = base
+    def _decode(self, front: _Front, sink: Callable[[BlockBits], None]) -> _Part:
+        part = front.part
         bits: BlockBits = np.empty(part.meta.layout.shape, part.meta.layout.bits_dtype)
-        codec.decode_base(part.meta, sections, bits)
-        positions, data = part.ahead_positions(), ahead.result()
-        for position in positions:
-            start, entry = part.stored.entries[positions[0]].offset, part.stored.entries[position]
+        front.codec.decode_base(part.meta, front.base, bits)
+        for entry in front.leading:
             try:
-                section = entry.cut(data, start, part.meta.id)
+                section = entry.cut(front.data, 0, part.meta.id)
                 put_chunk(part.meta, part.base, section, bits[entry.id.layer_start])
             except CorruptPayload as error:
                 self._leave_rough(error)
@@ -253,59 +271,87 @@ class SparseLoad:
         places = np.argsort(self.orders(layer), axis=1, kind="stable").reshape(-1)[tokens]
         return np.unique(tokens // block_tokens * self.chunks_per_block + places // self.chunk_tokens)
 
-    def start(self, layer: int, chunks: NDArray[np.int64]) -> Future[ChunkBits]:
-        """Begin to `fetch` in the background. Between `open` and `close`."""
+    def start(self, wanted: Mapping[int, NDArray[np.int64]]) -> list[Future[dict[int, ChunkBits]]]:
+        """Begin to load chunks of some layers in the background, a result for each block: what could be had, by layer.
+
+        What lies together in an object, a chunk of neighbouring layers, is one read. Between `open` and `close`.
+        """
         assert self._pool is not None, "start outside open and close"
-        return self._pool.submit(self.fetch, layer, chunks)
+        return [self._pool.submit(self._fetch, block, each) for block, each in self._by_block(wanted).items()]
 
     def fetch(self, layer: int, chunks: NDArray[np.int64]) -> ChunkBits:
         """Load chunks of a layer. Tokens of chunks that could not be had are left out."""
-        tokens, found = [], list[BlockBits]()
-        for block in np.unique(chunks // self.chunks_per_block):
-            part = self._parts[block]
-            numbers = chunks[chunks // self.chunks_per_block == block] % self.chunks_per_block
-            for number in numbers.tolist():
-                if (had := self._fetch_chunk(part, layer, number)) is not None:
-                    tokens.append(had.tokens)
-                    found.append(had.bits)
-        if not tokens:
-            shape, dtype = self._parts[0].meta.layout.shape, self._parts[0].meta.layout.bits_dtype
-            return ChunkBits(np.empty(0, dtype=np.int64), np.empty((2, 0, *shape[3:]), dtype=dtype))
-        bits = np.concatenate(found, axis=1).view(self._parts[0].meta.layout.bits_dtype)
-        return ChunkBits(np.concatenate(tokens), bits)
+        blocks = [self._fetch(*each) for each in self._by_block({layer: chunks}).items()]
+        return self.joined([found[layer] for found in blocks if layer in found])
 
-    def _fetch_chunk(self, part: _Part, layer: int, number: int) -> ChunkBits | None:
-        position = part.position_of.get(SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1))
+    def _by_block(self, wanted: Mapping[int, NDArray[np.int64]]) -> dict[int, list[tuple[int, int]]]:
+        found: dict[int, list[tuple[int, int]]] = {}
+        for layer, chunks in wanted.items():
+            for chunk in np.sort(chunks).tolist():
+                block, number = divmod(chunk, self.chunks_per_block)
+                found.setdefault(block, []).append((layer, number))
+        return found
+
+    def joined(self, found: Sequence[ChunkBits]) -> ChunkBits:
+        """Return chunks of one layer as one."""
+        layout = self._parts[0].meta.layout
+        if not found:
+            shape = (2, 0, *layout.shape[3:])
+            return ChunkBits(np.empty(0, dtype=np.int64), np.empty(shape, dtype=layout.bits_dtype))
+        bits = np.concatenate([each.bits for each in found], axis=1).view(layout.bits_dtype)
+        return ChunkBits(np.concatenate([each.tokens for each in found]), bits)
+
+    def _fetch(self, block: int, wanted: Sequence[tuple[int, int]]) -> dict[int, ChunkBits]:
+        """Load chunks (layer, number) of one block; return what could be had, by layer."""
+        part, by_layer = self._parts[block], dict[int, list[ChunkBits]]()
         try:
-            if position is None:
-                raise CorruptPayload(f"{part.meta.id}: no chunk {number} of layer {layer}")
-            entry = part.stored.entries[position]
-            data = self._read(part.meta, entry.offset, _stop(entry))
-            section = entry.cut(data, entry.offset, part.meta.id)
-            tokens, bits = chunk_bits(part.meta, part.base, section)
-        except (CorruptPayload, TierUnavailable) as error:
-            self._leave_rough(error)
-            if (
-                isinstance(error, CorruptPayload)
-                and self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
-            ):
-                # It was not repacked meanwhile.
-                self._on_corrupt(part.meta.id, error)
-            return None
-        return ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
+            runs = part.runs(wanted, self._gap_bytes)
+            parts = self._read_ranges(part.meta, [(run[0].offset, _stop(run[-1])) for run in runs])
+        except CorruptPayload as error:
+            self._damaged(part, error)
+            return {}
+        except TierUnavailable as error:
+            self._leave_rough(error, len(wanted))
+            return {}
+        for run, data in zip(runs, parts, strict=True):
+            for entry in run:
+                try:
+                    section = entry.cut(data, run[0].offset, part.meta.id)
+                    tokens, bits = chunk_bits(part.meta, part.base, section)
+                except CorruptPayload as error:
+                    self._damaged(part, error)
+                    continue
+                had = ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
+                by_layer.setdefault(entry.id.layer_start, []).append(had)
+        return {layer: self.joined(found) for layer, found in by_layer.items()}
 
-    def _leave_rough(self, error: Exception) -> None:
+    def _damaged(self, part: _Part, error: CorruptPayload) -> None:
+        self._leave_rough(error)
+        try:
+            is_same = self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
+        except TierUnavailable as unknown:
+            _log.debug("what is stored now can't be read: %s", unknown)
+            return
+        if is_same:
+            # It was not repacked meanwhile.
+            self._on_corrupt(part.meta.id, error)
+
+    def _leave_rough(self, error: Exception, chunks: int = 1) -> None:
         with self._lock:
-            self.damaged_chunks += 1
+            self.damaged_chunks += chunks
         _log.debug("a chunk stays rough: %s", error)
 
     def _read(self, meta: BlockMeta, start: int, stop: int) -> memoryview:
-        """Return what is there of a range of an object's bytes: nothing if the object is gone."""
-        buffer = np.empty(stop - start, dtype=np.uint8).data
-        size = self._tier.get_into(meta.id, buffer, start) or 0
+        return self._read_ranges(meta, [(start, stop)])[0]
+
+    def _read_ranges(self, meta: BlockMeta, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return what is there of ranges of an object's bytes: nothing if the object is gone."""
+        reads = [RangeRead(start, np.empty(stop - start, dtype=np.uint8).data) for start, stop in ranges]
+        sizes = read_ranges(self._tier, meta.id, reads) or [0] * len(reads)
         with self._lock:
-            self.read_bytes += size
-        return buffer[:size]
+            self.read_bytes += sum(sizes)
+            self.reads += len(reads)
+        return [buffer[:size] for (_, buffer), size in zip(reads, sizes, strict=True)]
 
 
 class Sparse:
@@ -325,7 +371,7 @@ class Sparse:
         """Open what is stored so of the leading blocks; nothing where any of them waits to be stored, whole."""
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
-        opened = SparseLoad(access.tiers, access.corrupt)
+        opened = SparseLoad(access.tiers, access.corrupt, GAP_BYTES)
         with until(access.clock.monotonic_s() + deadline_s):
             blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, access.quality_max)
         if not blocks:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtide.clock import Clock
-from kvtide.plan import PASS_TOKENS, Decision, pass_reach
+from kvtide.plan import Decision
+from kvtide.plan.base import PASS_TOKENS, pass_reach
 from kvtide.store.load.job import LoadRequest
 from kvtide.store.load.run import Engine
 

@@ -16,7 +16,9 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import Choice
-from kvtide.plan import CHUNK_TOKENS, Decision, Layered, StreamPolicy, TwoEnded, Way, cut, cut_for_meeting, is_by_level
+from kvtide.plan import Decision, Way
+from kvtide.plan.base import CHUNK_TOKENS, StreamPolicy, cut, cut_for_meeting
+from kvtide.plan.policies import Layered, TwoEnded, is_by_level
 from kvtide.store.load.access import QUALITY_SLACK, WHY_OF_WAY, LoadAccess, LoadReport, MissReason, ahead, level_meta
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.job import FetchJob, LoadRequest, layered_job, level_job, losses_of

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvtide.evict import EvictionOrder
+from kvtide.evict import EvictionOrder, Hint
 from kvtide.tier.disk.record import RecordHeader, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
@@ -210,12 +210,13 @@ class GivenUp:
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
         """Note a request, and take back what it asks for."""
         with self._lock:
-            self._order.note_request(namespace, keys)
+            is_taken = self._order.note_request(namespace, keys, hint)
             for key in keys if self._given_up else ():
                 self._take_back(ObjectId(namespace, key))
+            return is_taken
 
     def note_use(self, object_id: ObjectId) -> None:
         """Note a read, and take the object back."""

@@ -191,9 +191,9 @@ class SegmentDirectory:
 
     def _scan(self, number: int, info: FileInfo) -> Scan | None:
         known = self.segments.get(number)
-        start = max(ALIGN_BYTES, known.tail) if known else ALIGN_BYTES
+        tail = max(ALIGN_BYTES, known.tail) if known else None
         try:
-            return scan_segment(self._files, self.path(number), number, start)
+            return scan_segment(self._files, self.path(number), number, tail)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -64,11 +64,12 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_ours else None
 
 
-def scan_segment(files: Files, path: Path | str, number: int, start: int = ALIGN_BYTES) -> Scan:
-    """Find the records from `start` on by their headers alone; removed ones are listed too.
+def scan_segment(files: Files, path: Path | str, number: int, tail: int | None = None) -> Scan:
+    """Find the records of a segment, or those after a known `tail`, by their headers alone; removed ones too.
 
-    Where a header is damaged or was never written, the search goes on at the next written page that holds one. A
-    segment of another version has none.
+    Where a header is damaged or was never written, the search goes on at the next written page that holds one. Not so
+    behind a known tail: while a log is followed, a body lies there before its header does. A segment of another version
+    has none.
     """
     descriptor = files.open(path, os.O_RDONLY)
     try:
@@ -77,27 +78,35 @@ def scan_segment(files: Files, path: Path | str, number: int, start: int = ALIGN
         page = bytearray(ALIGN_BYTES)
         files.read_full(descriptor, [memoryview(page)], 0)
         header = parse_segment_header(page)
-        records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, start))
+        records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, tail))
         # Cut by somebody: a record whose end is missing can't be read.
         length = files.length(path) if records else 0
         while records and records[-1].offset + record_bytes(records[-1].size) > length:
             records.pop()
     finally:
         files.close(descriptor)
-    tail = records[-1].offset + record_bytes(records[-1].size) if records else start
-    return Scan(header if header and header.number == number else None, records, tail)
+    end = records[-1].offset + record_bytes(records[-1].size) if records else tail or ALIGN_BYTES
+    return Scan(header if header and header.number == number else None, records, end)
 
 
-def _records(files: Files, descriptor: int, number: int, start: int) -> Iterator[RecordHeader]:
+def _records(files: Files, descriptor: int, number: int, tail: int | None) -> Iterator[RecordHeader]:
     page = bytearray(ALIGN_BYTES)
-    offset, last_sequence = start, -1
+    offset, last_sequence = tail or ALIGN_BYTES, -1
+    gap, is_gap_sure = -1, False
     while files.read_full(descriptor, [memoryview(page)], offset) == ALIGN_BYTES:
         header = parse_record_header(page, number, offset)
         if header is not None and header.sequence > last_sequence:
-            last_sequence = header.sequence
+            if offset != gap >= 0 and not is_gap_sure:
+                # What a living writer was writing when we passed has its header by now, before any later one.
+                offset, is_gap_sure = gap, True
+                continue
+            last_sequence, gap, is_gap_sure = header.sequence, -1, False
             offset += record_bytes(header.size)
             yield header
             continue
+        if tail is not None and page.count(0) == ALIGN_BYTES:
+            return
+        gap = offset if gap < 0 else gap
         data = files.next_data(descriptor, offset + ALIGN_BYTES)
         if data is None:
             return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +18,15 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, ObjectInfo
 from kvtide.tier.breaker import caller_deadline_s
+from kvtide.tier.http.answers import decoded, range_bytes, ranges_in, refusal
 from kvtide.tier.http.connection import HttpAnswer, Patience, asked_name, object_target, servers_of
 from kvtide.tier.http.hedge import Hedges
-from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch
-from kvtide.tier.http.pieces import put_in_pieces
-from kvtide.tier.source import Take, read_from_any
+from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch, put_in_pieces
+from kvtide.tier.source import RangeRead, Take, read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
@@ -38,7 +38,9 @@ from kvtide.wire.protocol import (
     ExistsQuestion,
     ObjectList,
     TenantView,
+    hint_headers,
 )
+from kvtide.wire.ranges import PART_HEAD_BYTES_MAX, ByteRange, ranges_header
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -47,7 +49,6 @@ _Result = TypeVar("_Result")
 OPERATION_S_MAX = 10.0
 # One range, as long as bytes come.
 RANGE_S_MAX = 60.0
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class HttpTier:
@@ -114,14 +115,21 @@ class HttpTier:
         parts = (ids[at : at + EXISTS_KEYS_MAX] for ids in groups for at in range(0, len(ids), EXISTS_KEYS_MAX))
         return [is_here for asked in parts for is_here in self._exists(asked, leading_only=False).present]
 
-    def _exists(self, asked: Sequence[ObjectId], leading_only: bool) -> ExistsAnswer:
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Tell the server by a look-up of the whole prompt, of its first EXISTS_KEYS_MAX blocks."""
+        self._exists(object_ids[:EXISTS_KEYS_MAX], leading_only=True, more_headers=hint_headers(hint))
+
+    def _exists(
+        self, asked: Sequence[ObjectId], leading_only: bool, more_headers: Sequence[tuple[str, str]] = ()
+    ) -> ExistsAnswer:
         """Ask for objects of one namespace."""
         question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=leading_only)
         namespace, headers = asked_name(asked[0])
-        answer = self._any("POST", f"/v1/{namespace.hex()}/exists", headers, msgspec.json.encode(question))
+        path = f"/v1/{namespace.hex()}/exists"
+        answer = self._any("POST", path, [*headers, *more_headers], msgspec.json.encode(question))
         if answer.status != 200:
             raise self._refused("POST", answer)
-        found = _decoded(answer, ExistsAnswer)
+        found = decoded(answer, ExistsAnswer)
         if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
             raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found.present)}")
         return found
@@ -135,25 +143,27 @@ class HttpTier:
         target, headers = object_target(object_id)
         part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
         call = Call("GET", target, [*headers, part], b"", buffer, offset)
-        came = self._guarded(lambda: self._ranged(self._read(call, buffer), offset, len(buffer)))
+        came = self._guarded(lambda: range_bytes(self._read(call, buffer), offset, len(buffer)))
         with self._lock:
             self._hits += came is not None
             self._misses += came is None
         return came
 
-    def _ranged(self, answer: HttpAnswer, offset: int, wanted: int) -> int | None:
-        """Return how many bytes came, None for an absent object. TierUnavailable if they are not those asked for."""
-        if answer.status == 404:
-            return None
-        if answer.status == 416:
-            return 0
-        found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
-        if answer.status != 206 or found is None:
-            raise _refusal("GET", answer)
-        start, last, size = map(int, found.groups())
-        if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
-            raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
-        return answer.size
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read several ranges by one request."""
+        asked = [ByteRange(offset, offset + len(buffer)) for offset, buffer in ranges]
+        room = memoryview(
+            bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
+        )
+        target, headers = object_target(object_id)
+        call = Call("GET", target, [*headers, ("Range", ranges_header(asked))], b"", room)
+        found = self._guarded(lambda: ranges_in(self._read(call, room), room, asked))
+        for each, part in zip(ranges, found or [], strict=False):
+            each.buffer[: len(part)] = part
+        with self._lock:
+            self._hits += found is not None
+            self._misses += found is None
+        return None if found is None else list(map(len, found))
 
     def _read(self, call: Call, buffer: memoryview) -> HttpAnswer:
         peers = self._in_order()
@@ -183,7 +193,7 @@ class HttpTier:
             deadline_s = min(caller_deadline_s(), self._clock.monotonic_s() + RANGE_S_MAX)
             watch = RangeWatch(self._clock, deadline_s, self._operation_s_max, call, take)
             try:
-                came = self._ranged(peer.call(call, watch, tries_max=1), at, stop - at)
+                came = range_bytes(peer.call(call, watch, tries_max=1), at, stop - at)
             except TierUnavailable:
                 watch.hand_over()
                 raise
@@ -219,7 +229,7 @@ class HttpTier:
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
-                error = _refusal("PUT", answer)
+                error = refusal("PUT", answer)
         if not stored and error is not None:
             with self._lock:
                 self._faults += 1
@@ -264,7 +274,7 @@ class HttpTier:
                 answer = self._any("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}")
                 if answer.status != 200:
                     raise self._refused("GET", answer)
-                part = _decoded(answer, ObjectList)
+                part = decoded(answer, ObjectList)
                 namespace = Namespace(bytes.fromhex(name))
                 for each in part.objects:
                     yield ObjectInfo(ObjectId(namespace, BlockKey(bytes.fromhex(each.key))), each.size, each.last_use_s)
@@ -276,7 +286,7 @@ class HttpTier:
         answer = self._any("GET", "/v1")
         if answer.status != 200:
             raise self._refused("GET", answer)
-        return _decoded(answer, TenantView)
+        return decoded(answer, TenantView)
 
     def stats(self) -> TierStats:
         """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
@@ -323,7 +333,7 @@ class HttpTier:
             raise
 
     def _refused(self, method: str, answer: HttpAnswer) -> TierUnavailable:
-        error = _refusal(method, answer)
+        error = refusal(method, answer)
         with self._lock:
             self._faults += not isinstance(error, WrongServer)
         return error
@@ -333,20 +343,6 @@ class HttpTier:
         for peer in self._peers:
             peer.check()
         self.hedges.check()
-
-
-def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
-    if answer.status == 307:
-        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
-    text = answer.body[:200].decode(errors="replace").strip()
-    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
-
-
-def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
-    try:
-        return msgspec.json.decode(answer.body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 
 def http_tier(

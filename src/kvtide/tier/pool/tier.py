@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.evict import Hint
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Batched, Buffer, Noting, ObjectInfo, Tier
+from kvtide.tier.base import Advised, Batched, Buffer, Noting, ObjectInfo, Tier
 from kvtide.tier.pool.membership import Membership, Watcher
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
-from kvtide.tier.source import Take, read_range_of_any
+from kvtide.tier.source import RangeRead, Take, read_range_of_any, read_ranges
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
@@ -187,6 +188,14 @@ class PoolTier:
         """Ask for one object after the other."""
         return [self.contains(object_id) for object_id in object_ids]
 
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Tell those who are asked first for blocks of the prompt, each of its own. TierUnavailable if nobody hears."""
+        state, told = self._now(), dict[_Member, list[ObjectId]]()
+        for object_id in object_ids:
+            told.setdefault(self._owners(state, object_id.key)[0], []).append(object_id)
+        tiers = {member: member.tier for member in told if isinstance(member.tier, Advised)}
+        self._each([*tiers], lambda member: tiers[member].advise(told[member], hint))
+
     def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
         """Return how many leading ones of these objects a server has; None if it does not answer."""
         member, ids = asked
@@ -203,44 +212,46 @@ class PoolTier:
         """Read from the first owner that has the object; one that lacks it gets it in the background."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        size = self._read(object_id, buffer, offset)
-        with self._lock:
-            self._hits += size is not None
-            self._misses += size is None
-        return size
+        sizes = self.get_ranges_into(object_id, [RangeRead(offset, buffer)])
+        return sizes[0] if sizes else None
 
-    def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read from the first owner that has the object, by one request where it takes so many."""
+        sizes = self._read(object_id, ranges)
+        with self._lock:
+            self._hits += sizes is not None
+            self._misses += sizes is None
+        return sizes
+
+    def _read(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         for is_last in (False, True):
             state = self._now()
             owners = self._owners(state, object_id.key)
             members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
-            read = partial(self._read_from, object_id, buffer, offset)
             try:
-                asked = self._each(members, read, until=lambda size: size is not None)
+                asked = self._each(members, partial(self._read_from, object_id, ranges), until=bool)
             except WrongServer:
                 # A server has a newer map than we have.
                 self._watcher.refresh()
                 if is_last or self._state is state:
                     return None
                 continue
-            if not asked or asked[-1][1] is None:
-                return None
-            size = asked[-1][1]
-            if offset == 0 and size < len(buffer):
+            sizes, (offset, buffer) = asked[-1][1] if asked else None, ranges[0]
+            if sizes is not None and offset == 0 and sizes[0] < len(buffer):
                 lacking = [member for member, found in asked if found is None and member in owners]
-                self._repair(object_id, buffer[:size], lacking)
-            return size
+                self._repair(object_id, buffer[: sizes[0]], lacking)
+            return sizes
         return None
 
-    def _read_from(self, object_id: ObjectId, buffer: memoryview, offset: int, member: _Member) -> int | None:
-        name = member.server.name
+    def _read_from(self, object_id: ObjectId, ranges: Sequence[RangeRead], member: _Member) -> list[int] | None:
+        name, wanted = member.server.name, sum(len(buffer) for _, buffer in ranges)
         with self._lock:
-            self._loads[name] = self._loads.get(name, 0.0) + len(buffer)
+            self._loads[name] = self._loads.get(name, 0.0) + wanted
         # What fails stays on the account: a server that fails is not the first to be asked again.
-        size = member.tier.get_into(object_id, buffer, offset)
+        sizes = read_ranges(member.tier, object_id, ranges)
         with self._lock:
-            self._loads[name] = self._loads.get(name, 0.0) + (size or 0) - len(buffer)
-        return size
+            self._loads[name] = self._loads.get(name, 0.0) + sum(sizes or []) - wanted
+        return sizes
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range from the first owner that has it, going on at the next where one breaks off."""
@@ -341,17 +352,10 @@ class PoolTier:
         found = [member.tier.stats() for member in state.members] if state else []
         copies = state.placement.replicas if state else 1
         total = TierStats.sum_of(self.name, found)
+        sizes = (total.objects // copies, total.used_bytes // copies, total.bytes_max // copies)
         with self._lock:
-            return TierStats(
-                self.name,
-                total.objects // copies,
-                total.used_bytes // copies,
-                total.bytes_max // copies,
-                self._hits,
-                self._misses,
-                total.evictions // copies,
-                self._faults,
-            )
+            counters = (self._hits, self._misses, total.evictions // copies, self._faults)
+        return TierStats(self.name, *sizes, *counters)
 
     def _each(
         self,

@@ -1,5 +1,5 @@
-"""Objects in memory: the host's; `device` has a device's that an engine hands in."""
+"""Objects in memory: this machine's, or a device's that an engine hands in."""
 
-from kvtide.tier.ram.memory import MemoryTier
+from kvtide.tier.ram.memory import DeviceMemory, DevicePiece, DeviceTier, MemoryTier
 
-__all__ = ["MemoryTier"]
+__all__ = ["DeviceMemory", "DevicePiece", "DeviceTier", "MemoryTier"]

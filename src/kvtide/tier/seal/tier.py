@@ -20,6 +20,7 @@ from mmap import PAGESIZE
 import msgspec
 
 from kvtide.errors import TierUnavailable
+from kvtide.evict import Hint
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import (
@@ -54,7 +55,7 @@ from kvtide.tier.seal.pieces import (
     sealed_bytes,
     write_head,
 )
-from kvtide.tier.source import Take, read_range
+from kvtide.tier.source import RangeRead, Take, read_range, read_ranges
 from kvtide.types import NamedId, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
@@ -130,6 +131,31 @@ class SealedTier(WrappedTier):
         with self._scratch(_room(stop - first)) as view:
             pieces = self._pieces(object_id, first, stop, view)
             return None if pieces is None else self._open_range(object_id, pieces, buffer, offset)
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read the pieces that the ranges touch, those of several ranges once, and open them."""
+        spans = list[tuple[int, int]]()
+        for offset, buffer in ranges:
+            first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
+            if spans and first <= spans[-1][1]:
+                first = spans.pop()[0]
+            spans.append((first, stop))
+        sizes = list[int | None]()
+        with self._scratch(STEP * sum(stop - first for first, stop in spans)) as room:
+            at = [STEP * sum(stop - first for first, stop in spans[:number]) for number in range(len(spans) + 1)]
+            reads = [RangeRead(HEAD_BYTES + span[0] * STEP, room[at[n] : at[n + 1]]) for n, span in enumerate(spans)]
+            came = read_ranges(self.tier, object_id, reads)
+            for offset, buffer in ranges if came else ():
+                number = next(n for n, (_, stop) in enumerate(spans) if offset // PIECE_BYTES < stop)
+                pieces = reads[number].buffer[: came[number] if came else 0]
+                pieces = pieces[(offset // PIECE_BYTES - spans[number][0]) * STEP :]
+                sizes.append(self._open_range(object_id, pieces, buffer, offset))
+        found = [size for size in sizes if size is not None]
+        is_hit = len(found) == len(ranges)
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
+        return found if is_hit else None
 
     def _pieces(self, object_id: ObjectId, first: int, stop: int, view: memoryview) -> memoryview | None:
         """Read the pieces from `first` to before `stop`, as far as there are so many."""
@@ -322,10 +348,9 @@ class SealedTier(WrappedTier):
         """Tell whether requests matter to the wrapped tier."""
         return isinstance(self.tier, Ordered) and self.tier.hears_requests
 
-    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
         """Tell the wrapped tier what a prompt asks for."""
-        if isinstance(self.tier, Ordered):
-            self.tier.note_request(object_ids)
+        return isinstance(self.tier, Ordered) and self.tier.note_request(object_ids, hint)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell the wrapped tier what engines decided."""

@@ -9,18 +9,19 @@ Invariant: a fault of one tier never hides what another one holds; it is counted
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvtide.evict import Ranking, RecencyRanking
+from kvtide.evict import Hint, Ranking, RecencyRanking
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background, Demoter
 from kvtide.tier.base import (
     AdmittingTier,
+    Advised,
     Buffer,
     Checked,
     Evicting,
@@ -38,11 +39,11 @@ from kvtide.tier.base import (
     is_lender,
 )
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.source import Take, read_range_of_any
+from kvtide.tier.source import RangeRead, Take, read_range_of_any, read_ranges
 from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
 from kvtide.tier.stack.flight import Prefetcher, SingleFlight
 from kvtide.tier.stack.generations import Generations
-from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
+from kvtide.types import DIGEST_BYTES, Namespace, ObjectId, TierStats, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
@@ -162,11 +163,19 @@ class TierStack:
         """Tell whether requests matter to a tier."""
         return any(isinstance(tier, Ordered) and tier.hears_requests for tier in self._open)
 
-    def note_request(self, object_ids: Sequence[ObjectId]) -> None:
-        """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order."""
-        for tier in self._open if object_ids else ():
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+        """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order.
+
+        Tiers elsewhere hear what it advises in the background, unless too much waits. True if a tier takes the advice.
+        """
+        named, is_taken = [self.named(each) for each in object_ids], False
+        for tier in self._open if named else ():
             if isinstance(tier, Ordered) and tier.hears_requests:
-                tier.note_request([self.named(each) for each in object_ids])
+                is_taken |= tier.note_request(named, hint)
+            if hint is not None and isinstance(tier, Advised) and self._writer.reserve(DIGEST_BYTES * len(named)):
+                advise = partial(self._ask, tier, "advise", partial(tier.advise, named, hint), None)
+                is_taken |= self._writer.submit(advise, DIGEST_BYTES * len(named))
+        return is_taken
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether any tier has the object now."""
@@ -226,6 +235,13 @@ class TierStack:
         tiers = self._allowed(object_id, self._open)
         note = lambda position, error: self._faults.note(tiers[position], "read", error)  # noqa: E731
         return read_range_of_any(tiers, object_id, start, stop, take, note)
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read from the first tier that has the object."""
+        object_id = self.named(object_id)
+        tiers = self._allowed(object_id, self._open) if self.is_valid(object_id) else ()
+        reads = (self._ask(tier, "read", partial(read_ranges, tier, object_id, ranges), None) for tier in tiers)
+        return next((sizes for sizes in reads if sizes is not None), None)
 
     def keep_above(self, object_id: ObjectId, data: Buffer) -> bool:
         """Copy an object that was read from a tier to the faster ones that admit it. True if one has it now."""
@@ -293,13 +309,10 @@ class TierStack:
         return is_stored
 
     def _put_later(self, tier: Tier, object_id: ObjectId, buffer: Buffer) -> bool:
-        size = len(buffer)
+        size, put = len(buffer), partial(self._put_all, [tier], object_id)
         # A copy: the bytes are the caller's again when this returns.
-        if self._writer.reserve(size) and self._writer.submit(
-            partial(self._put_all, [tier], object_id, bytes(buffer)), size
-        ):
-            return False
-        return self._put_all([tier], object_id, buffer)
+        is_left = self._writer.reserve(size) and self._writer.submit(partial(put, bytes(buffer)), size)
+        return not is_left and put(buffer)
 
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
         """Bring the next objects of a matched run into the faster tiers in the background, in order.
@@ -324,8 +337,9 @@ class TierStack:
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove from every tier."""
-        deleted = [self._ask(tier, "delete", partial(tier.delete, object_id, reason), False) for tier in self._open]
-        return any(deleted)
+        return True in [
+            self._ask(each, "delete", partial(each.delete, object_id, reason), False) for each in self._open
+        ]
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did.
@@ -366,9 +380,13 @@ class TierStack:
             if isinstance(tier, Recorded):
                 yield self._tiers.index(tier), tier.records()
 
-    def tier_stats(self) -> list[TierStats]:
-        """Return each open tier's counters, with the faults that this stack saw."""
-        named = [(tier.stats(), self._faults.label(tier), self._faults.count(tier)) for tier in self._open]
+    def tier_stats(self, names: Collection[str] | None = None) -> list[TierStats]:
+        """Return each open tier's counters, with the faults that this stack saw; of these names alone, if given.
+
+        Tiers of other machines ask these what they hold.
+        """
+        asked = [tier for tier in self._open if names is None or self._faults.label(tier) in names]
+        named = [(tier.stats(), self._faults.label(tier), self._faults.count(tier)) for tier in asked]
         return [msgspec.structs.replace(stats, name=name, faults=faults) for stats, name, faults in named]
 
     def check(self) -> None:

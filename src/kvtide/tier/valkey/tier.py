@@ -18,6 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, Removals
 from kvtide.tier.breaker import caller_deadline_s, until
+from kvtide.tier.source import RangeRead
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -82,10 +83,10 @@ class ValkeyTier:
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
         if offset == 0 and len(buffer) > self._longest_bytes:
-            total = size = self._ask(object_id, [b"GET"], buffer=buffer)[0]
+            total = size = self._ask(object_id, [b"GET"], buffers=[buffer])[0]
         else:
             bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
-            total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffer=buffer)
+            total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffers=[buffer])
         expected = max(0, min(len(buffer), (total or 0) - offset))
         with self._lock:
             # An empty or shortened answer: the object is not here, or went away between the two commands.
@@ -94,6 +95,17 @@ class ValkeyTier:
             self._misses += not is_hit
             self._longest_bytes = max(self._longest_bytes, total or 0)
         return expected if is_hit else None
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read several ranges in one round trip."""
+        parts = [[b"GETRANGE", b"%d" % start, b"%d" % (start + len(buffer) - 1)] for start, buffer in ranges]
+        total, *came = self._ask(object_id, [b"STRLEN"], *parts, buffers=[buffer for _, buffer in ranges])
+        sizes = [max(0, min(len(buffer), (total or 0) - start)) for start, buffer in ranges]
+        with self._lock:
+            is_hit = bool(total) and all(got is not None and got >= size for got, size in zip(came, sizes, strict=True))
+            self._hits += is_hit
+            self._misses += not is_hit
+        return sizes if is_hit else None
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask each owner once for all of its objects."""
@@ -154,23 +166,25 @@ class ValkeyTier:
     def _key(self, object_id: ObjectId) -> bytes:
         return self._prefix + object_id.namespace.hex().encode() + b":" + object_id.key.hex().encode()
 
-    def _ask(self, object_id: ObjectId, *commands: Sequence[Buffer], buffer: memoryview = _NOTHING) -> list[int | None]:
+    def _ask(
+        self, object_id: ObjectId, *commands: Sequence[Buffer], buffers: Sequence[memoryview] = ()
+    ) -> list[int | None]:
         """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
 
         What is no string under our key is nobody's object: it is removed, and the commands are sent again.
-        A command is its name and what comes after the key. A string that comes in reply is in `buffer`.
+        A command is its name and what comes after the key. The strings that come in reply are in `buffers`.
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
         try:
             address, is_asking = self._nodes.owner(key), False
             for _ in range(REDIRECTS_MAX):
-                replies = self._exchange(address, request, is_asking, buffer)
+                replies = self._exchange(address, request, is_asking, buffers)
                 refusal = next((each for each in replies if isinstance(each, Refusal)), None)
                 if refusal is None:
                     return [each for each in replies if not isinstance(each, Refusal)]
                 if refusal.code == "WRONGTYPE":
-                    self._exchange(address, [(b"UNLINK", key)], is_asking, _NOTHING)
+                    self._exchange(address, [(b"UNLINK", key)], is_asking, ())
                     continue
                 address, is_asking = self._redirected(refusal, address)
         except TierUnavailable:
@@ -180,17 +194,21 @@ class ValkeyTier:
         raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
 
     def _exchange(
-        self, address: ValkeyAddress, request: Sequence[Sequence[Buffer]], is_asking: bool, buffer: memoryview
+        self,
+        address: ValkeyAddress,
+        request: Sequence[Sequence[Buffer]],
+        is_asking: bool,
+        buffers: Sequence[memoryview],
     ) -> list[int | Refusal | None]:
         with self._nodes.connection(address) as connection:
             asking = pack_command(b"ASKING") if is_asking else []
             connection.send([part for words in request for part in (*asking, *pack_command(*words))])
-            replies = []
+            replies, into = [], iter(buffers)
             for name, *_ in request:
                 if is_asking:
                     connection.receive(_NOTHING)
                 has_body = name in _BODY_COMMANDS
-                replies.append(connection.receive_string(buffer) if has_body else connection.receive(_NOTHING))
+                replies.append(connection.receive_string(next(into)) if has_body else connection.receive(_NOTHING))
             return replies
 
     def _ask_many(
@@ -232,7 +250,7 @@ class ValkeyTier:
         try:
             came = self._pipelined(address, command, [self._key(object_id) for object_id in object_ids], buffers)
             return [
-                self._ask(object_id, [command], buffer=buffer)[0] if isinstance(reply, Refusal) else reply
+                self._ask(object_id, [command], buffers=[buffer])[0] if isinstance(reply, Refusal) else reply
                 for object_id, buffer, reply in zip(object_ids, buffers, came, strict=True)
             ]
         except TierUnavailable as error:

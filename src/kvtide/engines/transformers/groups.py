@@ -1,0 +1,247 @@
+"""The groups of a Hugging Face model, found by a probe, and their parts: the engine's tensors as blocks and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.errors import UnsupportedModel
+from kvtide.group import GroupKind, LayerGroup
+
+TORCH_DTYPES = {
+    KVDtype.FLOAT32: torch.float32,
+    KVDtype.FLOAT16: torch.float16,
+    KVDtype.BFLOAT16: torch.bfloat16,
+}
+_KVTIDE_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+_LAYER_TYPES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+# Models with states that go on exactly where a pass has left them: two passes were held against one in float32, by the
+# tests too. Others are known not to (Bamba, Jamba, MiniMax), or nobody has looked.
+_STATES_GO_ON = {
+    *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "nemotron_h"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+# A state's bytes are rounded up to whole rows of so many elements.
+_STATE_ROW = 64
+
+
+class TokenRows(NamedTuple):
+    """Shape of what a layer keeps of each token: heads and dims of keys and of values. window: in tokens, 0: none."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: torch.dtype
+    window: int
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a layer's state: `conv_states` or `recurrent_states`, its number, its shape."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+
+
+class ModelGroup(NamedTuple):
+    """A group, and how its layers hold it: rows of tokens, or for each layer the tensors of its state."""
+
+    group: LayerGroup
+    rows: TokenRows | None
+    states: tuple[tuple[StateTensor, ...], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the tensors."""
+        return TORCH_DTYPES[self.group.layout.dtype]
+
+
+def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[ModelGroup, ...]:
+    """Return the groups of a model from a cache in which it has left two tokens, those of tokens first.
+
+    UnsupportedModel, with the reason, for layers that can't be restored exactly.
+    """
+    kind = model.config.get_text_config(decoder=True).model_type
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if has_states and kind not in _STATES_GO_ON:
+        raise UnsupportedModel(f"the states of {kind} models are not known to go on exactly from one pass to the next")
+    rows: dict[TokenRows, list[int]] = {}
+    states: dict[torch.dtype, dict[int, tuple[StateTensor, ...]]] = {}
+    for number, layer in enumerate(cache.layers):
+        # Of layers without a cache there is a stand-in.
+        if not isinstance(layer, DynamicLayer | LinearAttentionCacheLayerMixin):
+            continue
+        if type(layer) not in _LAYER_TYPES:
+            raise UnsupportedModel(f"layer {number} keeps a {type(layer).__name__}, which can't be restored")
+        if isinstance(layer, DynamicLayer):
+            rows.setdefault(_rows_of(layer, number), []).append(number)
+        if isinstance(layer, LinearAttentionLayer):
+            for dtype, tensors in _states_of(layer).items():
+                states.setdefault(dtype, {})[number] = tensors
+    if not rows:
+        raise UnsupportedModel("the model's config does not say how many layers its cache has")
+    found = [_row_group(each, layers, block_tokens) for each, layers in rows.items()]
+    return (*found, *(_state_group(dtype, layers) for dtype, layers in states.items()))
+
+
+def is_plain(groups: Sequence[ModelGroup]) -> bool:
+    """Tell whether all of a model is keys and values of one shape, of all tokens."""
+    return len(groups) == 1 and groups[0].group.kind is GroupKind.KV and not groups[0].group.reach_tokens
+
+
+def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
+    if layer.get_seq_length() == 0:
+        raise UnsupportedModel(f"layer {number} keeps no keys of its own: layers that share a cache are not supported")
+    shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values)]
+    if any(len(shape) != 4 or (shape[0], shape[2]) != (1, 2) for shape in shapes):
+        raise UnsupportedModel(f"expected (1, heads, 2, dims) after two tokens, got {shapes}")
+    if layer.keys.dtype != layer.values.dtype or layer.keys.dtype not in _KVTIDE_DTYPES:
+        types = f"{layer.keys.dtype} and {layer.values.dtype}"
+        raise UnsupportedModel(f"KV dtype must be float32, float16 or bfloat16, got {types}")
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
+    (_, key_heads, _, key_dims), (_, value_heads, _, value_dims) = shapes
+    return TokenRows((key_heads, key_dims), (value_heads, value_dims), layer.keys.dtype, window)
+
+
+def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGroup:
+    is_latent = rows.key != rows.value
+    elements = math.prod(rows.key) + math.prod(rows.value)
+    heads, dims = (1, elements // 2) if is_latent else rows.key
+    if elements % 2 or dims > HEAD_DIM_MAX:
+        raise UnsupportedModel(f"keys of {rows.key} and values of {rows.value} can't be kept as rows of equal halves")
+    name = f"{'latent' if is_latent else 'attention'} {heads}x{dims}{f' window {rows.window}' if rows.window else ''}"
+    layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
+    kind = GroupKind.LATENT if is_latent else GroupKind.KV
+    return ModelGroup(LayerGroup(name, kind, tuple(layers), layout, max(0, rows.window - 1)), rows)
+
+
+def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTensor, ...]]:
+    found: dict[torch.dtype, tuple[StateTensor, ...]] = {}
+    for name in ("conv_states", "recurrent_states"):
+        for number, tensor in getattr(layer, name).items():
+            if tensor is None:
+                continue
+            if tensor.shape[0] != 1 or tensor.dtype not in _KVTIDE_DTYPES:
+                raise UnsupportedModel(f"{name} of {tuple(tensor.shape)} and {tensor.dtype} can't be kept")
+            state = StateTensor(name, number, tuple(tensor.shape))
+            found[tensor.dtype] = (*found.get(tensor.dtype, ()), state)
+    return found
+
+
+def _state_group(dtype: torch.dtype, layers: dict[int, tuple[StateTensor, ...]]) -> ModelGroup:
+    elements = max(sum(math.prod(tensor.shape) for tensor in tensors) for tensors in layers.values())
+    half = -(-elements // (2 * _STATE_ROW)) * _STATE_ROW
+    layout = BlockLayout(len(layers), 1, half // _STATE_ROW, _STATE_ROW, _KVTIDE_DTYPES[dtype])
+    group = LayerGroup(f"state {layout.dtype.value}", GroupKind.STATE, tuple(layers), layout)
+    return ModelGroup(group, None, tuple(layers.values()))
+
+
+def read_rows(past: DynamicCache, group: ModelGroup, meta: BlockMeta) -> BlockBits:
+    """Return a copy of one part of a group of tokens. ValueError if the cache holds another shape or not all of it."""
+    layout, rows = meta.layout, group.rows
+    assert rows is not None
+    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
+    bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
+    for position, number in enumerate(group.group.layers):
+        layer = past.layers[number]
+        # What is before has left the window.
+        start = meta.start - (layer.get_seq_length() - layer.keys.shape[-2])
+        parts = []
+        for tensor, (heads, dims) in ((layer.keys, rows.key), (layer.values, rows.value)):
+            part = tensor.detach()[0, :, max(0, start) : start + layout.tokens]
+            if start < 0 or tuple(part.shape) != (heads, layout.tokens, dims) or part.dtype != rows.dtype:
+                raise ValueError(f"layer {number} has {part.dtype} of {tuple(part.shape)} from token {meta.start} on")
+            parts.append(part.cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).transpose(1, 0, 2))
+        if group.group.kind is GroupKind.KV:
+            bits[position] = parts
+        else:
+            row = np.concatenate([part.reshape(layout.tokens, -1) for part in parts], axis=1)
+            bits[position, :, :, 0] = row[:, : layout.head_dim], row[:, layout.head_dim :]
+    return bits
+
+
+class RowsRoom:
+    """Room for the parts of a group of tokens that are being loaded."""
+
+    def __init__(self, group: ModelGroup, parts: int) -> None:
+        self._group, layout = group, group.group.layout
+        self._room = np.empty(
+            (layout.layers, 2, parts * layout.tokens, layout.kv_heads, layout.head_dim), layout.bits_dtype
+        )
+
+    def write(self, position: int, bits: BlockBits) -> None:
+        """Copy a part in; a BlockSink."""
+        tokens = self._group.group.layout.tokens
+        self._room[:, :, position * tokens : (position + 1) * tokens] = bits
+
+    def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
+        """Make the layers hold what was loaded, whose last token is the one before `stop`."""
+        rows = self._group.rows
+        assert rows is not None
+        signed = self._room.view(f"<i{self._room.itemsize}")
+        for position, number in enumerate(self._group.group.layers):
+            pair = torch.from_numpy(signed[position]).view(self._group.dtype)
+            if self._group.group.kind is GroupKind.KV:
+                tensors = list(pair)
+            else:
+                row, keys = torch.cat([pair[0, :, 0], pair[1, :, 0]], dim=1), math.prod(rows.key)
+                tensors = [row[:, :keys].unflatten(1, rows.key), row[:, keys:].unflatten(1, rows.value)]
+            layer = past.layers[number]
+            keep = min(rows.window - 1, tensors[0].shape[0]) if rows.window else tensors[0].shape[0]
+            keys, values = (
+                each[each.shape[0] - keep :].transpose(0, 1)[None].contiguous().to(device) for each in tensors
+            )
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if rows.window:
+                layer.cumulative_length = stop
+
+
+def read_states(past: DynamicCache, group: ModelGroup) -> BlockBits:
+    """Return a copy of a group's states as they are now. ValueError if one has another shape than the probe's."""
+    layout = group.group.layout
+    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
+    bits: BlockBits = np.zeros(layout.shape, layout.bits_dtype)
+    for position, (number, tensors) in enumerate(zip(group.group.layers, group.states, strict=True)):
+        flat, start = bits[position].reshape(-1), 0
+        for each in tensors:
+            tensor = getattr(past.layers[number], each.name)[each.number]
+            if tensor is None or tuple(tensor.shape) != each.shape or tensor.dtype != group.dtype:
+                raise ValueError(f"layer {number} has no {each.name} of {each.shape} in {group.dtype}")
+            stop = start + tensor.numel()
+            flat[start:stop] = tensor.detach().cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).reshape(-1)
+            start = stop
+    return bits
+
+
+def fill_states(past: DynamicCache, group: ModelGroup, bits: BlockBits, device: torch.device) -> None:
+    """Make the layers of an empty cache hold the states that `read_states` has read."""
+    layers = bits.view(f"<i{bits.itemsize}").reshape(len(group.states), -1)
+    for flat, number, tensors in zip(layers, group.group.layers, group.states, strict=True):
+        start, layer = 0, past.layers[number]
+        for each in tensors:
+            stop = start + math.prod(each.shape)
+            tensor = torch.from_numpy(flat[start:stop].copy()).view(group.dtype).view(each.shape).to(device)
+            start = stop
+            named: dict[str, Any] = {each.name: tensor, "state_idx": each.number}
+            layer.lazy_initialization(**named)
+            getattr(layer, each.name)[each.number].copy_(tensor)
+            layer.has_previous_state[each.number] = True

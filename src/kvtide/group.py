@@ -1,0 +1,134 @@
+"""Groups: layers of a model whose cache is of one kind, shape and reach. A block has a part of each group.
+
+A part is an object of its own, in its group's namespace (decision 0021). One group of full attention is a plain model,
+whose parts are its blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+from kvtide.block import BlockLayout
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+__all__ = ["GroupKind", "Hit", "LayerGroup", "Parts", "hit_of", "part_keys", "state_cuts", "state_every"]
+
+# States are kept no more often where nobody says otherwise: a prompt that branches between two computes half of it.
+STATE_TOKENS_MIN = 4096
+
+
+class GroupKind(StrEnum):
+    """Contents of a group's parts.
+
+    KV: keys and values of tokens. LATENT: one row a token, from which both are made. STATE: what a layer knows after
+    all tokens so far. OPAQUE: an engine's bytes in an order of its own.
+    """
+
+    KV = "kv"
+    LATENT = "latent"
+    STATE = "state"
+    OPAQUE = "opaque"
+
+
+class LayerGroup(NamedTuple):
+    """Layers whose cache is of one kind, shape and reach.
+
+    name: unique in its model, as `stats` and `explain` say it. layout: of one part; a state's has one token.
+    reach_tokens: how far before a hit's end its parts must be there; 0 for all the way.
+
+        LayerGroup("window 256", GroupKind.KV, (0, 2), BlockLayout(2, 64, 8, 128, KVDtype.BFLOAT16), reach_tokens=255)
+    """
+
+    name: str
+    kind: GroupKind
+    layers: tuple[int, ...]
+    layout: BlockLayout
+    reach_tokens: int = 0
+
+    def reach_blocks(self, block_tokens: int) -> int:
+        """Return the number of parts before a hit's end that must be there; 0 for all."""
+        return 1 if self.kind is GroupKind.STATE else -(-self.reach_tokens // block_tokens)
+
+    @property
+    def text(self) -> str:
+        """Return what tells the group's parts from all others, for its namespace."""
+        layout = self.layout
+        shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
+        return f"{shape} {self.kind.value} of {list(self.layers)} reach={self.reach_tokens} {self.name}"
+
+
+class Parts(NamedTuple):
+    """The parts of one group of a prompt, one a block. reach: as `LayerGroup.reach_blocks` says it.
+
+    is_sparse: some blocks have none, as with states; then each stands alone.
+    """
+
+    ids: Sequence[ObjectId]
+    reach: int = 0
+    is_sparse: bool = False
+
+
+class Hit(NamedTuple):
+    """Leading blocks that can be restored, and the group that ended it there; None if nothing did.
+
+    known: as `blocks`, but for groups that are sparse: another prompt began with these.
+    """
+
+    blocks: int
+    ended_by: int | None = None
+    known: int = 0
+
+
+def hit_of(present: Sequence[Sequence[bool]], reaches: Sequence[int], rows: Sequence[int] = ()) -> Hit:
+    """Return the longest hit: the most blocks L such that each group has its last min(reach, L) parts before L.
+
+    present: of each group, whether the part of each block is there. reaches: 0 for all. rows: the groups that are not
+    sparse, for `known`. The group that ended it is the first without which one block more, or the next hit, would hold.
+    ValueError for groups of different lengths.
+
+        hit_of([[True, True, True], [False, True, False]], [0, 1]) == Hit(2, 1)
+    """
+    if len(present) != len(reaches) or len({len(parts) for parts in present}) > 1:
+        raise ValueError(f"every group needs a reach and equally many parts, got {list(map(len, present))}")
+    good = [_good_ends(parts, reach) for parts, reach in zip(present, reaches, strict=True)]
+    blocks = len(present[0]) if present else 0
+    known = next((end for end in range(blocks, 0, -1) if all(good[row][end - 1] for row in rows)), 0) if rows else 0
+    ended_by = None
+    for end in range(blocks, 0, -1):
+        failing = next((group for group, ends in enumerate(good) if not ends[end - 1]), None)
+        if failing is None:
+            return Hit(end, ended_by, known)
+        ended_by = failing
+    return Hit(0, ended_by, known)
+
+
+def _good_ends(parts: Sequence[bool], reach: int) -> list[bool]:
+    """Return for each block whether a hit may end after it, as far as this group goes."""
+    lengths = accumulate(parts, lambda length, is_here: length + 1 if is_here else 0, initial=0)
+    return [length >= min(reach or end, end) for end, length in enumerate(lengths)][1:]
+
+
+def part_keys(namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Return the keys of a group's parts of blocks: a hash of the group's namespace and each block's key."""
+    return [BlockKey(hashlib.sha256(namespace + key).digest()) for key in keys]
+
+
+def state_every(state_bytes: float, token_bytes: float) -> int:
+    """Return after how many tokens a state is kept: so that states take no more room than the rows between them.
+
+    state_bytes: of all states at one place. token_bytes: of all rows of one token, 0 if there are none.
+    """
+    return max(STATE_TOKENS_MIN, round(state_bytes / token_bytes)) if token_bytes else STATE_TOKENS_MIN
+
+
+def state_cuts(restored: int, blocks: int, known: int, every: int) -> list[int]:
+    """Return after which blocks of a prompt, of those not restored, states are to be kept.
+
+    After each `every`-th one (0: none), the `known` leading blocks, with which another prompt began, and the last one.
+    """
+    often = range(restored, blocks, every) if every else ()
+    return [block for block in sorted({*often, known, blocks}) if restored < block <= blocks]

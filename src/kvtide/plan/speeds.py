@@ -1,0 +1,216 @@
+"""Estimators of the link's rate, fed with what arrived and when, by the receiver's own clock.
+
+Transfers may overlap, as with several requests in flight: each counts from where the one before it stopped, so that
+bytes and busy seconds add up whatever the overlap, and idle time between transfers counts for nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+# Transfers that end closer together than this are one: a clock's step says nothing of a link.
+RESOLUTION_S = 1e-6
+
+
+class _Sample(NamedTuple):
+    size: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size / self.seconds
+
+
+class Estimator(ABC):
+    """Learns the link's rate from transfers, in the order in which they stopped."""
+
+    def __init__(self) -> None:
+        self._busy_until_s = -math.inf
+        self._pending_bytes = 0
+
+    def add(self, size: int, start_s: float, stop_s: float) -> None:
+        """Take `size` bytes received in [start_s, stop_s).
+
+        ValueError for negative or non-finite numbers, or times that run backwards.
+        """
+        if size < 0:
+            raise ValueError(f"a transfer can't have {size} bytes")
+        if not (math.isfinite(start_s) and math.isfinite(stop_s) and start_s <= stop_s):
+            raise ValueError(f"a transfer runs from an earlier to a later time, got [{start_s}, {stop_s})")
+        self._pending_bytes += size
+        seconds = stop_s - max(start_s, self._busy_until_s)
+        if seconds < RESOLUTION_S or not self._pending_bytes:
+            return
+        self._take(_Sample(self._pending_bytes, seconds))
+        self._busy_until_s = stop_s
+        self._pending_bytes = 0
+
+    @abstractmethod
+    def _take(self, sample: _Sample) -> None: ...
+
+    @abstractmethod
+    def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
+
+
+class LastRate(Estimator):
+    """The last transfer's rate: what CacheGen goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: float | None = None
+
+    def _take(self, sample: _Sample) -> None:
+        self._last = sample.bytes_per_s
+
+    def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
+        return self._last
+
+
+class EwmaRate(Estimator):
+    """A mean of rates in which each new one weighs `weight`. ValueError unless 0 < weight <= 1."""
+
+    def __init__(self, weight: float = 0.5) -> None:
+        if not 0 < weight <= 1:
+            raise ValueError(f"a weight is more than 0 and at most 1, got {weight}")
+        super().__init__()
+        self._weight = weight
+        self._mean: float | None = None
+
+    def _take(self, sample: _Sample) -> None:
+        before = sample.bytes_per_s if self._mean is None else self._mean
+        self._mean = before + self._weight * (sample.bytes_per_s - before)
+
+    def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
+        return self._mean
+
+
+class _Window(Estimator):
+    def __init__(self, samples: int) -> None:
+        if samples < 1:
+            raise ValueError(f"a window holds at least one sample, got {samples}")
+        super().__init__()
+        self._samples: deque[_Sample] = deque(maxlen=samples)
+
+    def _take(self, sample: _Sample) -> None:
+        self._samples.append(sample)
+
+
+class HarmonicRate(_Window):
+    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds."""
+
+    def __init__(self, samples: int = 5) -> None:
+        super().__init__(samples)
+
+    def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
+        if not self._samples:
+            return None
+        return sum(sample.size for sample in self._samples) / sum(sample.seconds for sample in self._samples)
+
+
+class QuantileRate(_Window):
+    """A rate that all but a share of the last transfers reached. ValueError unless 0 <= share <= 1."""
+
+    def __init__(self, samples: int = 20, share: float = 0.2) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share is from 0 to 1, got {share}")
+        super().__init__(samples)
+        self._share = share
+
+    def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
+        if not self._samples:
+            return None
+        rates = sorted(sample.bytes_per_s for sample in self._samples)
+        return rates[int(self._share * (len(rates) - 1))]
+
+
+ESTIMATORS: Mapping[str, Callable[[], Estimator]] = MappingProxyType(
+    {"last": LastRate, "ewma": EwmaRate, "harmonic": HarmonicRate, "quantile": QuantileRate}
+)
+
+
+def estimator_named(name: str) -> Estimator:
+    """Return a new estimator. ValueError for an unknown name; the message lists the known ones."""
+    try:
+        return ESTIMATORS[name]()
+    except KeyError:
+        raise ValueError(f"unknown estimator {name!r}, expected one of {', '.join(ESTIMATORS)}") from None
+
+
+# What a sample weighs once a newer one has come.
+_OLDER_SHARE = 0.8
+# Samples whose middles differ by less than this say nothing of growth.
+_SPREAD_TOKENS_MIN = 512.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpeed:
+    """A token at position p takes (1 + p / double_at) / tokens_per_s seconds.
+
+    tokens_per_s: speed at the start of a context. double_at: position at which a token costs twice as much, where
+    attention over what came before takes as long as all the rest. ValueError for a speed or position that is not
+    positive; `double_at` may be infinite.
+    """
+
+    tokens_per_s: float
+    double_at: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokens_per_s < math.inf:
+            raise ValueError(f"tokens_per_s must be positive and finite, got {self.tokens_per_s}")
+        if not self.double_at > 0:
+            raise ValueError(f"double_at must be positive, got {self.double_at}")
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Return what tokens [start, stop) take once all before them are there."""
+        assert 0 <= start <= stop
+        growth = (stop - start) * (stop + start) / (2 * self.double_at)
+        return (stop - start + growth) / self.tokens_per_s
+
+    def reach(self, start: int, seconds: float) -> float:
+        """Return the position that computing from `start` reaches after `seconds`, 0 or more; not rounded."""
+        assert seconds >= 0
+        if math.isinf(self.double_at):
+            return start + seconds * self.tokens_per_s
+        # Solves (p - start) + (p**2 - start**2) / (2 double_at) = seconds * tokens_per_s for p.
+        budget = start + start * start / (2 * self.double_at) + seconds * self.tokens_per_s
+        return math.sqrt(self.double_at * self.double_at + 2 * self.double_at * budget) - self.double_at
+
+
+class PrefillMeter:
+    """Learns an engine's speed from what it computed; newer samples weigh more. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # Weight, and weighted sums of position, its square, seconds a token, and seconds a token times position.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def note(self, start: int, stop: int, seconds: float) -> None:
+        """Take the duration of a pass over tokens [start, stop). ValueError for none, or for no time."""
+        if not (0 <= start < stop and 0 < seconds < math.inf):
+            raise ValueError(f"a pass takes time for some tokens, got [{start}, {stop}) in {seconds} s")
+        x, y = (start + stop) / 2, seconds / (stop - start)
+        old = (_OLDER_SHARE * each for each in self._sums)
+        self._sums = tuple(a + b for a, b in zip(old, (1.0, x, x * x, y, x * y), strict=True))  # type: ignore[assignment]
+
+    def speed(self) -> PrefillSpeed | None:
+        """Return the speed that explains the samples, growing with position if they show it; None before the first."""
+        weight, x, xx, y, xy = self._sums
+        if not weight:
+            return None
+        flat = PrefillSpeed(weight / y)
+        spread = xx / weight - (x / weight) ** 2
+        if spread < _SPREAD_TOKENS_MIN**2:
+            return flat
+        slope = (xy / weight - x * y / weight**2) / spread
+        at_start = y / weight - slope * x / weight
+        return PrefillSpeed(1 / at_start, at_start / slope) if min(slope, at_start) > 0 else flat

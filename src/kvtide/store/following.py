@@ -1,0 +1,168 @@
+"""Looks into the store for the profiles that a cache needs: the newest of its model, and those that objects name.
+
+Invariant: it looks at most once in LOOK_S, in no request's time but at the start, and for no longer than LOOK_S_MAX.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+
+from kvtide.block import BlockBits
+from kvtide.clock import Clock
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LosslessCodec, Profile, PromisingCodec
+from kvtide.errors import UnencodableBlock
+from kvtide.store.load import Guarded
+from kvtide.store.profiles import ProfileStore, newest_of
+from kvtide.store.storing import QueuedBlock
+from kvtide.tier.breaker import until
+from kvtide.tier.stack import TierStack
+from kvtide.types import Section
+
+_log = logging.getLogger(__name__)
+
+# While a profile is missing; once it is here, for a newer one and so that it stays. Both are bounds from below.
+LOOK_S = 30.0
+RENEW_S = 600.0
+# The start waits no longer for a store that is slow; the storing thread then goes on where it ended.
+START_S_MAX = 2.0
+LOOK_S_MAX = 20.0
+# Profiles that are kept, and digests that were looked for.
+FOUND_MAX = 16
+# Decoding takes less than encoding, so that this costs the storing thread some two percent.
+CHECK_EVERY = 32
+ASKED_MAX = 1024
+
+
+class ProfileFollower:
+    """The profiles that a cache takes from its store. Safe to use from several threads; one looks at a time.
+
+    codec: encodes from now on. Another thread may put one with another profile in its place at any time, so who needs
+    it twice takes it once. Lossless as long as a codec awaits its first profile.
+    """
+
+    def __init__(
+        self, tiers: TierStack, codec: Codec | AwaitingCodec, registry: CodecRegistry, clock: Clock, guard: Guarded
+    ) -> None:
+        self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
+        self.codec = self._with(codec.first) if isinstance(codec, AwaitingCodec) else codec
+        self._guard = guard
+        self._totals: Counter[str] = Counter()
+        # The first block is checked.
+        self._unchecked = CHECK_EVERY
+        self._registry = registry
+        self._clock = clock
+        self._store = ProfileStore(tiers)
+        self._looking = threading.Lock()
+        self._name = b""
+        self._hint = ""
+        self._next_s = 0.0
+        self._is_told = False
+        # Those that were found, and their sizes. Using them keeps them in the store as long as their blocks.
+        self._found: dict[bytes, tuple[Profile, int]] = {}
+        self._asked_s: dict[bytes, float] = {}
+
+    def _with(self, profile: Profile | None) -> Codec:
+        assert self._awaiting is not None
+        return LosslessCodec() if profile is None else self._awaiting.make(profile)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether blocks are stored losslessly for want of a profile."""
+        return self._awaiting is not None and self.codec.profile is None
+
+    def encode(self, codec: Codec, block: QueuedBlock, bits: BlockBits) -> list[Section] | None:
+        """Return a block's sections, None if the codec can't keep it, which is counted. For the storing thread alone.
+
+        One block in CHECK_EVERY is decoded again and held to its promise, and each after one that broke it.
+        """
+        try:
+            sections = codec.encode(block.meta, bits)
+            if isinstance(codec, PromisingCodec):
+                self._unchecked += 1
+                if self._unchecked >= CHECK_EVERY:
+                    codec.check_decoded(block.meta, bits, sections)
+                    self._unchecked = 0
+                    self._totals["checked_blocks"] += 1
+        except UnencodableBlock as error:
+            self._totals["unfit_blocks"] += 1
+            level = logging.WARNING if self._totals["unfit_blocks"] == 1 else logging.DEBUG
+            _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, block.meta.id, error)
+            return None
+        self._totals["unprofiled_blocks"] += self.is_waiting and not block.is_exact
+        return sections
+
+    def totals(self) -> Mapping[str, int]:
+        """Return blocks that were decoded again and kept the promise, that don't fit, and that had no profile."""
+        return self._totals.copy()
+
+    def seek(self, name: bytes, hint: str) -> None:
+        """Use the newest profile of a model from now on, and look for it now, for at most START_S_MAX. Raises nothing.
+
+        hint: the command that would make one, for the log.
+        """
+        if self._awaiting is None:
+            return
+        self._name, self._hint, self._is_told, self._next_s = name, hint, False, 0.0
+        # What was found before is another model's.
+        self.codec = self._with(self._awaiting.first)
+        self.look(START_S_MAX)
+
+    def look(self, s_max: float = LOOK_S_MAX) -> None:
+        """Look if it is time, for at most `s_max` seconds. Raises nothing."""
+        now_s = self._clock.monotonic_s()
+        is_due = bool(self._name) and now_s >= self._next_s
+        if not (is_due or self._registry.unknown) or not self._looking.acquire(blocking=False):
+            return
+        try:
+            with until(now_s + s_max):
+                if is_due and self._awaiting is not None:
+                    self._next_s = now_s + LOOK_S
+                    self._guard("look for a profile", partial(self._look, self._awaiting), None)
+                self._guard("look for an old profile", partial(self._look_for_unknown, now_s), None)
+        finally:
+            self._looking.release()
+
+    def _look(self, awaiting: AwaitingCodec) -> None:
+        name = self._name
+        versions = self._store.versions(name, awaiting.profile_kind)
+        read = (self._read(bytes.fromhex(version.digest)) for version in newest_of(versions))
+        profile = next((each for each in read if each is not None and awaiting.takes(each)), None)
+        if profile is not None:
+            if self.codec.profile != profile.digest:
+                self.codec = self._with(profile)
+                _log.info("blocks are encoded with profile %s from now on", profile.digest.hex())
+            if not self._store.use(profile.digest, self._found[profile.digest][1]):
+                self._store.put(profile, [name], versions[-1].made_s)
+            self._next_s = self._clock.monotonic_s() + RENEW_S
+        elif any(self.codec.profile == bytes.fromhex(each.digest) for each in versions):
+            # It was removed.
+            self.codec = self._with(awaiting.first)
+        elif self.is_waiting and not self._is_told:
+            self._is_told = True
+            _log.warning("blocks are stored losslessly until the store has a profile of this model: %s", self._hint)
+        for found, size in self._found.values():
+            self._store.use(found.digest, size)
+        if self._name != name:
+            # `seek` came meanwhile, for another model.
+            self.codec, self._next_s = self._with(awaiting.first), 0.0
+
+    def _look_for_unknown(self, now_s: float) -> None:
+        for digest in list(self._registry.unknown):
+            if now_s - self._asked_s.get(digest, -LOOK_S) >= LOOK_S:
+                self._asked_s[digest] = now_s
+                self._read(digest)
+        # The next object that names one brings it back.
+        self._registry.unknown.clear()
+        while len(self._asked_s) > ASKED_MAX:
+            del self._asked_s[next(iter(self._asked_s))]
+
+    def _read(self, digest: bytes) -> Profile | None:
+        is_new = digest not in self._found and len(self._found) < FOUND_MAX
+        if is_new and (profile := self._store.read(digest)) is not None:
+            self._found[digest] = (profile, len(profile.to_bytes()))
+            self._registry.add(profile)
+        return self._found[digest][0] if digest in self._found else None

@@ -1,0 +1,357 @@
+"""Models whose cache is more than keys and values of one shape: windows, latents, states, and all of them together."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, families, model_of_family
+
+from kvtide.config import Limits
+from kvtide.engines.calibrate.judge import one_torch_thread
+from kvtide.engines.transformers import CachedModel, Impress, attach
+from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of
+from kvtide.errors import UnsupportedModel
+from kvtide.explain import MatchVerdict, explain_groups
+from kvtide.group import GroupKind
+from kvtide.wire import parse_object
+
+BLOCK = 64
+ANSWER = 4
+FLUSH_S_MAX = 120.0
+FAMILIES = families("transformers", EXACT, LOSSY)
+WITH_STATES = [family for family in FAMILIES if "states" in SUPPORT[family].keeps]
+KINDS = {"windows": "kv", "rows": "kv", "chunks": "kv", "latents": "latent", "states": "state"}
+model_of = functools.cache(model_of_family)
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
+    for module in ("grouped", "cached"):
+        monkeypatch.setattr(f"kvtide.engines.transformers.{module}.recompute_s", lambda judge, tokens: None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small layers wait longer for a second thread than they compute, on a busy machine a hundred times."""
+    with one_torch_thread():
+        yield
+
+
+class Said(NamedTuple):
+    ids: list[int]
+    logits: torch.Tensor
+
+
+def prompt_of(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def branched(prompt: torch.Tensor, at: int, tokens: int) -> torch.Tensor:
+    return torch.cat([prompt[:, :at], prompt_of(tokens, 1)], dim=1)
+
+
+def said(model: Any, prompt: torch.Tensor) -> Said:
+    output = model.generate(
+        prompt,
+        max_new_tokens=ANSWER,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return Said(output.sequences[0].tolist(), torch.stack(output.logits))
+
+
+def assert_as_plain(cached: CachedModel, prompt: torch.Tensor) -> int:
+    """Check an answer against the model's own; return the tokens that were restored."""
+    found, plain = said(cached, prompt), said(cached.model, prompt)
+    assert found.ids == plain.ids
+    torch.testing.assert_close(found.logits, plain.logits, rtol=0, atol=1e-3)
+    assert cached.last is not None and cached.last.bypass is None
+    return cached.last.hit_tokens
+
+
+def filled(family: str, store: Path, *prompts: torch.Tensor, **options: Any) -> None:
+    with attach(model_of(family), store, block_tokens=BLOCK, **options) as cached:
+        for prompt in prompts:
+            said(cached, prompt)
+            assert cached.flush(FLUSH_S_MAX)
+        cached.cache.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_restart_restores_every_group_and_the_answer_is_the_model_s_own(family: str, tmp_path: Path) -> None:
+    # Longer than the window, so that blocks leave it.
+    prompt = prompt_of(420)
+    filled(family, tmp_path, prompt)
+    with attach(model_of(family), tmp_path, block_tokens=BLOCK) as cached:
+        assert assert_as_plain(cached, prompt) == 384
+        # Another prompt with the same beginning; a state is there only where one was kept.
+        branch = branched(prompt, 300, 60)
+        hit = assert_as_plain(cached, branch)
+        assert hit == (0 if family in WITH_STATES else 256)
+        assert cached.flush(FLUSH_S_MAX)
+        assert assert_as_plain(cached, branch) == 320
+        cached.cache.check()
+        assert cached.cache.stats().misses == {}
+    kept = {kind for word, kind in KINDS.items() if word in SUPPORT[family].keeps}
+    assert {each.group.kind.value for each in groups_of(model_of(family), BLOCK)} == kept
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_where_prompts_branch_a_state_is_kept_for_the_third(family: str, tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    filled(family, tmp_path, prompt, branched(prompt, 200, 80))
+    with attach(model_of(family), tmp_path, block_tokens=BLOCK) as cached:
+        assert assert_as_plain(cached, branched(prompt, 200, 40)) == 192
+
+
+def test_states_are_kept_often_at_the_end_and_where_another_prompt_left(tmp_path: Path) -> None:
+    with attach(model_of("lfm2"), tmp_path, block_tokens=BLOCK) as cached:
+        cuts = cached._grouped.cuts
+        assert cuts(BLOCK, 0, 0) == []
+        assert cuts(2 * BLOCK + 1, 0, 0) == [2 * BLOCK]
+        assert cuts(9 * BLOCK + 1, BLOCK, 5) == [5 * BLOCK, 9 * BLOCK]
+        assert cuts(9 * BLOCK, 8 * BLOCK, 8) == []
+        assert cuts(2 * 4096 + 1, 0, 0) == [4096, 2 * 4096]
+    with attach(model_of("gemma3"), tmp_path, block_tokens=BLOCK) as cached:
+        assert cached._grouped.cuts(9 * BLOCK, 0, 5) == []
+
+
+def test_states_are_kept_as_often_as_one_says(tmp_path: Path) -> None:
+    prompt, branch = prompt_of(420), branched(prompt_of(420), 300, 60)
+    for folder, every, hit in (("rare", None, 0), ("often", 2 * BLOCK, 256)):
+        with attach(model_of("lfm2"), tmp_path / folder, block_tokens=BLOCK, state_every_tokens=every) as cached:
+            said(cached, prompt)
+            assert cached.flush(FLUSH_S_MAX)
+            assert assert_as_plain(cached, branch) == hit
+    for family, number in (("lfm2", 0), ("gemma3", 64)):
+        with pytest.raises(ValueError, match="state_every_tokens"):
+            attach(model_of(family), tmp_path / "refused", state_every_tokens=number)
+
+
+def test_a_prompt_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(200)
+    filled("qwen3_next", tmp_path, prompt)
+    with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
+        asked: list[int] = []
+        monkeypatch.setattr(cached.cache.tiers, "note_request", lambda ids, hint: asked.append(len(ids)))
+        assert cached.hit_tokens(prompt) == 192
+        # Rows alone: states stand by themselves.
+        assert asked == [3]
+
+
+def test_a_talk_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    prompt, hits = prompt_of(200), []
+    for turn in range(3):
+        with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
+            hits.append(assert_as_plain(cached, prompt))
+            answered = said(cached.model, prompt).ids
+            assert cached.flush(FLUSH_S_MAX)
+        prompt = torch.cat([torch.tensor([answered]), prompt_of(100, turn)], dim=1)
+    assert hits == [0, 192, 256]
+
+
+@pytest.mark.parametrize("kind", list(GroupKind)[:3])
+def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupKind, tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    filled("kimi_linear" if kind is not GroupKind.KV else "gemma3", tmp_path, prompt)
+    family = model_of("kimi_linear" if kind is not GroupKind.KV else "gemma3")
+    group = next(i for i, each in enumerate(groups_of(family, BLOCK)) if each.group.kind is kind)
+    with attach(family, tmp_path, block_tokens=BLOCK) as cached:
+        name = cached._identity.groups[group].group.name
+        meta = cached._grouped._metas(prompt[0, :-1].numpy())[group][3]
+        assert cached.cache.tiers.delete(meta.id, "removed")
+        cached.cache.index.remove(meta.id.key)
+        explained = explain_groups(cached.cache.tiers, cached.groups, prompt[0, :-1].tolist(), BLOCK)
+        # Of the other family no state was kept there.
+        assert assert_as_plain(cached, prompt) == (192 if kind is GroupKind.KV else 0)
+        assert cached.last is not None and cached.last.ended_by is not None
+        assert (explained.hit_tokens, explained.ended_by) == (cached.last.hit_tokens, cached.last.ended_by)
+        assert explained.first_missing == meta.id.key or kind is not GroupKind.KV
+        if kind is GroupKind.STATE:
+            assert cached.last.ended_by == name
+
+
+def test_a_load_that_breaks_off_leaves_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(300)
+    filled("qwen3_next", tmp_path, prompt)
+
+    def broken(*arguments: Any) -> None:
+        raise MemoryError("no room for states")
+
+    with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtide.engines.transformers.grouped.fill_states", broken)
+            assert assert_as_plain(cached, prompt) == 0
+        assert assert_as_plain(cached, prompt) == 256
+
+
+def test_states_stay_exact_beside_a_lossy_codec(tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    filled("qwen3_next", tmp_path, prompt, codec="cachegen")
+    with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK, codec="cachegen") as cached:
+        codecs = Counter[tuple[int, str]]()
+        for info in cached.cache.tiers.objects():
+            data = bytearray(info.size)
+            assert cached.cache.tiers.get_into(info.id, memoryview(data)) == info.size
+            stored = parse_object(data, info.id)
+            codecs[stored.meta.layout.tokens, stored.codec_id] += 1
+        said(cached, prompt)
+        assert cached.last is not None and cached.last.hit_tokens == 256
+        ask = functools.partial(explain_groups, cached.cache.tiers, cached.groups, prompt[0, :-1].tolist(), BLOCK)
+        assert ask(quality=1.0).hit_tokens == 256
+        coarse = ask(quality=1e-6)
+        assert (coarse.hit_tokens, coarse.verdict) == (0, MatchVerdict.COARSE)
+    states = {codec for (tokens, codec) in codecs if tokens == 1}
+    rows = {codec for (tokens, codec) in codecs if tokens == BLOCK}
+    assert len(states) == 1 and len(rows) == 1
+    assert states != rows
+
+
+def test_tide_keeps_several_groups_losslessly_and_looks_for_no_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompt_of(300)
+    filled("qwen3_next", tmp_path, prompt, codec="tide")
+    with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK, codec="tide") as cached:
+        assert assert_as_plain(cached, prompt) == 256
+    assert not [record for record in caplog.records if "profile" in record.getMessage()]
+
+
+def test_tenants_and_block_sizes_have_parts_of_their_own(tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    filled("gemma3", tmp_path, prompt, tenant_salt=b"one")
+    for salt, block_tokens in ((b"two", BLOCK), (b"one", 2 * BLOCK)):
+        with attach(model_of("gemma3"), tmp_path, block_tokens=block_tokens, tenant_salt=salt) as cached:
+            assert cached.hit_tokens(prompt) == 0
+    with attach(model_of("gemma3"), tmp_path, block_tokens=BLOCK, tenant_salt=b"one") as cached:
+        assert cached.hit_tokens(prompt) == 256
+        assert cached.restored(prompt).get_seq_length() == 256
+
+
+def test_states_of_another_transformers_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, groups = NamespaceSettings(BLOCK, b"", b"model", True), groups_of(model_of("lfm2"), BLOCK)
+    ours = settings.namespaces(b"model", groups)
+    # As the code reads it: who imports transformers later may be handed another module of that name.
+    monkeypatch.setattr("kvtide.engines.transformers.fingerprint.transformers.__version__", "6.0.1")
+    theirs = settings.namespaces(b"model", groups)
+    assert [one == other for one, other in zip(ours, theirs, strict=True)] == [not each.states for each in groups]
+
+
+@pytest.mark.parametrize("family", families("transformers", REFUSED))
+def test_models_whose_states_do_not_go_on_are_refused_with_the_reason(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"not known to go on|cache of its own"):
+        attach(model_of(family), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance": 0.25},
+        {"start_within_s": 0.5},
+        {"policy": "two-ended"},
+        {"codec": "tide", "calibrate": "background"},
+    ],
+)
+def test_what_takes_models_of_one_group_says_so(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="models of one group, not attention"):
+        attach(model_of("gemma3"), tmp_path, **options)
+
+
+@pytest.mark.parametrize("family", families("transformers", EXACT))
+def test_importance_refuses_what_has_several_groups_or_reaches_less_far(family: str, tmp_path: Path) -> None:
+    for importance in (0.25, Impress(0.25)):
+        with pytest.raises(UnsupportedModel):
+            attach(model_of(family), tmp_path, importance=importance)
+
+
+@pytest.mark.parametrize("family", families("transformers", LOSSY))
+def test_families_of_full_attention_load_in_part(family: str, tmp_path: Path) -> None:
+    for hit_tokens in (0, 192):
+        importance = Impress(0.25, is_guarded=False)
+        with attach(model_of(family), tmp_path, block_tokens=64, importance=importance) as cached:
+            cached.generate(prompt_of(200), max_new_tokens=1, do_sample=False)
+            assert cached.flush(FLUSH_S_MAX) and cached.last is not None and cached.last.hit_tokens == hit_tokens
+    assert cached.last.selected is not None and 0.25 <= cached.last.selected.tokens_share <= 1
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_two_passes_over_a_family_with_states_are_one(family: str) -> None:
+    model, prompt = model_of(family), prompt_of(200)
+    from transformers import DynamicCache
+
+    with torch.inference_mode():
+        one = model(prompt).logits[0, -1]
+        past = DynamicCache(config=model.config)
+        model(prompt[:, :BLOCK], past_key_values=past, use_cache=True)
+        model(prompt[:, BLOCK:130], past_key_values=past, use_cache=True)
+        two = model(prompt[:, 130:], past_key_values=past, use_cache=True).logits[0, -1]
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-3)
+
+
+def tensors_of(past: Any) -> list[torch.Tensor]:
+    """Return all that a cache holds."""
+    found: list[torch.Tensor] = []
+    for layer in past.layers:
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name, None)
+            found += [] if tensor is None else [tensor.clone()]
+        for name in ("conv_states", "recurrent_states"):
+            found += [each.clone() for each in getattr(layer, name, {}).values() if each is not None]
+    return found
+
+
+class Faulty:
+    """Reads of a stack of tiers of which one in twelve goes wrong somehow."""
+
+    def __init__(self, read: Any, seed: int) -> None:
+        self._read = read
+        self._random = random.Random(seed)
+
+    def __call__(self, object_id: Any, buffer: memoryview, offset: int = 0) -> int | None:
+        size: int | None = self._read(object_id, buffer, offset)
+        fault = self._random.randrange(64)
+        if size is None or fault > 4:
+            return size
+        if fault == 0:
+            raise OSError("a disk that fails")
+        if fault == 1:
+            return None
+        if fault == 2:
+            return self._random.randrange(size)
+        place = self._random.randrange(min(size, len(buffer)))
+        if fault == 3:
+            buffer[place] ^= 1 << self._random.randrange(8)
+            return size
+        buffer[place : place + 64] = bytes(len(buffer[place : place + 64]))
+        return size
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+def test_faulty_reads_give_all_of_a_prefix_or_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault_factor: int
+) -> None:
+    prompt = prompt_of(300)
+    filled(family, tmp_path, prompt)
+    limits = Limits(memory_bytes_max=1)
+    with attach(model_of(family), tmp_path, block_tokens=BLOCK, limits=limits) as cached:
+        good, outcomes = tensors_of(cached.restored(prompt)), Counter[bool]()
+        assert good
+        tiers = cached.cache.tiers
+        monkeypatch.setattr(tiers, "delete", lambda *arguments: False)
+        monkeypatch.setattr(tiers, "get_into", Faulty(tiers.get_into, 1))
+        for _ in range(50 * fault_factor):
+            found = tensors_of(cached.restored(prompt))
+            outcomes[bool(found)] += 1
+            assert not found or all(map(torch.equal, found, good))
+    assert outcomes[True] and outcomes[False]

@@ -1,0 +1,159 @@
+"""The agents bench without engines: which sessions are taken, what is asked, what is kept, what the rows say."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvtide_lab.bench import agents, agents_show
+from kvtide_lab.bench.agents import AgentsSetup, AgentsSize
+from kvtide_lab.bench.agents_rows import AFTER, BEFORE, NO_REUSE, AgentAnswer, AgentPhase, AgentsBench
+from kvtide_lab.bench.agents_sessions import (
+    AgentSession,
+    AgentTurn,
+    made_up_sessions,
+    read_sessions,
+    working_set_pages,
+)
+
+SIZE = AgentsSize(at_once=(1, 2), sessions=2, turns=3, context_tokens=1000, answer_tokens_max=4, no_reuse=4)
+
+
+def words(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def _write(path: Path, lengths: list[int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"timestamp": -at, "input": "a " * length, "output": "b b"} for at, length in enumerate(lengths)]
+    content = b"\n".join(map(msgspec.json.encode, rows))
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def test_sessions_come_from_each_kind_in_turn_and_hold_what_fits_the_context(tmp_path: Path) -> None:
+    _write(tmp_path / "coder" / "1.jsonl.gz", [2000, 500, 400, 10, 300])
+    _write(tmp_path / "coder" / "2.jsonl.gz", [300, 300])
+    _write(tmp_path / "shop" / "3.jsonl", [300, 300])
+    _write(tmp_path / "shop" / "4.jsonl", [300, 10])
+    found = read_sessions(tmp_path, words, context_tokens=1000, turns_max=2)
+    assert [session.name for session in found] == ["1.jsonl.gz", "3.jsonl", "2.jsonl.gz"]
+    # The times of the file go backwards.
+    assert [len(turn.ids) for turn in found[0].turns] == [300, 400]
+    assert found[0].turns[0].answer_tokens == 2
+
+
+def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no session in"):
+        read_sessions(tmp_path, words, 1000, 2)
+    (tmp_path / "x.jsonl").write_text('{"output": "b"}\n')
+    with pytest.raises(ValueError, match="is not a session"):
+        read_sessions(tmp_path, words, 1000, 2)
+
+
+def test_made_up_turns_go_on_from_those_before() -> None:
+    (session,) = made_up_sessions(["word " * 2000, "short"], words, context_tokens=1000, turns_max=3)
+    first, second, _ = (turn.ids for turn in session.turns)
+    assert len(second) > len(first)
+    assert second[: len(first)] == first
+
+
+def test_working_set_has_what_prompts_share_once() -> None:
+    turns = [AgentTurn([1] * 256, 1), AgentTurn([1] * 256 + [2] * 10, 1), AgentTurn([3] + [1] * 255, 1)]
+    assert working_set_pages([AgentSession("a", "coder", turns)], 128) == 5
+
+
+def sessions() -> list[AgentSession]:
+    turns = [AgentTurn(list(range(stop)), 9) for stop in (300, 400, 500)]
+    return [AgentSession(name, "coder", turns) for name in ("a", "b")]
+
+
+def test_prompts_without_reuse_begin_unlike() -> None:
+    *loops, alone = agents._rows(sessions(), SIZE)
+    assert [row.at_once for row in loops] == [1, 2]
+    assert [[len(chain) for chain in chains] for chains in loops[0].phases.values()] == [[2, 2], [1, 1]]
+    prompts = [prompt for chain in alone.phases[BEFORE] for prompt in chain]
+    assert len(prompts) == SIZE.no_reuse
+    assert len({prompt["ids"][0] for prompt in prompts}) == SIZE.no_reuse
+    assert {prompt["answer_tokens"] for prompt in prompts} == {SIZE.answer_tokens_max}
+
+
+def _phase(seconds: float, count: int, ids: tuple[int, ...] = (5, 5)) -> AgentPhase:
+    answers = [AgentAnswer(list(ids), seconds / 2, seconds, 128, "length") for _ in range(count)]
+    return AgentPhase(answers, 200 * count, seconds, [8.0] * count)
+
+
+class _Engines:
+    """Answers for engines: each contender takes its own seconds; the peer that is `broken` does not start."""
+
+    def __init__(self, seconds: dict[str, float], broken: str = "") -> None:
+        self.seconds = seconds
+        self.broken = broken
+        self.talked: list[tuple[str, str]] = []
+
+    def talk(self, setup: Any, name: str, row: Any, options: Any, nursery: Any) -> list[AgentPhase]:
+        if name == self.broken:
+            # Mooncake's servers are not installed, or an engine has died.
+            raise ValueError("Mooncake is not installed") if name == "mooncake" else RuntimeError("no port")
+        self.talked.append((row.name, name))
+        changed = (6, 6) if name == "native" else (5, 5)
+        return [_phase(self.seconds[name], 2, changed) for _ in row.phases]
+
+
+@pytest.fixture
+def no_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def nursery(*arguments: object) -> Iterator[None]:
+        yield None
+
+    monkeypatch.setattr(agents, "EngineNursery", nursery)
+
+
+def _run(
+    engines: _Engines, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], path: Path | None = None
+) -> AgentsBench:
+    monkeypatch.setattr(agents, "_talk", engines.talk)
+    setup = AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
+    results = agents.partial_of("model", SIZE, sessions(), path)
+    return agents.run(setup, sessions(), SIZE, results, lambda step, done, total: None)
+
+
+@pytest.mark.usefixtures("no_nursery")
+def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = _Engines({"plain": 8.0, "kvtide": 1.0, "native": 2.0})
+    result = _run(engines, monkeypatch, ("plain", "kvtide", "native"))
+    assert [row.p90_interactivity for row in result.rows if row.engine == "kvtide"] == pytest.approx([2.0] * 5)
+    assert (result.after_restart_vs_native, result.no_reuse_vs_plain) == (pytest.approx(2.0), pytest.approx(8.0))
+    assert result.is_first_or_tied
+    assert (result.answers_changed_exact, result.failed_requests) == (0, 0)
+    assert [row.answers_changed for row in result.rows if row.engine == "native"] == [2] * 5
+    assert {(row.row, row.phase) for row in result.rows} == {
+        ("1 at once", BEFORE),
+        ("1 at once", AFTER),
+        ("2 at once", BEFORE),
+        ("2 at once", AFTER),
+        (NO_REUSE, BEFORE),
+    }
+
+
+@pytest.mark.usefixtures("no_nursery")
+def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seconds = {"plain": 2.0, "kvtide": 2.0, "native": 1.0}
+    _run(_Engines(seconds), monkeypatch, ("plain", "kvtide"), tmp_path / "state")
+    further = _Engines(seconds, broken="mooncake")
+    result = _run(further, monkeypatch, ("plain", "kvtide", "native", "mooncake"), tmp_path / "state")
+    assert {name for _, name in further.talked} == {"native"}
+    assert not result.is_first_or_tied
+    assert result.least_ratio is not None
+    assert (result.least_ratio.other, result.least_ratio.ratio) == ("native", pytest.approx(0.5))
+    console = Console(width=200, record=True)
+    console.print(agents_show.render(result))
+    assert "mooncake did not run: Mooncake is not installed" in console.export_text()

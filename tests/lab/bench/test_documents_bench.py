@@ -1,0 +1,99 @@
+"""The prefix report's and the CacheGen notes' tables without engines: what is asked, and what the rows say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide_lab.bench import completion, prompts
+from kvtide_lab.bench.completion import CODECS, LOCAL, CompletionSize
+from kvtide_lab.bench.prompts import PROMPT_TOKENS, PromptsSize
+
+SIZE = PromptsSize(requests=10, frequent=1, probabilities=(0.0, 1.0))
+
+
+class _Engine:
+    """Computes for a second, finds what its store has in a quarter of one. `stores`: by codec, outlives engines."""
+
+    stores: dict[str, set[tuple[int, ...]]]
+
+    def __init__(self, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
+        codec = (transfer or {}).get("kv_connector_extra_config", {}).get("codec", "")
+        self.codec = codec
+        is_kept = bool(transfer) or options["enable_prefix_caching"]
+        self.seen = self.stores.setdefault(str(transfer), set()) if is_kept else None
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, ids: Any, answer_tokens: int) -> dict[str, Any]:
+        is_known = self.seen is not None and tuple(ids) in self.seen
+        if self.seen is not None:
+            self.seen.add(tuple(ids))
+        encode_s = 0.5 if self.codec == "cachegen:2" else 0.0
+        return {"ids": [1], "cached_tokens": len(ids) * is_known, "seconds": 0.25 if is_known else 1.0 + encode_s}
+
+    def do(self, verb: str) -> dict[str, Any]:
+        loaded = 100.0 if self.codec == "raw" else 25.0
+        return {"seconds": 0.0, "stats": {"metrics": {"vllm:kvtide_loaded_bytes": loaded}}}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(_Engine, "stores", {}, raising=False)
+    return _Engine
+
+
+def test_frequent_prompts_are_found_and_new_ones_are_not(engine: Any) -> None:
+    result = prompts.run(engine, "model", SIZE, lambda step, done, total: None)
+    new, frequent = result.rows
+    assert (new.hit_rate_own, new.hit_rate_kvtide, new.items_per_s_kvtide) == (0.0, 0.0, 1.0)
+    # The first of ten computes.
+    assert frequent.hit_rate_kvtide == frequent.hit_rate_own == pytest.approx(0.9)
+    assert frequent.items_per_s_kvtide == pytest.approx(10 / (1 + 9 * 0.25))
+    assert (frequent.items_per_s_none, result.pays_from_p, frequent.answers_changed) == (1.0, 1.0, 0)
+    assert prompts.table(result).row_count == 2
+
+
+def test_requests_of_a_p_are_the_same_at_every_call() -> None:
+    first = prompts.prompts_of(0.5, SIZE)
+    assert first == prompts.prompts_of(0.5, SIZE)
+    assert {len(prompt) for prompt in first} == {PROMPT_TOKENS}
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        prompts.run(_Engine, "model", PromptsSize(probabilities=(1.5,)), lambda *step: None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def started(words: Any) -> Iterator[Any]:
+        yield type("Server", (), {"port": 1})
+
+    monkeypatch.setattr(completion, "started", started)
+
+
+@pytest.mark.usefixtures("no_server")
+def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(engine: Any, tmp_path: Path) -> None:
+    size = CompletionSize(prompts=2, prompt_tokens=10, answer_tokens=1)
+    result = completion.run(engine, "model", range(400), 1000.0, size, lambda step, done, total: None)
+    rows = {row.way: row for row in result.rows}
+    assert list(rows) == [LOCAL, *CODECS]
+    assert {row.hit_speedup.median for row in result.rows} == {4.0}
+    assert (rows["raw"].miss_slowdown.median, rows["cachegen:2"].miss_slowdown.median) == (1.0, 1.5)
+    assert (rows["raw"].bytes_vs_raw, rows["tide"].bytes_vs_raw) == (1.0, 0.25)
+    assert {row.hit_tokens for row in result.rows} == {20}
+    assert completion.table(result).row_count == len(result.rows)
+    completion.plot(result, tmp_path / "graphs.png")
+    assert (tmp_path / "graphs.png").stat().st_size > 0
+
+
+def test_short_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have"):
+        completion.run(_Engine, "model", range(10), 1.0, completion.QUICK, lambda *step: None)  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""kvtide's wheel in a vLLM server as a user runs it: found by name, seen in metrics and events, driven by requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.servers import server_process
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
+
+from kvtide_lab.config import engine_environment
+from wheel import install_wheel
+
+pytestmark = pytest.mark.timeout(900)
+
+FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
+START_S_MAX = 300.0
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+class Server:
+    """A running `vllm serve` and a subscriber of its KV events."""
+
+    def __init__(self, port: int, events: Any) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+        self._events = events
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self._base}{path}", timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def complete(self, ids: list[int], tokens: int = ANSWER_TOKENS, rank: int = 0, **fields: Any) -> Any:
+        body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        sent = json.dumps({**body, "return_token_ids": True, **fields}).encode()
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
+        request = urllib.request.Request(f"{self._base}/v1/completions", sent, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's lines that have these labels."""
+        total = 0.0
+        for line in self.get("/metrics").splitlines():
+            found = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
+            if found and all(f'{label}="{value}"' in (found[1] or "") for label, value in labels.items()):
+                total += float(found[2])
+        return total
+
+    def reaches(self, name: str, count: float, **labels: str) -> bool:
+        """Have the engine make steps, with which counts travel, until a metric is as large."""
+        until_s = time.monotonic() + 60.0
+        while self.metric(name, **labels) < count and time.monotonic() < until_s:
+            time.sleep(0.3)
+            self.complete([5, 6, 7], 2)
+        return self.metric(name, **labels) >= count
+
+    def raw_batches(self, wait_s: float) -> list[bytes]:
+        """Return the payloads that came, waiting for the first."""
+        found: list[bytes] = []
+        while self._events.poll(1000 * wait_s if not found else 200):
+            _, _, payload = self._events.recv_multipart()
+            found.append(payload)
+        return found
+
+
+@contextmanager
+def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
+    """Run vLLM's own server; kvtide is named by its short name alone. more: words of its command."""
+    import zmq
+
+    port, events_port = _free_port(), _free_port()
+    transfer = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"store": store, "codec": "lossless"}  # type: ignore[assignment]
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{events_port}"}
+    flags = {
+        "--model": model,
+        "--served-model-name": "m",
+        "--dtype": "float32",
+        "--max-model-len": 4096,
+        "--max-num-seqs": 8,
+        "--port": port,
+        "--host": "127.0.0.1",
+        "--kv-transfer-config": json.dumps(transfer),
+        "--kv-events-config": json.dumps(events),
+    }
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *more]
+    command += [str(word) for flag in flags.items() for word in flag]
+    # What a user has is the wheel alone: no checkout, neither by a path nor by where it is started.
+    environment = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    # vLLM's publisher connects to an address without a star.
+    subscriber.bind(f"tcp://127.0.0.1:{events_port}")
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
+    server = Server(port, subscriber)
+    try:
+        _wait(server, process, log)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+        context.destroy(0)
+
+
+def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    until_s = time.monotonic() + START_S_MAX
+    while True:
+        try:
+            server.get("/health")
+            # A subscriber that is connected to subscribes when it is asked for what came.
+            server.raw_batches(0.5)
+            return
+        except (urllib.error.URLError, ConnectionError):
+            tail = log.read_text(errors="replace")[-3000:]
+            assert process.poll() is None and time.monotonic() < until_s, tail
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with vLLM into which the wheel is installed, as a user does it."""
+    _, found = install_wheel(tmp_path_factory.mktemp("wheel"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(python: Path, model: Path, filled_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(python, model, str(filled_store), tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
+
+
+def test_second_process_restores_by_the_short_name_and_is_seen(server: Server, plain: Any, tokens: list[int]) -> None:
+    answer = server.complete(tokens[:PROMPT_TOKENS])
+    assert answer["choices"][0]["token_ids"] == plain["long"]["ids"]
+    restored = FULL_PAGES * PAGE_TOKENS
+    assert server.metric("vllm:kvtide_loaded_tokens_total") == restored
+    assert server.metric("vllm:kvtide_hit_tokens_total") == restored
+    assert server.metric("vllm:kvtide_asked_tokens_total") == PROMPT_TOKENS
+    assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == restored
+    # What a cache counts travels with a later step.
+    server.complete(tokens[6000:6400], 2)
+    assert server.reaches("vllm:kvtide_stored_blocks_total", 3)
+    assert server.reaches("vllm:kvtide_tier_hits_total", FULL_PAGES, tier="disk")
+    assert server.reaches("vllm:kvtide_decided_tokens_total", 3 * PAGE_TOKENS, choice="recompute", why="absent")
+
+
+def test_what_one_data_parallel_rank_stored_another_restores(
+    python: Path, model: Path, plain: Any, tokens: list[int], tmp_path: Path
+) -> None:
+    ids, expected = tokens[:PROMPT_TOKENS], plain["long"]["ids"]
+    ranks = ["--data-parallel-size", "2"]
+    with server_process() as store, serving(python, model, store.url, tmp_path / "log", ranks) as server:
+        assert server.complete(ids, rank=0)["choices"][0]["token_ids"] == expected
+        assert server.reaches("vllm:kvtide_stored_blocks_total", FULL_PAGES, engine="0")
+        assert server.complete(ids, rank=1)["choices"][0]["token_ids"] == expected
+        assert server.metric("vllm:kvtide_loaded_tokens_total", engine="1") == FULL_PAGES * PAGE_TOKENS
+
+
+def _decoded(server: Server) -> list[Any]:
+    """Read events as vLLM's own subscriber does, with vLLM's own types."""
+    from vllm.distributed.kv_events import KVEventBatch
+
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    return [event for payload in server.raw_batches(30.0) for event in decoder.decode(payload).events]
+
+
+def test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks(server: Server, tokens: list[int]) -> None:
+    from vllm.distributed.kv_events import BlockStored
+
+    stored = [event for event in _decoded(server) if isinstance(event, BlockStored)]
+    ours = [event for event in stored if event.ownership == "kvtide:disk"]
+    # Restored blocks first, then those that this engine has stored.
+    assert len(ours) >= FULL_PAGES + 3
+    assert ours[0].parent_block_hash is None and ours[0].token_ids == tokens[: len(ours[0].token_ids)]
+    assert {event.medium for event in ours} == {"STORAGE"} and {event.locality for event in ours} == {"LOCAL"}
+    assert {event.kv_cache_spec_kind for event in ours} == {"full_attention"}
+    chain = [hashed for event in ours[:FULL_PAGES] for hashed in event.block_hashes]
+    parents = [event.parent_block_hash for event in ours[1:FULL_PAGES]]
+    assert parents == [event.block_hashes[-1] for event in ours[: FULL_PAGES - 1]] and len(set(chain)) == len(chain)
+    # The same names as vLLM's own events of its pages, so that a router joins them.
+    gpu = {hashed for event in stored if event.medium not in ("STORAGE", "CPU") for hashed in event.block_hashes}
+    assert set(ours[-1].block_hashes) <= gpu
+
+
+def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, tokens: list[int]) -> None:
+    loaded = server.metric("vllm:kvtide_loaded_tokens_total")
+    salted: dict[str, Any] = {
+        "cache_salt": "tenant",
+        "kv_transfer_params": {"kvtide_no_store": True, "quality": -1, "agent_hint": 3},
+    }
+    for _ in range(2):
+        server.complete(tokens[:600], 2, **salted)
+    server.complete(tokens[8000:8400], 2, kv_transfer_params={"kvtide_no_load": True})
+    assert server.metric("vllm:kvtide_loaded_tokens_total") == loaded
+    assert server.metric("vllm:kvtide_request_options_total", what="bad") == 4
+    assert server.metric("vllm:kvtide_request_options_total", what="used") == 3
+
+
+def test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing(server: Server, tokens: list[int]) -> None:
+    heard = server.metric("vllm:kvtide_hints_heard_total")
+    bad = server.metric("vllm:kvtide_request_options_total", what="bad")
+    good = {"session": "talk", "retain_s": 60, "priority": 1, "is_last": False, "prefetch": tokens[:PROMPT_TOKENS]}
+    for hint in (good, {"retain_s": "soon", "prefetch": "all"}, "nonsense"):
+        answer = server.complete(tokens[9000:9200], 2, kv_transfer_params={"agent_hint": hint})
+        assert answer["choices"][0]["finish_reason"] == "length"
+    assert server.reaches("vllm:kvtide_hints_heard_total", heard + 1)
+    assert server.metric("vllm:kvtide_request_options_total", what="hint") == 1
+    assert server.metric("vllm:kvtide_request_options_total", what="bad") == bad + 2

@@ -1,0 +1,129 @@
+"""Caches whose pages kvtide keeps as they are, in the real engine: fp8, latents, and what AMX packs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.families import EXACT, LOSSY, checkpoint, draft_checkpoint, families
+from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
+
+from kvtide_lab.bench.engine_nursery import EngineNursery
+from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = [3 + 7 * i % 1000 for i in range(700)]
+RESTORED = (len(PROMPT) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+class Case(NamedTuple):
+    """A family, vLLM's options for it, and how many tokens of an answer are the same however a prefill is split."""
+
+    family: str
+    options: dict[str, Any]
+    tokens: int
+
+
+CASES = {
+    "fp8 in a float32 model": Case("llama", {"dtype": "float32", "kv_cache_dtype": "fp8"}, 8),
+    "bfloat16 by whatever this processor has": Case("llama", {"dtype": "bfloat16"}, 8),
+    # Two latent prefills that are split otherwise round otherwise; the first tokens agree.
+    "latents": Case("deepseek_v3", {"dtype": "bfloat16", "max_num_batched_tokens": RESTORED}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pages_come_back_as_they_were(nursery: EngineNursery, name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = checkpoint(case.family, tmp_path / "model")
+    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
+    answers: list[Any] = []
+    for transfer in (None, *[kvtide_transfer(str(tmp_path / "store"), codec="lossless")] * 2):
+        with EngineProcess(
+            Path(sys.executable), model, nursery.log, transfer, {**options, **case.options}, nursery=nursery
+        ) as process:
+            answers.append(process.ask(PROMPT, case.tokens))
+            if transfer is not None:
+                process.do("settle")
+    plain, cold, warm = answers
+    assert cold["ids"] == warm["ids"] == plain["ids"]
+    assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED)
+
+
+class Grouped(NamedTuple):
+    """vLLM's options for a family, and the tokens that the prompt and its branch restore."""
+
+    options: dict[str, Any]
+    restored: tuple[int, int] = (RESTORED, 512)
+
+
+_FLOAT32 = {"dtype": "float32"}
+GROUPED = {
+    "gemma2": Grouped(_FLOAT32),
+    "gemma3": Grouped(_FLOAT32),
+    # Pages of two shapes, for 256 tokens and for 128.
+    "gemma4": Grouped(_FLOAT32, (512, 512)),
+    "mistral": Grouped(_FLOAT32),
+    "gpt_oss": Grouped(_FLOAT32),
+    "llama4": Grouped(_FLOAT32),
+    # States: vLLM's scan on processors returns the last one of a step alone, and a step must be one block.
+    "granite4": Grouped({**_FLOAT32, "max_num_batched_tokens": 256}, (512, 512)),
+    "nemotron_h": Grouped({**_FLOAT32, "max_num_batched_tokens": 128}),
+    "falcon_h1": Grouped({**_FLOAT32, "max_num_batched_tokens": 128}),
+    # Gated delta: no float32 on processors.
+    "qwen3_next": Grouped({"dtype": "bfloat16"}),
+}
+# Starting an engine is what takes time: these two have all the ways in which something may not come.
+DAMAGED = {"gemma4", "granite4"}
+
+
+def test_matrix_of_support_is_what_is_tested_here() -> None:
+    assert {*GROUPED, *(case.family for case in CASES.values())} == set(families("connector", EXACT, LOSSY))
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_all_groups_come_back_as_far_as_they_reach(nursery: EngineNursery, family: str, tmp_path: Path) -> None:
+    model, store = checkpoint(family, tmp_path / "model"), tmp_path / "store"
+    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
+    case = GROUPED[family]
+    branch = [*PROMPT[:600], *PROMPT[:40]]
+    answers: list[Any] = []
+    for turn in ("plain", "cold", "warm", *(["damaged"] if family in DAMAGED else [])):
+        transfer = None if turn == "plain" else kvtide_transfer(str(store), codec="lossless")
+        if turn == "damaged":
+            # vLLM can't be told of single pages here: the request is computed again, and no other fails.
+            assert flip_bytes(store) > 0
+        with EngineProcess(
+            Path(sys.executable), model, nursery.log, transfer, {**options, **case.options}, nursery=nursery
+        ) as process:
+            answers.append([])
+            for prompt in (PROMPT, branch):
+                answers[-1].append(process.ask(prompt, 8))
+                if transfer is not None:
+                    process.do("settle")
+    for which in (0, 1):
+        assert len({tuple(each[which]["ids"]) for each in answers}) == 1
+        assert {each[which]["finish"] for each in answers} == {"length"}
+    assert tuple(each["cached_tokens"] for each in answers[2]) == case.restored
+    assert all(turn[0]["cached_tokens"] < case.restored[0] for turn in answers[3:])
+
+
+def test_draft_s_layers_come_back_beside_the_model_s(nursery: EngineNursery, tmp_path: Path) -> None:
+    model, draft = checkpoint("llama", tmp_path / "model"), draft_checkpoint(tmp_path / "draft")
+    drafted = {"speculative_config": {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}}
+    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
+    answers: list[Any] = []
+    for transfer, more in ((None, {}), *[(kvtide_transfer(str(tmp_path / "store"), codec="lossless"), drafted)] * 2):
+        with EngineProcess(
+            Path(sys.executable), model, nursery.log, transfer, {**options, **_FLOAT32, **more}, nursery=nursery
+        ) as process:
+            answers.append(process.ask(PROMPT, 16))
+            if transfer is not None:
+                process.do("settle")
+    plain, cold, warm = answers
+    assert cold["ids"] == warm["ids"] == plain["ids"]
+    # The draft's row of a block's last token goes by the token after it, so that the last block is left alone.
+    assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED - PAGE_TOKENS)
