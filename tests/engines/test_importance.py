@@ -14,7 +14,7 @@ from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.attention import REPACK_USES, Learner
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.selective import SparseSettings
-from kvtide.engines.transformers.ways import Refusals, RestoreWay, Ways
+from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.importance import HeadsAgree, packing_orders
 
 # As the fixture's.

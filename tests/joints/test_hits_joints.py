@@ -18,7 +18,7 @@ from tests.store.test_cache import metas_of
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.ways import Refusals, RestoreWay, Ways
+from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.testing import smooth_bits

@@ -36,7 +36,7 @@ from kvtide.engines.transformers.profiles import CalibrationStatus, ProfileSeeke
 from kvtide.engines.transformers.selecting import ImportanceLoads, OpenedPrefix, observing
 from kvtide.engines.transformers.selective import SparseSettings
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings, asked
-from kvtide.engines.transformers.ways import RestoreWay
+from kvtide.engines.ways import RestoreWay
 from kvtide.evict import Advice
 from kvtide.group import LayerGroup
 from kvtide.keys import LatestKeys

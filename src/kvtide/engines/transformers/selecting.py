@@ -15,7 +15,7 @@ from kvtide.clock import Clock
 from kvtide.engines.transformers.attention import Learner, ObservedPrefix, attending
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
-from kvtide.engines.transformers.ways import Refusals, RestoreWay, Ways
+from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.importance import Orders
 from kvtide.store import Cache
 from kvtide.store.load.sparse import Sparse, SparseLoad
