@@ -33,10 +33,13 @@ def test_bad_rate_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+# Whoever starts the tests in the background may have them ignore an interrupt, which children inherit.
 STOPPED = """
+import signal
 import sys
 from pathlib import Path
 from kvtide.cli.demo import limited_server
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with limited_server(Path(sys.argv[1]), 2e7) as url:
     print(url, flush=True)
     sys.stdin.read()
