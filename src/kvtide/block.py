@@ -126,3 +126,10 @@ def check_bits(bits: BlockBits, layout: BlockLayout) -> None:
         raise ValueError(f"block bits must have shape {layout.shape}, got {bits.shape}")
     if not bits.flags.c_contiguous:
         raise ValueError("block bits must be C-contiguous")
+
+
+def values_of(bits: BlockBits, dtype: KVDtype) -> NDArray[np.float32]:
+    """Return the numbers that bit patterns stand for, in their shape."""
+    if dtype is KVDtype.BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float32 if dtype is KVDtype.FLOAT32 else np.float16).astype(np.float32)

@@ -169,6 +169,14 @@ ATTACH = (
 
 VLLM = (
     Capability(
+        "load what matters, in vLLM",
+        '"importance": 0.25',
+        "docs/vllm.md: A part of what is stored",
+        _REAL_VLLM,
+        Source.IMPRESS,
+        "tests/vllm/test_streams.py::test_a_share_comes_exactly_and_the_rest_rough",
+    ),
+    Capability(
         "a prefix streamed to a deadline, in vLLM",
         '"start_within_s": 0.5, "quality": 5e-3',
         "docs/streaming.md: In vLLM",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtide.block import KVDtype
 from kvtide.cli.report import JsonOption, emit, progress_bars
+
+if TYPE_CHECKING:
+    from kvtide.engines.calibrate.texts import Text
 
 
 def bench_importance(
@@ -22,6 +26,9 @@ def bench_importance(
         int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
     ] = None,
     plot: Annotated[Path, typer.Option("--plot", help="Where to draw quality against bytes.")] = Path("importance.png"),
+    python: Annotated[
+        Path | None, typer.Option("--python", help="An interpreter with vLLM: load parts into that, behind two links.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short text, two questions, one ratio.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -38,6 +45,9 @@ def bench_importance(
     if context_tokens is not None and context_tokens % 256:
         raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
+    if python is not None:
+        _bench_vllm(python, chosen, kv, context_tokens or (1024 if quick else 4096), as_json)
+        return
     folder = smollm2.converted_folder()
     tokenizer, model = (
         smollm2.load_tokenizer(folder),
@@ -59,3 +69,24 @@ def bench_importance(
         )
     importance_show.plot(result, plot)
     emit(result, importance_show.render, as_json)
+
+
+def _bench_vllm(python: Path, chosen: Sequence[Text], kv: str, tokens: int, as_json: bool) -> None:
+    from kvtide.engines.transformers import model_layout, smollm2
+    from kvtide_lab.bench import importance, importance_set, importance_vllm
+
+    folder = smollm2.converted_folder()
+    tokenizer = smollm2.load_tokenizer(folder)
+
+    def tokenize(content: str) -> list[int]:
+        ids: list[int] = tokenizer(content).input_ids
+        return ids
+
+    [task] = importance_set.make_tasks(chosen, 1, tokens + importance_vllm.WARM_TOKENS, tokenize)
+    _, questions = importance_set.tokenized(task, tokenize, importance.FULL.questions)
+    layout = model_layout(smollm2.load_model(folder, kv), importance_vllm.WARM_TOKENS)
+    token_bytes = layout.raw_bytes // layout.tokens
+    with progress_bars() as show:
+        asked = [question.ids for question in questions]
+        result = importance_vllm.run(python, folder, task.ids, asked, token_bytes, importance.HEADLINE_RATIO, kv, show)
+    emit(result, importance_vllm.render, as_json)

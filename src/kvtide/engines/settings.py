@@ -107,6 +107,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     quality: float | None = None
     # What a streamed load asks for first; not by policies that compute meanwhile, as a step can't.
     policy: Literal["layered", "anchor-first", "deltas-first-when-slow"] | None = None
+    # Load only this share of each block's tokens exactly, from 0 to 1, those that its keys tell apart, and the rest
+    # rough, where that is faster than all of them. It needs the codec `packed`, which it makes the usual one.
+    importance: float = 1.0
     # Files of profiles, before the installed ones.
     profiles: tuple[str, ...] = ()
     # Copies of this machine won't do, for any request.
@@ -126,6 +129,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if settings.block_tokens < 0:
             raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
         settings.check_stream()
+        settings.check_importance()
         if settings.state_every_tokens < 0:
             raise ValueError(f"state_every_tokens must be positive, or 0, got {settings.state_every_tokens}")
         if not 0 <= settings.follow_s < math.inf:
@@ -141,7 +145,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if alone and not settings.device_kernels:
             raise ValueError(f"{alone[0]} is an option of the kernels: it needs device_kernels to be true")
         settings.limits()
-        return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
+        return settings if settings.codec else replace(settings, codec=settings.usual_codec)
 
     def check_stream(self) -> None:
         """ValueError for options of streaming that can't be, or that go with no streaming."""
@@ -154,6 +158,24 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError("policy says what a streamed load asks for first: it needs start_within_s")
         if self.start_within_s is not None and self.load == "layers":
             raise ValueError("start_within_s streams between the engine's steps: load must be auto or async")
+
+    def check_importance(self) -> None:
+        """ValueError for a share that can't be, or beside options that load in another way."""
+        if not 0 <= self.importance <= 1:
+            raise ValueError(f"importance is a share of the tokens, from 0 to 1, got {self.importance!r}")
+        if self.importance == 1:
+            return
+        if self.start_within_s is not None or self.load == "layers":
+            raise ValueError("importance loads in its own way: it takes no start_within_s, and no load by layers")
+        if self.codec and self.codec.partition(":")[0] != "packed":
+            raise ValueError(f"importance loads what the codec packed stores, got codec {self.codec!r}")
+
+    @property
+    def usual_codec(self) -> str:
+        """Return the codec of who names none."""
+        if self.importance < 1:
+            return "packed"
+        return "raw" if self.is_local else "lossless"
 
     def request_options(self, params: Mapping[str, object] | None) -> RequestOptions:
         """Return what a request's `kv_transfer_params` ask for, where these settings say the rest."""
@@ -211,6 +233,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ("device_kernels", self.device_kernels),
             ("load", self.load != "auto"),
             ("start_within_s", self.start_within_s is not None),
+            ("importance", self.importance < 1),
             ("profiles", bool(self.profiles)),
             ("force_latest", self.force_latest),
             ("follow_s", self.follow_s > 0),

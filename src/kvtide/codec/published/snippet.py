@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits, values_of
 from kvtide.codec.published.cachegen import ChunkwiseCodec
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionId, SectionKind
@@ -67,9 +67,9 @@ class SnippetCodec:
         sections = _named(self._anchors.encode(anchors, firsts), SectionKind.ANCHOR)
         if deltas is None:
             return sections
-        values, is_delta = _floats(bits, meta.layout.dtype), _is_delta(meta.layout)
+        values, is_delta = values_of(bits, meta.layout.dtype), _is_delta(meta.layout)
         with np.errstate(invalid="ignore", over="ignore"):
-            found: Any = (values - _of_group(_floats(firsts, meta.layout.dtype), meta.layout))[:, :, is_delta]
+            found: Any = (values - _of_group(values_of(firsts, meta.layout.dtype), meta.layout))[:, :, is_delta]
         differences = np.ascontiguousarray(found).view(np.uint32)
         return sections + _named(self._deltas.encode(deltas, differences), SectionKind.DELTA)
 
@@ -89,7 +89,7 @@ class SnippetCodec:
             return
         differences: BlockBits = np.empty(deltas.layout.shape, deltas.layout.bits_dtype)
         self._deltas.decode(deltas, rest, differences)
-        values, is_delta = _of_group(_floats(firsts, meta.layout.dtype), meta.layout), _is_delta(meta.layout)
+        values, is_delta = _of_group(values_of(firsts, meta.layout.dtype), meta.layout), _is_delta(meta.layout)
         with np.errstate(over="ignore"):
             values[:, :, is_delta] += differences.view(np.float32)
         out[:] = _bits(values, meta.layout.dtype)
@@ -122,12 +122,6 @@ def _named(sections: Sequence[Section], kind: SectionKind) -> list[Section]:
 def _plain(sections: Sequence[Section], kind: SectionKind) -> list[Section]:
     chosen = [section for section in sections if section.id[:2] == (kind, int(kind is SectionKind.DELTA))]
     return [Section(SectionId(SectionKind.DATA, 0, *section.id[2:]), section.data) for section in chosen]
-
-
-def _floats(bits: BlockBits, dtype: KVDtype) -> NDArray[np.float32]:
-    if dtype is KVDtype.BFLOAT16:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    return bits.view(np.float32 if dtype is KVDtype.FLOAT32 else np.float16).astype(np.float32)
 
 
 def _bits(values: NDArray[np.float32], dtype: KVDtype) -> BlockBits:

@@ -6,15 +6,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvtide.block import BlockBits, BlockMeta
+from kvtide.clock import Clock
 from kvtide.codec import Codec
+from kvtide.config import step_back
 from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
 from kvtide.engines.paged.sequence import LoadOrder
+from kvtide.store import Cache
 from kvtide.store.load import Guarded
+from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section
 
+if TYPE_CHECKING:
+    from kvtide.engines.paged.parts import PartLoads
+
+# Of the memory tier's room so much is taken from the system before it is needed.
+TOUCHED_BYTES_MAX = 512 << 20
+TOUCH_NICE = 19
 # Blocks loaded once are remembered, so that what is loaded a second time is kept.
 LOADED_MAX = 1 << 14
 
@@ -199,3 +212,24 @@ class StreamedPages:
     def append(self, block: int, bits: BlockBits) -> None:
         """Write a block, for this request alone: it may be rough."""
         self._load.sink(self._kept + block, bits, is_kept=False)
+
+
+def part_loads(cache: Cache, share: float, clock: Clock) -> PartLoads | None:
+    """Return what loads a share of the tokens exactly; None for all of them."""
+    if share == 1:
+        return None
+    # Who loads all needs none of it.
+    from kvtide.engines.paged.parts import PartLoads
+
+    return PartLoads(cache, share, clock)
+
+
+def touch_rooms(tiers: TierStack, kept_bytes: int, block_bytes: int, is_wanted: Callable[[], bool]) -> None:
+    """Take memory from the system for captured blocks and the memory tier, behind all else that computes."""
+    step_back(TOUCH_NICE)
+    rooms = [recycled_buffer(block_bytes) for _ in range(min(kept_bytes, RECYCLED_BYTES_MAX) // block_bytes)]
+    for room in rooms:
+        touch(room, is_wanted)
+    memory = tiers.open_tiers.get(MemoryTier.name)
+    if isinstance(memory, MemoryTier):
+        memory.touch(TOUCHED_BYTES_MAX, is_wanted)

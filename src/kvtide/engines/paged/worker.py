@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
-from kvtide.config import step_back
-from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages
+from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages, part_loads, touch_rooms
 from kvtide.engines.paged.pages import LayeredPages, PagePool
 from kvtide.engines.paged.sequence import AdviceOrder, BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
-from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
-from kvtide.tier.ram import MemoryTier
 from kvtide.types import BlockKey, ObjectId, Section
 
 if TYPE_CHECKING:
+    from kvtide.engines.paged.parts import PartLoads
     from kvtide.plan.base import StreamPolicy
 
 # Requests that load at the same time; more wait their turn.
@@ -38,9 +36,6 @@ IDLE_WAIT_S = 0.005
 COPY_BYTES_MAX = 128 << 20
 # Between steps nothing is computed beside a load: how fast the engine would be matters to nobody there.
 NO_PREFILL = PrefillSpeed(1.0)
-# Of the memory tier's room so much is taken from the system before it is needed.
-TOUCHED_BYTES_MAX = 512 << 20
-TOUCH_NICE = 19
 # A streamed load whose time is over still gets what is under way.
 READ_S_MIN = 0.05
 
@@ -71,8 +66,9 @@ class WorkerHalf:
         kept_bytes_max: int = 0,
         states: PagePool | None = None,
         policy: StreamPolicy | None = None,
+        share: float = 1.0,
     ) -> None:
-        """policy: what streamed loads ask for first."""
+        """policy: what streamed loads ask for first. share: of other loads' tokens, those to be exact."""
         self.cache = cache
         self._states = states
         self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
@@ -82,6 +78,7 @@ class WorkerHalf:
         self._label = label
         self._clock = clock
         self._policy = policy
+        self._parts = part_loads(cache, share, clock)
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._changed = threading.Condition()
         self._loads: dict[str, PageLoad] = {}
@@ -106,20 +103,11 @@ class WorkerHalf:
 
         Goes on in the background, behind all that computes, until it is done or this is closed.
         """
-        touch_all = partial(self.cache.guarded, "take memory", self._touch, None)
-        threading.Thread(target=touch_all, name="kvtide-memory", daemon=True).start()
-
-    def _touch(self) -> None:
-        step_back(TOUCH_NICE)
-        size = self._pool.layout.raw_bytes
         # What is captured of a device lies there.
         kept_bytes = self._kept.bytes_max if self._pool.memory is None else 0
-        rooms = [recycled_buffer(size) for _ in range(min(kept_bytes, RECYCLED_BYTES_MAX) // size)]
-        for room in rooms:
-            touch(room, self._is_open)
-        memory = self.cache.tiers.open_tiers.get(MemoryTier.name)
-        if isinstance(memory, MemoryTier):
-            memory.touch(TOUCHED_BYTES_MAX, self._is_open)
+        touch = partial(touch_rooms, self.cache.tiers, kept_bytes, self._pool.layout.raw_bytes, self._is_open)
+        touch_all = partial(self.cache.guarded, "take memory", touch, None)
+        threading.Thread(target=touch_all, name="kvtide-memory", daemon=True).start()
 
     def _is_open(self) -> bool:
         return not self._is_closed
@@ -188,10 +176,38 @@ class WorkerHalf:
 
     def _load_rest(self, load: PageLoad, kept: int) -> LoadReport:
         """Load what comes after the blocks that were kept; those count as loaded."""
-        metas = [self._meta(block, load.order.is_latest) for block in load.order.blocks[kept:]]
-        left_s = max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
         if load.order.stream is not None:
-            return self._stream(load, metas, kept, left_s, load.order.stream)
+            report = self._stream(load, kept, load.order.stream)
+        elif self._parts is not None:
+            report = self._load_part(load, kept, self._parts)
+        else:
+            report = self._load_whole(load, kept)
+        return report._replace(blocks=kept + report.blocks)
+
+    def _metas(self, load: PageLoad, first: int) -> list[BlockMeta]:
+        return [self._meta(block, load.order.is_latest) for block in load.order.blocks[first:]]
+
+    def _left_s(self, load: PageLoad) -> float:
+        return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
+
+    def _load_part(self, load: PageLoad, kept: int, parts: PartLoads) -> LoadReport:
+        """Load a share of the tokens exactly and the rest rough, or all, as is faster."""
+
+        def sink(position: int, bits: BlockBits) -> None:
+            load.sink(kept + position, bits, is_kept=False)
+
+        def whole(blocks: int) -> LoadReport:
+            return self._load_whole(load, kept + blocks)
+
+        found = parts.load(self._metas(load, kept), sink, self._left_s(load), whole)
+        if found.is_rough:
+            with self._changed:
+                self._rough.append(load.order.request)
+                self._count(part_loads=1)
+        return found.load
+
+    def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
+        metas = self._metas(load, kept)
 
         def sink(position: int, bits: BlockBits) -> None:
             load.sink(kept + position, bits)
@@ -203,40 +219,36 @@ class WorkerHalf:
             load.take_layers(kept + position, first, layers)
 
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
-        report = self.cache.load(metas, Whole(sink, take, by_layer), left_s)
-        return report._replace(blocks=kept + report.blocks)
+        return self.cache.load(metas, Whole(sink, take, by_layer), self._left_s(load))
 
     def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
         """Load the states after the blocks; without them nothing can go on from there."""
         meta = self._state_meta(load.order.blocks[-1], load.order.is_latest)
-        left_s = max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
-        found = self.cache.load([meta], Whole(lambda _, bits: load.take_states(states, bits)), left_s)
+        found = self.cache.load([meta], Whole(lambda _, bits: load.take_states(states, bits)), self._left_s(load))
         if found.blocks:
             load.state_bytes = found.stored_bytes
             return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes)
         load.missed_states = meta.id
         return LoadReport(0, rows.stored_bytes, found.reason)
 
-    def _stream(
-        self, load: PageLoad, metas: Sequence[BlockMeta], kept: int, left_s: float, how: StreamOrder
-    ) -> LoadReport:
+    def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
         from kvtide.store.load.job import LoadRequest
         from kvtide.store.load.run import FetchLimits
         from kvtide.store.load.streamed import Streamed
 
-        until_s = load.started_s + how.within_s - self._clock.monotonic_s()
+        left_s, until_s = self._left_s(load), load.started_s + how.within_s - self._clock.monotonic_s()
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
         streamed = Streamed(StreamedPages(load, kept), request, self._policy, computes=False, limits=limits)
-        report = self.cache.load(metas, streamed, left_s)
+        report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
                 self._rough.append(load.order.request)
                 self._count(rough_loads=1, streamed_kl=streamed.report.kl)
-        return report._replace(blocks=kept + report.blocks)
+        return report
 
     def _end(self, load: PageLoad, report: LoadReport) -> None:
         unfilled = load.unfilled(report.blocks)

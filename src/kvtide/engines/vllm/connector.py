@@ -27,11 +27,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
-from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec, OrderingCodec
 from kvtide.config import Limits
 from kvtide.engines import calibrate_command
 from kvtide.engines.paged import (
     LoadOutcome,
+    PagePool,
     ScheduledRequest,
     SchedulerHalf,
     StepCommands,
@@ -287,7 +288,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         device = pool.memory if self._settings.device_bytes_max else None
         limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
         codec, rank = self._codec, get_tensor_model_parallel_rank()
-        encoder = codec.through(pool.encoder) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
+        encoder = pool.encoder(codec) if not isinstance(codec, AwaitingCodec) else codec.through(self._encoder(pool))
         # All ranks store a block at once, so that the first one speaks for all.
         moves = Moves() if self._tells_events and rank == 0 else None
         cache = self._cache(encoder, limits, device, moves)
@@ -299,9 +300,15 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name = profile_name(profile_fingerprint(self._vllm_config, self._settings), salt)
             cache.profiles.seek(name, command)
         self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
-        policy = self._settings.stream_policy()
-        self._worker = WorkerHalf(cache, pool, rank, self._model.label, self._clock, kept_bytes_max, states, policy)
+        policy, share, label = self._settings.stream_policy(), self._settings.importance, self._model.label
+        self._worker = WorkerHalf(cache, pool, rank, label, self._clock, kept_bytes_max, states, policy, share)
         self._worker.take_memory()
+
+    def _encoder(self, pool: PagePool) -> Callable[[Codec], Codec]:
+        """Return what makes a codec the pool's, and one that leads with what a part is to have exactly."""
+        if self._settings.importance == 1:
+            return pool.encoder
+        return lambda codec: pool.encoder(codec.by_keys() if isinstance(codec, OrderingCodec) else codec)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""

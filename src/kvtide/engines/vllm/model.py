@@ -88,6 +88,8 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
     if text and not is_exact:
         raise UnsupportedModel(f"pages of {text} are kept as they are: the codec must be lossless or raw")
+    if text and settings.importance < 1:
+        raise UnsupportedModel(f"pages of {text} are kept as they are: importance has no rough values of them")
     name = str(vllm_config.model_config.model)
     label = f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}"
     is_replicated = type(spec) is MLAAttentionSpec
@@ -202,6 +204,8 @@ def _check_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
         raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
     if settings.load == "layers":
         raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
+    if settings.importance < 1:
+        raise UnsupportedModel("importance needs a profile, which models with windows can't have yet")
 
 
 def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
