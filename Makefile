@@ -28,7 +28,7 @@ test: .venv/installed
 
 # Real vLLM has an environment of its own: it pins what we leave open. Several minutes, the first time many.
 test-vllm: .venv-vllm/installed
-	.venv-vllm/bin/python -m pytest -W default tests/vllm
+	.venv-vllm/bin/python -m pytest -W default $(AGAIN) tests/vllm
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,11 +21,13 @@ from kvtide_lab.bench.services import kvtide_words, started
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.bench.stream_vllm import ANSWER_TOKENS, LOGPROBS, answer_kl
 
-# The end of the text is no part of the prompt, and warms engines up.
-WARM_TOKENS = 300
+# The end of the text is no part of the prompt and warms engines up; less than a block, nothing of it is stored.
+WARM_TOKENS = 100
 # No room for a block: each request reads what is stored.
 MEMORY_BYTES = 64 << 10
 TRIES = 3
+# Of SmolLM2, for a prompt and its answer.
+MODEL_TOKENS_MAX = 8192
 
 Progress = Callable[[str, int, int], None]
 
@@ -73,7 +75,11 @@ def run(
 ) -> VllmImportanceBench:
     """Ask questions about a text over each link. raw_token_bytes: of a token's keys and values."""
     text, warm = list(ids[:-WARM_TOKENS]), list(ids[-WARM_TOKENS:])
-    options = {"max_model_len": 16_384, "max_num_batched_tokens": 16_384, "enable_prefix_caching": False}
+    options = {
+        "max_model_len": MODEL_TOKENS_MAX,
+        "max_num_batched_tokens": MODEL_TOKENS_MAX,
+        "enable_prefix_caching": False,
+    }
     steps, rows = 2 + len(RATES), list[VllmImportanceRow]()
     with (
         tempfile.TemporaryDirectory(prefix="kvtide-") as folder,
