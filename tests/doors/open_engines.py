@@ -92,6 +92,22 @@ ATTACH = (
         "tests/engines/test_batches.py::test_static_cache_is_filled_as_it_is_made",
     ),
     Capability(
+        "quantised caches of transformers",
+        'cache_implementation="quantized"',
+        "docs/transformers.md: Which models",
+        _TINY,
+        Source.OURS,
+        "tests/engines/test_made.py::test_a_quantised_cache_goes_on_as_if_all_had_run_at_once",
+    ),
+    Capability(
+        "offloaded caches of transformers",
+        'cache_implementation="offloaded"',
+        "docs/transformers.md: Which models",
+        "a model with random weights, stand-ins of CUDA's streams",
+        Source.OURS,
+        "tests/engines/test_made.py::test_an_offloaded_cache_is_filled_as_it_is_made",
+    ),
+    Capability(
         "three heads choose, and their agreement guards",
         "importance=Impress(0.25)",
         _HF,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
@@ -25,6 +26,8 @@ _NEUTRAL_ARGUMENTS = {
 }
 
 
+# Caches that are filled as transformers makes them, besides the usual one.
+_CACHES = (None, "static", "offloaded", "offloaded_static", "quantized")
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 # Shorter runs say more about the machine's mood than about its prefill speed.
@@ -101,8 +104,11 @@ class CallSettings(NamedTuple):
     @classmethod
     def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
         """Return what a call's arguments say."""
-        settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
-        others = settings.update(**{name: value for name, value in arguments.items() if value is not None})
+        given = arguments.get("generation_config")
+        # What a given configuration leaves open, the model's own says.
+        each = [model.generation_config.to_dict(), {} if given is None else given.to_dict()]
+        settings = GenerationConfig.from_dict({name: value for one in each for name, value in _said(one)})
+        others = settings.update(**dict(_said(arguments)))
         mask: torch.Tensor | None = arguments.get("attention_mask")
         call = cls(settings, frozenset(others), torch.ones_like(input_ids) if mask is None else mask.long())
         pad = settings.pad_token_id
@@ -110,9 +116,10 @@ class CallSettings(NamedTuple):
         return call._replace(mask=(input_ids != pad).long()) if is_padded else call
 
     @property
-    def is_static(self) -> bool:
-        """Tell whether it wants a static cache."""
-        return bool(self.settings.cache_implementation == "static")
+    def special_cache(self) -> str | None:
+        """Return the kind of cache it wants, where that is not the usual one."""
+        how: str | None = self.settings.cache_implementation
+        return None if how == "dynamic" else how
 
     @property
     def ends(self) -> list[int | None]:
@@ -121,16 +128,8 @@ class CallSettings(NamedTuple):
         return eos if isinstance(eos, list) else [eos]
 
 
-def static_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> Any:
-    """Return a cache as a call wants it: itself, or a static one of the length that transformers gives it."""
-    if not call.is_static:
-        return past
-    settings = call.settings
-    length = settings.max_length if settings.max_new_tokens is None else tokens + settings.max_new_tokens
-    made = StaticCache(config=model.config, max_cache_len=length)
-    for number, layer in enumerate(past.layers if past.get_seq_length() else ()):
-        made.update(layer.keys, layer.values, number)
-    return made
+def _said(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in settings.items() if value is not None)
 
 
 def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> str | None:
@@ -146,8 +145,10 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> st
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or settings.cache_implementation not in (None, "dynamic", "static"):
+    if settings.use_cache is False or call.special_cache not in _CACHES:
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
+    if call.special_cache == "quantized" and (settings.prefill_chunk_size or not mask.all()):
+        return "a quantised cache of padded sequences, or prefilled in chunks, has scales of its own"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
     wanted = [name for name in _OF_ALL_TOKENS if getattr(settings, name)]
