@@ -66,6 +66,7 @@ class CachedModel:
         self.last: GenerateReport | None = None
         self._clock = clock
         self._identity = ModelIdentity(model, settings)
+        self._block_tokens = settings.block_tokens
         self._keys = LatestKeys(settings.block_tokens)
         self._grouped = GroupedModel(model, cache, clock, self._identity, settings.block_tokens)
         self._batched = BatchedModel(model, cache, clock, self._metas)
@@ -149,7 +150,7 @@ class CachedModel:
             return 0
         prompt = self._prompt(input_ids)
         blocks = self._match(prompt) if self._identity.is_plain else self._grouped.find(prompt).hit.blocks
-        return blocks * self.layout.tokens
+        return blocks * self._block_tokens
 
     def generate(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -78,13 +80,36 @@ class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name by which a model takes its cache: models of states alone have their own."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
+@contextmanager
+def leaving_out(model: Any, tokens: int) -> Iterator[None]:
+    """Let a call's first pass leave out the leading tokens, which its cache has.
+
+    For models of states alone, whose cache does not tell `generate` how many these are.
+    """
+
+    def leave_out(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hook.remove()
+        return arguments, {**named, "input_ids": named["input_ids"][:, tokens:], "attention_mask": None}
+
+    hook = model.register_forward_pre_hook(leave_out, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def watched(
-    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any]
+    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any], argument: str = "past_key_values"
 ) -> tuple[FirstToken, dict[str, Any]]:
     """Return what notes the first token of a call that begins with a cache, and the call's arguments."""
     first_token = FirstToken(clock)
     criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-    arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria, "cache_implementation": None}
+    arguments = {**arguments, argument: past, "stopping_criteria": criteria, "cache_implementation": None}
     if arguments.get("attention_mask") is None:
         arguments["attention_mask"] = torch.ones_like(input_ids)
     return first_token, arguments
