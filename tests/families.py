@@ -269,7 +269,7 @@ SUPPORT: dict[str, Support] = {
     "bamba": Support("Bamba", "states (Mamba 2), rows", REFUSED),
     "jamba": Support("Jamba", "states (Mamba 1), rows", REFUSED),
     "mamba": Support("Mamba", "states (Mamba 1)", REFUSED),
-    "mamba2": Support("Mamba 2", "states", REFUSED),
+    "mamba2": Support("Mamba 2", "states", EXACT),
     "minimax": Support("MiniMax-Text-01", "states (linear attention), rows", REFUSED),
 }
 

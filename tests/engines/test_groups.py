@@ -17,6 +17,7 @@ from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of
+from kvtide.engines.transformers.generation import cache_argument
 from kvtide.errors import UnsupportedModel
 from kvtide.explain import MatchVerdict, explain_groups
 from kvtide.group import GroupKind
@@ -107,7 +108,7 @@ def test_a_restart_restores_every_group_and_the_answer_is_the_model_s_own(family
     assert {each.group.kind.value for each in groups_of(model_of(family), BLOCK)} == kept
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize("family", [family for family in WITH_STATES if SUPPORT[family].keeps != "states"])
 def test_where_prompts_branch_a_state_is_kept_for_the_third(family: str, tmp_path: Path) -> None:
     prompt = prompt_of(300)
     filled(family, tmp_path, prompt, branched(prompt, 200, 80))
@@ -228,6 +229,19 @@ def test_tide_keeps_several_groups_losslessly_and_looks_for_no_profile(
     assert not [record for record in caplog.records if "profile" in record.getMessage()]
 
 
+def test_states_alone_leave_no_hook_and_answer_as_the_model_does_with_what_a_call_says(tmp_path: Path) -> None:
+    prompt, model = prompt_of(300), model_of("mamba2")
+    filled("mamba2", tmp_path, prompt)
+    wanted: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "repetition_penalty": 1.5, "pad_token_id": 0}
+    with attach(model, tmp_path, block_tokens=BLOCK) as cached:
+        # The penalty is for tokens of the whole prompt, also of those that are not run.
+        assert torch.equal(cached.generate(prompt, **wanted), model.generate(prompt, **wanted))
+        assert cached.last is not None and cached.last.hit_tokens == cached.hit_tokens(prompt) == 256
+        assert not model._forward_pre_hooks
+        assert cached.flush(FLUSH_S_MAX)
+        assert assert_as_plain(cached, prompt_of(BLOCK - 1)) == 0
+
+
 def test_tenants_and_block_sizes_have_parts_of_their_own(tmp_path: Path) -> None:
     prompt = prompt_of(300)
     filled("gemma3", tmp_path, prompt, tenant_salt=b"one")
@@ -292,10 +306,10 @@ def test_two_passes_over_a_family_with_states_are_one(family: str) -> None:
 
     with torch.inference_mode():
         one = model(prompt).logits[0, -1]
-        past = DynamicCache(config=model.config)
-        model(prompt[:, :BLOCK], past_key_values=past, use_cache=True)
-        model(prompt[:, BLOCK:130], past_key_values=past, use_cache=True)
-        two = model(prompt[:, 130:], past_key_values=past, use_cache=True).logits[0, -1]
+        given: dict[str, Any] = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
+        model(prompt[:, :BLOCK], **given)
+        model(prompt[:, BLOCK:130], **given)
+        two = model(prompt[:, 130:], **given).logits[0, -1]
     torch.testing.assert_close(two, one, rtol=0, atol=1e-3)
 
 

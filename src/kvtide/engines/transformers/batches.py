@@ -12,7 +12,8 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock
-from kvtide.engines.transformers.generation import CallSettings, GenerateReport, recompute_s, static_cache, watched
+from kvtide.engines.transformers.generation import CallSettings, GenerateReport, recompute_s, watched
+from kvtide.engines.transformers.made import MadeCache, made_cache
 from kvtide.engines.transformers.pages import captured, fill_layers
 from kvtide.store import Cache, PendingBlock
 from kvtide.store.load import Whole
@@ -50,11 +51,11 @@ class BatchedModel:
         rows = [self._row(ids, pad, is_latest) for ids, pad in zip(input_ids.cpu().numpy(), pads, strict=True)]
         past, restored, stored_bytes = self._restore(rows, columns)
         load_s = self._clock.monotonic_s() - started_s
-        past = static_cache(self._model, past, columns, call)
-        _, arguments = watched(self._clock, input_ids, past, {**arguments, "attention_mask": call.mask})
+        made = made_cache(self._model, past, columns, call)
+        _, arguments = watched(self._clock, input_ids, made.past, {**arguments, "attention_mask": call.mask})
         output = self._model.generate(input_ids, **arguments)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        store = partial(self._store, sequences.cpu().numpy(), past, rows, restored, columns, call.ends)
+        store = partial(self._store, sequences.cpu().numpy(), made, rows, restored, columns, call.ends)
         queued = self._cache.guarded("queue blocks", store, 0)
         tokens = sum(len(row.tokens) for row in rows)
         hit_tokens = sum(max(0, restored - row.pad) for row in rows)
@@ -102,13 +103,14 @@ class BatchedModel:
     def _store(
         self,
         sequences: _Tokens,
-        past: DynamicCache,
+        made: MadeCache,
         rows: Sequence[BatchRow],
         restored: int,
         columns: int,
         ends: Sequence[int | None],
     ) -> int:
         """Queue what is new of each row, up to the end of its own answer; return how many blocks wait now."""
+        past = made.settled()
         last, seen, pending = int(past.get_seq_length()), set[BlockKey](), list[PendingBlock]()
         for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
             ended = next((at for at in range(columns, last) if int(sequence[at]) in ends), last)

@@ -27,10 +27,10 @@ from kvtide.engines.transformers.generation import (
     bypass_reason,
     note_prefill,
     recompute_s,
-    static_cache,
     watched,
 )
 from kvtide.engines.transformers.grouped import GroupedModel
+from kvtide.engines.transformers.made import MadeCache, made_cache
 from kvtide.engines.transformers.pages import RestoredRoom, captured
 from kvtide.engines.transformers.profiles import CalibrationStatus, ProfileSeeker
 from kvtide.engines.transformers.selecting import ImportanceLoads, OpenedPrefix, observing
@@ -66,6 +66,7 @@ class CachedModel:
         self.last: GenerateReport | None = None
         self._clock = clock
         self._identity = ModelIdentity(model, settings)
+        self._block_tokens = settings.block_tokens
         self._keys = LatestKeys(settings.block_tokens)
         self._grouped = GroupedModel(model, cache, clock, self._identity, settings.block_tokens)
         self._batched = BatchedModel(model, cache, clock, self._metas)
@@ -149,7 +150,7 @@ class CachedModel:
             return 0
         prompt = self._prompt(input_ids)
         blocks = self._match(prompt) if self._identity.is_plain else self._grouped.find(prompt).hit.blocks
-        return blocks * self.layout.tokens
+        return blocks * self._block_tokens
 
     def generate(
         self,
@@ -208,11 +209,11 @@ class CachedModel:
         selected = self._select(prompt, is_latest)
         if selected is None:
             past, report = self._restore(prompt, is_latest, streaming)
-            past = static_cache(self.model, past, len(prompt), call)
+            made = made_cache(self.model, past, len(prompt), call)
         else:
-            past, load_s = selected.past, self._clock.monotonic_s() - began_s
+            made, load_s = MadeCache(selected.past, selected.past), self._clock.monotonic_s() - began_s
             report = GenerateReport(len(prompt), selected.load.tokens, load_s, 0, 0, None)
-        first_token, arguments = watched(self._clock, input_ids, past, arguments)
+        first_token, arguments = watched(self._clock, input_ids, made.past, arguments)
         started_s, observed = self._clock.monotonic_s(), None
         if selected is None or self._importance is None:
             with self._observed(prompt, report) as observed:
@@ -227,7 +228,7 @@ class CachedModel:
             took_s = first_token.seen_s - began_s
             self._importance.ways.note(way, self._is_near(prompt), report.hit_tokens, took_s, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        store = partial(self._store, sequences, past, report, observed)
+        store = partial(self._store, sequences, made, report, observed)
         self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
         return output
 
@@ -237,8 +238,8 @@ class CachedModel:
         if reason is not None:
             return reason
         is_plain = self._identity.is_plain
-        if call.is_static and (not is_plain or (self._importance is not None and not is_batch)):
-            return "a static cache, of a model with several groups of layers or with importance"
+        if call.special_cache and (not is_plain or (self._importance is not None and not is_batch)):
+            return f"cache_implementation={call.special_cache}, of a model with several groups or with importance"
         if is_batch and not is_plain:
             return "several or padded sequences, of a model with several groups of layers"
         return None
@@ -360,8 +361,9 @@ class CachedModel:
         return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
 
     def _store(
-        self, sequences: torch.Tensor, past: DynamicCache, report: GenerateReport, observed: ObservedPrefix | None
+        self, sequences: torch.Tensor, made: MadeCache, report: GenerateReport, observed: ObservedPrefix | None
     ) -> int:
+        past = made.settled()
         # The last token of the answer was never run, so the cache ends before it.
         tokens = sequences[0, : int(past.get_seq_length())].cpu().numpy()
         loaded: Collection[int] = range(report.hit_tokens // self.layout.tokens)

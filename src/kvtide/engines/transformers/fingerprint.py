@@ -10,6 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 from kvtide.block import BlockLayout
+from kvtide.engines.transformers.generation import cache_argument
 from kvtide.engines.transformers.groups import ModelGroup, is_plain, model_groups
 from kvtide.engines.transformers.watch import ModelWatch, foreign_code
 from kvtide.errors import UnsupportedModel
@@ -71,10 +72,11 @@ def _rope_types(parameters: Any) -> set[str]:
 
 def _probe(model: Any, tokens: list[int]) -> Any:
     cache = DynamicCache(config=model.config)
+    given: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     try:
         with torch.inference_mode():
-            model(torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
-    except ValueError as error:
+            model(torch.tensor([tokens], device=model.device), **given)
+    except (ValueError, IndexError) as error:
         raise UnsupportedModel(f"the model takes no usual cache: {error}") from error
     return cache
 

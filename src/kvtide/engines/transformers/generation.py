@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
@@ -25,6 +28,8 @@ _NEUTRAL_ARGUMENTS = {
 }
 
 
+# Caches that are filled as transformers makes them, besides the usual one.
+_CACHES = (None, "static", "offloaded", "offloaded_static", "quantized")
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 # Shorter runs say more about the machine's mood than about its prefill speed.
@@ -75,13 +80,36 @@ class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name by which a model takes its cache: models of states alone have their own."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
+@contextmanager
+def leaving_out(model: Any, tokens: int) -> Iterator[None]:
+    """Let a call's first pass leave out the leading tokens, which its cache has.
+
+    For models of states alone, whose cache does not tell `generate` how many these are.
+    """
+
+    def leave_out(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hook.remove()
+        return arguments, {**named, "input_ids": named["input_ids"][:, tokens:], "attention_mask": None}
+
+    hook = model.register_forward_pre_hook(leave_out, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def watched(
-    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any]
+    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any], argument: str = "past_key_values"
 ) -> tuple[FirstToken, dict[str, Any]]:
     """Return what notes the first token of a call that begins with a cache, and the call's arguments."""
     first_token = FirstToken(clock)
     criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-    arguments = {**arguments, "past_key_values": past, "stopping_criteria": criteria, "cache_implementation": None}
+    arguments = {**arguments, argument: past, "stopping_criteria": criteria, "cache_implementation": None}
     if arguments.get("attention_mask") is None:
         arguments["attention_mask"] = torch.ones_like(input_ids)
     return first_token, arguments
@@ -101,8 +129,11 @@ class CallSettings(NamedTuple):
     @classmethod
     def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
         """Return what a call's arguments say."""
-        settings = GenerationConfig.from_dict((arguments.get("generation_config") or model.generation_config).to_dict())
-        others = settings.update(**{name: value for name, value in arguments.items() if value is not None})
+        given = arguments.get("generation_config")
+        # What a given configuration leaves open, the model's own says.
+        each = [model.generation_config.to_dict(), {} if given is None else given.to_dict()]
+        settings = GenerationConfig.from_dict({name: value for one in each for name, value in _said(one)})
+        others = settings.update(**dict(_said(arguments)))
         mask: torch.Tensor | None = arguments.get("attention_mask")
         call = cls(settings, frozenset(others), torch.ones_like(input_ids) if mask is None else mask.long())
         pad = settings.pad_token_id
@@ -110,9 +141,10 @@ class CallSettings(NamedTuple):
         return call._replace(mask=(input_ids != pad).long()) if is_padded else call
 
     @property
-    def is_static(self) -> bool:
-        """Tell whether it wants a static cache."""
-        return bool(self.settings.cache_implementation == "static")
+    def special_cache(self) -> str | None:
+        """Return the kind of cache it wants, where that is not the usual one."""
+        how: str | None = self.settings.cache_implementation
+        return None if how == "dynamic" else how
 
     @property
     def ends(self) -> list[int | None]:
@@ -121,16 +153,8 @@ class CallSettings(NamedTuple):
         return eos if isinstance(eos, list) else [eos]
 
 
-def static_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> Any:
-    """Return a cache as a call wants it: itself, or a static one of the length that transformers gives it."""
-    if not call.is_static:
-        return past
-    settings = call.settings
-    length = settings.max_length if settings.max_new_tokens is None else tokens + settings.max_new_tokens
-    made = StaticCache(config=model.config, max_cache_len=length)
-    for number, layer in enumerate(past.layers if past.get_seq_length() else ()):
-        made.update(layer.keys, layer.values, number)
-    return made
+def _said(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in settings.items() if value is not None)
 
 
 def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> str | None:
@@ -146,8 +170,10 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> st
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or settings.cache_implementation not in (None, "dynamic", "static"):
+    if settings.use_cache is False or call.special_cache not in _CACHES:
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
+    if call.special_cache == "quantized" and (settings.prefill_chunk_size or not mask.all()):
+        return "a quantised cache of padded sequences, or prefilled in chunks, has scales of its own"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
     wanted = [name for name in _OF_ALL_TOKENS if getattr(settings, name)]

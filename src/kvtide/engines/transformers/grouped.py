@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.engines.transformers.fingerprint import ModelIdentity
-from kvtide.engines.transformers.generation import GenerateReport, note_prefill, recompute_s, watched
+from kvtide.engines.transformers.generation import (
+    GenerateReport,
+    cache_argument,
+    leaving_out,
+    note_prefill,
+    recompute_s,
+    watched,
+)
 from kvtide.engines.transformers.groups import ModelGroup, RowsRoom, fill_states, read_rows, read_states
 from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
@@ -43,6 +51,7 @@ class GroupedModel:
         self._identity = identity
         self._block_tokens = block_tokens
         self._keys = LatestKeys(block_tokens)
+        self._argument = cache_argument(model)
         rows, states = (
             [each.group.layout for each in identity.groups if bool(each.states) is want] for want in (False, True)
         )
@@ -68,9 +77,11 @@ class GroupedModel:
                 # What leaves the window is kept until the end of the call, to be stored then.
                 layer.activate_past_recording()
         started_s = self._clock.monotonic_s()
-        states = self._run_to_cuts(input_ids, past, report.hit_tokens, prefix)
-        first_token, arguments = watched(self._clock, input_ids, past, arguments)
-        output = self._model.generate(input_ids, **arguments)
+        ran, states = self._run_to_cuts(input_ids, past, report.hit_tokens, prefix)
+        first_token, arguments = watched(self._clock, input_ids, past, arguments, self._argument)
+        has_length = any(not each.states for each in self._identity.groups)
+        with nullcontext() if has_length else leaving_out(self._model, ran):
+            output = self._model.generate(input_ids, **arguments)
         note_prefill(self._cache.judge, report.hit_tokens, len(prompt), first_token.seen_s - started_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         store = partial(self._store, sequences[0], past, report.hit_tokens // self._block_tokens, states)
@@ -155,17 +166,17 @@ class GroupedModel:
 
     def _run_to_cuts(
         self, input_ids: torch.Tensor, past: DynamicCache, start: int, prefix: GroupedPrefix
-    ) -> list[PendingBlock]:
-        """Run the prompt as far as states are to be kept, and return them."""
+    ) -> tuple[int, list[PendingBlock]]:
+        """Run the prompt as far as states are to be kept; return the tokens that the cache has then, and the states."""
         states: list[PendingBlock] = []
         nothing: list[PendingBlock] = []
         for cut in self.cuts(input_ids.shape[1], start, prefix.hit.known):
             # Not in inference mode: what `generate` goes on with is changed in place.
             with torch.no_grad():
-                self._model(input_ids[:, start:cut], past_key_values=past, use_cache=True, logits_to_keep=1)
+                self._model(input_ids[:, start:cut], use_cache=True, logits_to_keep=1, **{self._argument: past})
             start = cut
             states += self._cache.guarded("keep states", partial(self._states, past, prefix, cut), nothing)
-        return states
+        return start, states
 
     def cuts(self, tokens: int, restored: int, known: int) -> list[int]:
         """Return the tokens, after those restored, at which states are to be kept.
@@ -190,6 +201,8 @@ class GroupedModel:
 
     def _store(self, sequence: torch.Tensor, past: DynamicCache, restored: int, states: Sequence[PendingBlock]) -> int:
         """Queue what is new of a call's cache; return how many blocks wait now."""
+        if all(each.states for each in self._identity.groups):
+            return self._cache.store(states)
         metas = self._metas(sequence[: past.get_seq_length()].cpu().numpy())
         queued = [
             self._cache.store([PendingBlock(meta, partial(_captured, past, each, meta)) for meta in mine[restored:]])

@@ -37,7 +37,7 @@ _LAYER_TYPES = (
 # Models with states that go on exactly where a pass has left them: two passes were held against one in float32, by the
 # tests too. Others are known not to (Bamba, Jamba, MiniMax), or nobody has looked.
 _STATES_GO_ON = {
-    *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "nemotron_h"),
+    *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 # A state's bytes are rounded up to whole rows of so many elements.
@@ -62,11 +62,15 @@ class StateTensor(NamedTuple):
 
 
 class ModelGroup(NamedTuple):
-    """A group, and how its layers hold it: rows of tokens, or for each layer the tensors of its state."""
+    """A group, and how its layers hold it: rows of tokens, or for each layer the tensors of its state.
+
+    is_whole: every layer of the model is in it.
+    """
 
     group: LayerGroup
     rows: TokenRows | None
     states: tuple[tuple[StateTensor, ...], ...] = ()
+    is_whole: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,7 +83,8 @@ def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[Mo
 
     UnsupportedModel, with the reason, for layers that can't be restored exactly.
     """
-    kind = model.config.get_text_config(decoder=True).model_type
+    config = model.config.get_text_config(decoder=True)
+    kind, across = config.model_type, getattr(config, "cross_attention_layers", None) or ()
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     if has_states and kind not in _STATES_GO_ON:
         raise UnsupportedModel(f"the states of {kind} models are not known to go on exactly from one pass to the next")
@@ -89,6 +94,9 @@ def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[Mo
         # Of layers without a cache there is a stand-in.
         if not isinstance(layer, DynamicLayer | LinearAttentionCacheLayerMixin):
             continue
+        # What attends to an image keeps nothing of a text; calls with images run without kvtide's cache.
+        if number in across and isinstance(layer, DynamicLayer) and not layer.is_initialized:
+            continue
         if type(layer) not in _LAYER_TYPES:
             raise UnsupportedModel(f"layer {number} keeps a {type(layer).__name__}, which can't be restored")
         if isinstance(layer, DynamicLayer):
@@ -96,20 +104,24 @@ def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[Mo
         if isinstance(layer, LinearAttentionLayer):
             for dtype, tensors in _states_of(layer).items():
                 states.setdefault(dtype, {})[number] = tensors
-    if not rows:
+    if not rows and not states:
         raise UnsupportedModel("the model's config does not say how many layers its cache has")
-    found = [_row_group(each, layers, block_tokens) for each, layers in rows.items()]
+    found = [
+        _row_group(each, layers, block_tokens)._replace(is_whole=len(layers) == len(cache.layers))
+        for each, layers in rows.items()
+    ]
     return (*found, *(_state_group(dtype, layers) for dtype, layers in states.items()))
 
 
 def is_plain(groups: Sequence[ModelGroup]) -> bool:
     """Tell whether all of a model is keys and values of one shape, of all tokens."""
-    return len(groups) == 1 and groups[0].group.kind is GroupKind.KV and not groups[0].group.reach_tokens
+    first = groups[0]
+    return len(groups) == 1 and first.is_whole and first.group.kind is GroupKind.KV and not first.group.reach_tokens
 
 
 def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
     if layer.get_seq_length() == 0:
-        raise UnsupportedModel(f"layer {number} keeps no keys of its own: layers that share a cache are not supported")
+        raise UnsupportedModel(f"layer {number} keeps no keys: it shares another's cache, or has no usual one")
     shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values)]
     if any(len(shape) != 4 or (shape[0], shape[2]) != (1, 2) for shape in shapes):
         raise UnsupportedModel(f"expected (1, heads, 2, dims) after two tokens, got {shapes}")

@@ -1,0 +1,139 @@
+"""Models that attend to another input too: a prompt of text alone is restored, what depends on that input never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvtide.engines.transformers import attach
+from kvtide.errors import UnsupportedModel
+
+BLOCK = 16
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+_BART: dict[str, Any] = {
+    "vocab_size": 256,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "is_encoder_decoder": True,
+}
+_GPT2: dict[str, Any] = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+_IMAGES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "max_num_tiles": 1,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1]],
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "cross_attention_layers": [1, 3],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+}
+
+
+def bart() -> Any:
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART))
+
+
+def t5() -> Any:
+    config = transformers.T5Config(vocab_size=256, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_BART))
+
+
+def rwkv() -> Any:
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2))
+
+
+def decoder_of_another_depth() -> Any:
+    # Its cache is made for the encoder's layers; transformers alone fails too.
+    changes = {"is_encoder_decoder": False, "is_decoder": True, "encoder_layers": 1}
+    return transformers.BartForCausalLM(transformers.BartConfig(**{**_BART, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (bart, "depends on the encoder's input"),
+        (t5, "depends on the encoder's input"),
+        (whisper, "depends on the encoder's input"),
+        (rwkv, "has no usual one"),
+        (decoder_of_another_depth, "takes no usual cache"),
+    ],
+)
+def test_what_keeps_more_than_a_prefix_or_nothing_is_refused(
+    make: Callable[[], Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        attach(make().eval(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def with_an_encoder() -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2, add_cross_attention=True)).eval()
+    return model, {"encoder_hidden_states": torch.randn(1, 7, 32)}
+
+
+def with_images() -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = transformers.MllamaForConditionalGeneration(
+        transformers.MllamaConfig(vision_config=_IMAGES, text_config=_TEXT)
+    ).eval()
+    for layer in (1, 3):
+        gates = model.model.language_model.layers[layer]
+        for gate in (gates.cross_attn_attn_gate, gates.cross_attn_mlp_gate):
+            torch.nn.init.ones_(gate)
+    return model, {
+        "pixel_values": torch.randn(1, 1, 1, 3, 28, 28),
+        "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, 100, 1, 1, dtype=torch.long),
+    }
+
+
+@pytest.mark.parametrize("make", [with_an_encoder, with_images])
+def test_text_is_restored_and_what_attends_to_another_input_runs_without_the_cache(
+    make: Callable[[], tuple[Any, dict[str, torch.Tensor]]], prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    model, other = make()
+    plain, answer = model.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY, **other)
+    # Else nothing would be shown.
+    assert not torch.equal(plain, answer)
+    for hit_tokens in (0, 96):
+        with attach(model, tmp_path, block_tokens=BLOCK) as cached:
+            assert torch.equal(cached.generate(prompt, **GREEDY, **other), answer)
+            assert cached.last is not None and str(cached.last.bypass).startswith("the answer may depend on")
+            assert cached.last.blocks_queued == 0
+            assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+            assert cached.last.hit_tokens == hit_tokens
+            assert cached.flush(10)
+            cached.cache.check()
