@@ -217,8 +217,9 @@ _STILL = "still"
 def rope_of_config(config: Mapping[str, Any], chosen: Sequence[int] = ()) -> RopeOfModel | None:
     """Return what is rotated in the keys that a model caches, None if nothing is.
 
-    chosen: the layers that count, in this order; none for all. config: as `config.json` or transformers' `to_dict()` has it, of version 4 (`rope_scaling`) or 5
-    (`rope_parameters`); of a model with parts, its text part counts. ValueError with the reason for what is not known.
+    chosen: the layers that count, in this order; none for all. config: as `config.json` or transformers' `to_dict()`
+    has it, of version 4 (`rope_scaling`) or 5 (`rope_parameters`); of a model with parts, its text part counts.
+    ValueError with the reason for what is not known.
     """
     config = config.get("text_config") or config
     name = str(config.get("model_type"))

@@ -70,8 +70,9 @@ class Rotary:
     def from_config(cls, config: Mapping[str, Any], chosen: Sequence[int] = ()) -> Rotary | None:
         """Return what a model's config says of its cached keys, None if they are not rotated.
 
-        chosen: the layers that count, for `layer` 0, 1, … of the others; none for all, as they are numbered. config: as `config.json` or transformers' `to_dict()` has it. Of a model with latent attention the cached row
-        is the latent, then the rotated part. ValueError with the reason for what is not supported.
+        chosen: the layers that count, numbered from 0 in what is returned; none for all. config: as `config.json` or
+        transformers' `to_dict()` has it. Of a model with latent attention the cached row is the latent, then the
+        rotated part. ValueError with the reason for what is not supported.
         """
         found = rope_of_config(config, chosen)
         return None if found is None else cls(*found)
