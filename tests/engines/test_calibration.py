@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.calibrate.calibration import TideCalibration, cache_sensitivity
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
+from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.fingerprint import model_layout
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
@@ -37,7 +37,7 @@ class Watch:
 
 
 def calibration(model: Any, partial: Path, count: int = 6, cost: str = "layer") -> TideCalibration:
-    return TideCalibration(model, "tiny", cost, texts(count), model_layout(model, 16), partial)
+    return TideCalibration(model, "tiny", cost, texts(count), 16, partial)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def fitted(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
-    profile, report = fitted
+    (profile,), report = fitted
     assert report.held_out_texts == 1
     assert len(report.points) >= 5
     for fine, coarse in zip(report.points, report.points[1:], strict=False):
@@ -59,7 +59,7 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
 def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) -> None:
     judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), 48, 20, 2)
     judge.add(np.random.default_rng(99).integers(0, 256, size=80).tolist())
-    fine, coarse = (TideCodec(fitted[0], quality, 1) for quality in (1e-5, 1e-2))
+    fine, coarse = (TideCodec(fitted[0][0], quality, 1) for quality in (1e-5, 1e-2))
     kls = [judge.judge(0, judge.code(0, codec).decoded).kl for codec in (fine, coarse)]
     assert 0 <= kls[0] < kls[1] < 0.1
 
@@ -73,11 +73,11 @@ def test_stopped_calibration_goes_on_to_the_same_profile(
         calibration(tiny_model, partial).run(Watch(stop_at))
     assert partial.exists()
     again = Watch()
-    profile, _ = calibration(tiny_model, partial).run(again)
+    (profile,), _ = calibration(tiny_model, partial).run(again)
     assert stop_at in again.seen
     assert ("moments", 0) not in again.seen
     assert not partial.exists()
-    assert profile.digest == fitted[0].digest
+    assert profile.digest == fitted[0][0].digest
 
 
 def test_state_of_another_calibration_is_not_used(tiny_model: Any, tmp_path: Path) -> None:
@@ -92,26 +92,23 @@ def test_state_of_another_calibration_is_not_used(tiny_model: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("cost", ["light", "layer"])
 def test_few_texts_still_make_a_profile(tiny_model: Any, tmp_path: Path, cost: str) -> None:
-    profile, report = calibration(tiny_model, tmp_path / "p", count=3, cost=cost).run(Watch())
+    (profile,), report = calibration(tiny_model, tmp_path / "p", count=3, cost=cost).run(Watch())
     assert (report.held_out_texts, report.held_out_over_fitted, report.is_overfitted) == (0, None, False)
     assert Profile.parse(profile.to_bytes()).digest == profile.digest
 
 
 def test_bad_calibrations_are_refused(tiny_model: Any, tmp_path: Path) -> None:
-    layout = model_layout(tiny_model, 16)
     with pytest.raises(ValueError, match="full block"):
-        TideCalibration(tiny_model, "tiny", "layer", [[1] * 100], layout, tmp_path / "p")
+        TideCalibration(tiny_model, "tiny", "layer", [[1] * 100], 16, tmp_path / "p")
     with pytest.raises(ValueError, match="light"):
-        TideCalibration(tiny_model, "tiny", "cheap", texts(1), layout, tmp_path / "p")
+        TideCalibration(tiny_model, "tiny", "cheap", texts(1), 16, tmp_path / "p")
 
 
 def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None:
-    ids = texts(1)[0][:40]
-    past = DynamicCache(config=tiny_model.config)
-    with torch.no_grad():
-        tiny_model(torch.tensor([ids[:30]]), past_key_values=past, use_cache=True)
-    found = cache_sensitivity(tiny_model, past, ids[30:], None, torch.Generator().manual_seed(1))
-    assert found.shape == (len(past.layers), 2, 32)
+    ids, contexts = texts(1)[0][:42], ModelContexts(tiny_model, 16)
+    context = contexts.capture(ids[:32])
+    (found,) = cache_sensitivity(contexts, context, ids[32:], [None], torch.Generator().manual_seed(1))
+    assert found.shape == (contexts.shapes[0].layout.layers, 2, 32)
     assert np.isfinite(found).all() and (found > 0).all()
     # Values matter directly, keys through the attention's softmax: of random weights the former matter more.
     assert found[:, 1].mean() > found[:, 0].mean()

@@ -332,9 +332,9 @@ def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualCloc
 def test_awaiting_codec_takes_its_kind_alone() -> None:
     codec = CodecRegistry().make_awaiting("tide-deep:1e-3", LAYOUT)
     assert isinstance(codec, AwaitingCodec)
-    assert (codec.quality, codec.is_lossless, codec.takes(FIRST)) == (1e-3, False, False)
-    assert not codec.takes(fitted(replace(LAYOUT, kv_heads=2), "deep"))
-    assert codec.takes(fitted(LAYOUT, "deep"))
+    assert (codec.quality, codec.is_lossless, codec.takes([FIRST])) == (1e-3, False, False)
+    assert not codec.takes([fitted(replace(LAYOUT, kv_heads=2), "deep")])
+    assert codec.takes([fitted(LAYOUT, "deep")])
 
 
 # The promise, held where it is used

@@ -8,11 +8,12 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvtide.cli.profile import FingerprintOption, SaltOption, adding, names_of, store_profile
@@ -39,7 +40,7 @@ class _Subject:
 
         self.model = transformers.load_model(folder)
         self.name = Path(folder).name
-        self.layout = transformers.model_layout(self.model, transformers.BLOCK_TOKENS)
+        self.block_tokens = transformers.BLOCK_TOKENS
         self.texts: list[list[int]] = []
         has_tokenizer = any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists()
         if has_tokenizer:
@@ -71,6 +72,9 @@ def calibrate(
 ) -> None:
     """Fit a profile: what a codec needs to know of one model, from texts, once.
 
+    A model with several groups of layers (windows, latents, states beside attention) gets one of tide for each group
+    that keeps rows of tokens; files of all but the first are FILE-1, FILE-2, ….
+
     With --store the model's engines find it, also those that run already. Profiles of tide are fitted in three passes;
     one that was stopped goes on.
     """
@@ -96,29 +100,47 @@ def calibrate(
         show = _Progressing(bars, seconds)
         if codec in _TIDE_KINDS:
             partial = _partial(output, folder, codec)
-            profile, report = _tide(subject, codec.removeprefix("tide-"), partial, show)
+            profiles, report = _tide(subject, codec.removeprefix("tide-"), partial, show)
         else:
-            profile = _published(subject, codec, show)
-    _keep(profile, output, url, names)
-    found = {"profile": str(output or ""), "store": url or "", "digest": profile.digest.hex(), "codec": codec}
-    sizes = {"texts": profile.texts, "tokens": profile.tokens, "profile_bytes": len(profile.to_bytes())}
+            profiles = [_published(subject, codec, show)]
+    _keep(profiles, output, url, names)
+    _say(_Outcome(str(output or ""), url or "", codec), profiles, report, as_json)
+
+
+class _Outcome(NamedTuple):
+    profile: str
+    store: str
+    codec: str
+
+
+def _say(outcome: _Outcome, profiles: Sequence[Profile], report: dict[str, Any], as_json: bool) -> None:
+    first, sizes = profiles[0], [len(each.to_bytes()) for each in profiles]
+    fitted_on = {"texts": first.texts, "tokens": first.tokens, "profile_bytes": sum(sizes)}
     if as_json:
-        emit_json({**found, "model": profile.model, **sizes, **report})
+        rows = [
+            {"group": each.group, "digest": each.digest.hex(), "profile_bytes": size}
+            for each, size in zip(profiles, sizes, strict=True)
+        ]
+        found = {**outcome._asdict(), "digest": first.digest.hex(), "model": first.model}
+        emit_json({**found, **fitted_on, **report, "rows": rows})
         return
-    where = " and ".join(str(each) for each in (output, url and shown_url(url)) if each)
-    CONSOLE.print(
-        f"{where}: {format_bytes(sizes['profile_bytes'])}, fitted on {profile.tokens} tokens of {profile.texts} texts"
-    )
-    CONSOLE.print(f"digest {profile.digest.hex()}")
+    where = " and ".join(each for each in (outcome.profile, outcome.store and shown_url(outcome.store)) if each)
+    size = format_bytes(fitted_on["profile_bytes"])
+    CONSOLE.print(f"{where}: {size}, fitted on {first.tokens} tokens of {first.texts} texts")
+    for each in profiles:
+        CONSOLE.print(f"digest {each.digest.hex()} {escape(each.group)}".rstrip())
     _print_report(report)
 
 
-def _keep(profile: Profile, output: Path | None, url: str | None, names: Sequence[bytes]) -> None:
+def _keep(profiles: Sequence[Profile], output: Path | None, url: str | None, names: Sequence[bytes]) -> None:
     if output is not None:
-        output.write_bytes(profile.to_bytes())
+        for number, each in enumerate(profiles):
+            path = output.with_stem(f"{output.stem}-{number}") if number else output
+            path.write_bytes(each.to_bytes())
     if url:
         with adding(url) as tier:
-            store_profile(tier, profile, names)
+            for each in profiles:
+                store_profile(tier, each, names)
 
 
 class _Progressing:
@@ -150,11 +172,13 @@ def _partial(output: Path | None, folder: Path, codec: str) -> Path:
 
 def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
     from kvtide.engines.calibrate import capture_blocks
+    from kvtide.engines.transformers import model_layout
 
-    fitter = ProfileFitter(codec, subject.name, subject.layout)
+    layout = model_layout(subject.model, subject.block_tokens)
+    fitter = ProfileFitter(codec, subject.name, layout)
     for number, ids in enumerate(subject.texts):
         show("texts", number, len(subject.texts))
-        blocks = capture_blocks(subject.model, ids, subject.layout)
+        blocks = capture_blocks(subject.model, ids, layout)
         if not fitter.deviation.any():
             fitter.scale(blocks)
         for bits in blocks:
@@ -163,12 +187,12 @@ def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
     return fitter.profile(len(subject.texts))
 
 
-def _tide(subject: _Subject, cost: str, partial: Path, show: _Progress) -> tuple[Profile, dict[str, Any]]:
+def _tide(subject: _Subject, cost: str, partial: Path, show: _Progress) -> tuple[list[Profile], dict[str, Any]]:
     from kvtide.engines.calibrate import TideCalibration
 
-    calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.layout, partial)
-    profile, report = calibration.run(show)
-    return profile, msgspec.to_builtins(report)
+    calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.block_tokens, partial)
+    profiles, report = calibration.run(show)
+    return profiles, msgspec.to_builtins(report)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from kvtide.codec.base import (
 )
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import PROFILE_BYTES_MAX, Profile
-from kvtide.codec.registry import AwaitingCodec, CodecRegistry, PromisingCodec
+from kvtide.codec.registry import AwaitingCodec, CodecRegistry, ProfileShape, PromisingCodec
 
 __all__ = [
     "PROFILE_BYTES_MAX",
@@ -24,6 +24,7 @@ __all__ = [
     "LosslessCodec",
     "OrderingCodec",
     "Profile",
+    "ProfileShape",
     "PromisingCodec",
     "layer_section_ids",
     "sections_by_layer",

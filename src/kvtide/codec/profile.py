@@ -1,7 +1,7 @@
-"""Profiles: static statistics of one model, fitted once by `kvtide calibrate`, named by payloads through their digest.
+"""Profiles: static statistics of one model, or one group of its layers, named by payloads through their digest.
 
-Format: docs/format.md, "Profile". A payload whose profile is not here is a miss; one of another model can't be chosen
-by mistake, since the shape is part of the profile and the digest part of the object.
+`kvtide calibrate` fits them, once (docs/format.md, "Profile"). A payload whose profile is not here is a miss; one
+of another model can't be chosen by mistake, since the shape is part of the profile and the digest part of the object.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ class Profile:
     def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Profile:
         """Return a profile with these arrays added or replaced; its digest is another."""
         return self.parse(replace(self, arrays={**self.arrays, **arrays}).to_bytes())
+
+    @property
+    def group(self) -> str:
+        """Return the group of layers that it is of, as `LayerGroup.text` has it; empty for a model's only one."""
+        found = self.arrays.get("group")
+        return "" if found is None else found.tobytes().decode(errors="replace")
+
+    @property
+    def calibration(self) -> bytes:
+        """Return what the profiles of all groups of one calibration share; empty for that of a model's only group."""
+        found = self.arrays.get("calibration")
+        return b"" if found is None else found.tobytes()
 
     def fits(self, layout: BlockLayout) -> bool:
         """Tell whether blocks of this layout are of the profile's model shape."""

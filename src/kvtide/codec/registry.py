@@ -25,16 +25,29 @@ class PromisingCodec(Codec, Protocol):
         """Decode the sections and compare. UnencodableBlock if they are further from the block than is promised."""
 
 
-class AwaitingCodec(NamedTuple):
-    """A codec whose profile may come later than `first`; without one it can encode nothing.
+class ProfileShape(NamedTuple):
+    """Blocks that a profile can be of: their layout, and their group as `Profile.group` has it."""
 
-    make: returns the codec with a profile, or without one, to ask what blocks will be like.
+    layout: BlockLayout
+    group: str = ""
+
+    def takes(self, profile: Profile) -> bool:
+        """Tell whether a profile is of these blocks."""
+        return profile.fits(self.layout) and profile.group == self.group
+
+
+class AwaitingCodec(NamedTuple):
+    """A codec whose profiles may come later than `first`; without them it can encode nothing.
+
+    shapes: of each group of layers, one for a plain model; each has a profile of its own, all from one calibration.
+    make: returns the codec with a profile, or without one, to ask what blocks will be like. first: one for each shape,
+    or none.
     """
 
     profile_kind: str
-    layout: BlockLayout
+    shapes: tuple[ProfileShape, ...]
     make: Callable[[Profile | None], Codec]
-    first: Profile | None
+    first: tuple[Profile, ...]
 
     @property
     def is_lossless(self) -> bool:
@@ -46,9 +59,14 @@ class AwaitingCodec(NamedTuple):
         """Return the KL divergence that was asked for."""
         return self.make(None).quality
 
-    def takes(self, profile: Profile) -> bool:
-        """Tell whether a profile is of this kind and model shape."""
-        return profile.kind == self.profile_kind and profile.fits(self.layout)
+    def takes(self, profiles: Sequence[Profile]) -> bool:
+        """Tell whether profiles are of this kind and of one calibration, one for each shape."""
+        return (
+            len(profiles) == len(self.shapes)
+            and all(shape.takes(profile) for shape, profile in zip(self.shapes, profiles, strict=True))
+            and {profile.kind for profile in profiles} == {self.profile_kind}
+            and len({profile.calibration for profile in profiles}) == 1
+        )
 
     def through(self, wrap: Callable[[Codec], Codec]) -> AwaitingCodec:
         """Return this one with each of its codecs wrapped, as by a device that encodes."""
@@ -204,16 +222,35 @@ class CodecRegistry:
 
     def make_awaiting(self, spec: str, layout: BlockLayout) -> Codec | AwaitingCodec:
         """Return the codec as `make` does; tide and packed take a profile that is found later. ValueError as there."""
+        return self.make_by_group(spec, [ProfileShape(layout)])
+
+    def make_by_group(self, spec: str, shapes: Sequence[ProfileShape]) -> Codec | AwaitingCodec:
+        """Return the codec as `make_awaiting` does, for a model with groups of these shapes, one at least.
+
+        What takes no profile by group is made for the first one. ValueError as in `make`.
+        """
         kind, arguments = _parsed(spec)
         if kind.codec_id not in _PROFILED or kind.profile_kind is None:
-            return self.make(spec, layout)
-        return AwaitingCodec(kind.profile_kind, layout, partial(kind.make, arguments), self._fitting(kind, layout))
+            return self.make(spec, shapes[0].layout)
+        awaiting = AwaitingCodec(kind.profile_kind, tuple(shapes), partial(kind.make, arguments), ())
+        return awaiting._replace(first=self._known(awaiting))
+
+    def _known(self, awaiting: AwaitingCodec) -> tuple[Profile, ...]:
+        """Return the first calibration of all shapes among the profiles that are known, nothing if there is none."""
+        known = [each for each in self._profiles.values() if each.kind == awaiting.profile_kind]
+        for calibration in dict.fromkeys(each.calibration for each in known):
+            mine = [each for each in known if each.calibration == calibration]
+            found = [next((each for each in mine if shape.takes(each)), None) for shape in awaiting.shapes]
+            chosen = tuple(each for each in found if each is not None)
+            if awaiting.takes(chosen):
+                return chosen
+        return ()
 
     def _fitting(self, kind: _Kind, layout: BlockLayout | None) -> Profile | None:
         if layout is None:
             return None
-        known = self._profiles.values()
-        return next((found for found in known if found.kind == kind.profile_kind and found.fits(layout)), None)
+        known, shape = self._profiles.values(), ProfileShape(layout)
+        return next((found for found in known if found.kind == kind.profile_kind and shape.takes(found)), None)
 
 
 def _parsed(spec: str) -> tuple[_Kind, tuple[str, ...]]:

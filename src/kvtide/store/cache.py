@@ -330,7 +330,7 @@ class Cache:
         except BaseException:
             storer.release(meta)
             raise
-        return storer.append(QueuedBlock(meta, source, block.cost, block.is_exact, block.orders))
+        return storer.append(QueuedBlock(meta, source, block.cost, block.is_exact, block.orders, block.group))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""

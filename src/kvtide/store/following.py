@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from kvtide.block import BlockBits
@@ -16,7 +16,7 @@ from kvtide.clock import Clock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LosslessCodec, Profile, PromisingCodec
 from kvtide.errors import UnencodableBlock
 from kvtide.store.load import Guarded
-from kvtide.store.profiles import ProfileStore, newest_of
+from kvtide.store.profiles import ProfileStore, ProfileVersion, group_name, newest_of
 from kvtide.store.storing import QueuedBlock
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
@@ -40,15 +40,16 @@ ASKED_MAX = 1024
 class ProfileFollower:
     """The profiles that a cache takes from its store. Safe to use from several threads; one looks at a time.
 
-    codec: encodes from now on. Another thread may put one with another profile in its place at any time, so who needs
-    it twice takes it once. Lossless as long as a codec awaits its first profile.
+    Another thread may put codecs with other profiles in the place of those that encode at any time, so who needs one
+    twice takes it once. Lossless as long as a codec awaits its first profiles.
     """
 
     def __init__(
         self, tiers: TierStack, codec: Codec | AwaitingCodec, registry: CodecRegistry, clock: Clock, guard: Guarded
     ) -> None:
         self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
-        self.codec = self._with(codec.first) if isinstance(codec, AwaitingCodec) else codec
+        # One for each group of layers, or one for all.
+        self._codecs = self._with(codec.first) if isinstance(codec, AwaitingCodec) else (codec,)
         self._guard = guard
         self._totals: Counter[str] = Counter()
         # The first block is checked.
@@ -65,9 +66,19 @@ class ProfileFollower:
         self._found: dict[bytes, tuple[Profile, int]] = {}
         self._asked_s: dict[bytes, float] = {}
 
-    def _with(self, profile: Profile | None) -> Codec:
+    def _with(self, profiles: Sequence[Profile]) -> tuple[Codec, ...]:
         assert self._awaiting is not None
-        return LosslessCodec() if profile is None else self._awaiting.make(profile)
+        return tuple(map(self._awaiting.make, profiles)) or (LosslessCodec(),)
+
+    @property
+    def codec(self) -> Codec:
+        """Return what encodes from now on, of several groups of layers the first."""
+        return self._codecs[0]
+
+    def codec_of(self, group: int) -> Codec:
+        """Return what encodes a group of layers from now on."""
+        codecs = self._codecs
+        return codecs[group] if len(codecs) > 1 else codecs[0]
 
     @property
     def is_waiting(self) -> bool:
@@ -108,7 +119,7 @@ class ProfileFollower:
             return
         self._name, self._hint, self._is_told, self._next_s = name, hint, False, 0.0
         # What was found before is another model's.
-        self.codec = self._with(self._awaiting.first)
+        self._codecs = self._with(self._awaiting.first)
         self.look(START_S_MAX)
 
     def look(self, s_max: float = LOOK_S_MAX) -> None:
@@ -128,19 +139,21 @@ class ProfileFollower:
 
     def _look(self, awaiting: AwaitingCodec) -> None:
         name = self._name
-        versions = self._store.versions(name, awaiting.profile_kind)
-        read = (self._read(bytes.fromhex(version.digest)) for version in newest_of(versions))
-        profile = next((each for each in read if each is not None and awaiting.takes(each)), None)
-        if profile is not None:
-            if self.codec.profile != profile.digest:
-                self.codec = self._with(profile)
-                _log.info("blocks are encoded with profile %s from now on", profile.digest.hex())
-            if not self._store.use(profile.digest, self._found[profile.digest][1]):
-                self._store.put(profile, [name], versions[-1].made_s)
+        groups = [
+            self._store.versions(group_name(name, shape.group), awaiting.profile_kind) for shape in awaiting.shapes
+        ]
+        used, profiles = {codec.profile for codec in self._codecs}, self._newest(awaiting, groups)
+        if profiles:
+            if used != {profile.digest for profile in profiles}:
+                self._codecs = self._with(profiles)
+                _log.info("blocks are encoded with profiles %s from now on", [each.digest.hex() for each in profiles])
+            for profile, versions in zip(profiles, groups, strict=True):
+                if not self._store.use(profile.digest, self._found[profile.digest][1]):
+                    self._store.put(profile, [name], versions[-1].made_s)
             self._next_s = self._clock.monotonic_s() + RENEW_S
-        elif any(self.codec.profile == bytes.fromhex(each.digest) for each in versions):
-            # It was removed.
-            self.codec = self._with(awaiting.first)
+        elif any(bytes.fromhex(each.digest) in used for versions in groups for each in versions):
+            # One was removed.
+            self._codecs = self._with(awaiting.first)
         elif self.is_waiting and not self._is_told:
             self._is_told = True
             _log.warning("blocks are stored losslessly until the store has a profile of this model: %s", self._hint)
@@ -148,7 +161,18 @@ class ProfileFollower:
             self._store.use(found.digest, size)
         if self._name != name:
             # `seek` came meanwhile, for another model.
-            self.codec, self._next_s = self._with(awaiting.first), 0.0
+            self._codecs, self._next_s = self._with(awaiting.first), 0.0
+
+    def _newest(self, awaiting: AwaitingCodec, groups: Sequence[Sequence[ProfileVersion]]) -> list[Profile]:
+        """Return the newest profiles of one calibration, one for each group's versions, nothing if there are none."""
+        first, *others = [list(newest_of(versions)) for versions in groups]
+        for version in first:
+            same = (next((each for each in more if each.calibration == version.calibration), None) for more in others)
+            read = [self._read(bytes.fromhex(each.digest)) for each in (version, *same) if each is not None]
+            profiles = [each for each in read if each is not None]
+            if awaiting.takes(profiles):
+                return profiles
+        return []
 
     def _look_for_unknown(self, now_s: float) -> None:
         for digest in list(self._registry.unknown):

@@ -130,7 +130,7 @@ class Placer:
     def store(self, block: QueuedBlock) -> None:
         """Place a block that was queued; it waits no more. Raises nothing."""
         self._profiles.look()
-        codec = self._profiles.codec  # once: a profile that comes meanwhile is not that of the bytes
+        codec = self._profiles.codec_of(block.group)  # once: a profile that comes meanwhile is not that of the bytes
         if block.orders is not None and isinstance(codec, OrderingCodec):
             codec = codec.ordered(block.orders)
         self._guard("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)

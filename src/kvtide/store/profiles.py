@@ -42,12 +42,19 @@ class ProfileVersion(msgspec.Struct, frozen=True):
     tokens: int
     made_s: float
     is_removed: bool = False
+    # What the profiles of all groups of a model share, in hex; empty for that of a model's only group.
+    calibration: str = ""
 
 
 def profile_name(fingerprint: bytes, tenant_salt: bytes) -> bytes:
     """Return the name that a tenant's profiles of a model with this fingerprint have: nobody names another's."""
     salt = len(tenant_salt).to_bytes(4, "little") + tenant_salt
     return hashlib.sha256(b"kvtide profiles of " + salt + fingerprint).digest()
+
+
+def group_name(name: bytes, group: str) -> bytes:
+    """Return the name of one group of layers of a model of this name; of its only one (no text) the model's own."""
+    return hashlib.sha256(b"kvtide group of " + name + group.encode()).digest() if group else name
 
 
 class ProfileStore:
@@ -62,7 +69,7 @@ class ProfileStore:
         self._pieces: dict[ObjectId, bytes] = {}
 
     def versions(self, name: bytes, kind: str) -> list[ProfileVersion]:
-        """Return the records of a model in the order in which they were made."""
+        """Return the records of a model, or of a group by its `group_name`, in the order in which they were made."""
         found: list[ProfileVersion] = []
         while len(found) < VERSIONS_MAX:
             version = self._version(_version_id(name, kind, len(found)))
@@ -98,9 +105,10 @@ class ProfileStore:
         )
 
     def put(self, profile: Profile, names: Sequence[bytes], made_s: float) -> None:
-        """Store a profile and make it the newest of these models. ValueError if it is too large for a store.
+        """Store a profile and make it the newest of these models, of the group that it is of.
 
-        TierUnavailable if the tier did not take it. Of two at once for one model the last one counts.
+        ValueError if it is too large for a store. TierUnavailable if the tier did not take it. Of two at once for one
+        model the last one counts.
         """
         data, digest = profile.to_bytes(), profile.digest
         if len(data) > STORED_PROFILE_BYTES_MAX:
@@ -112,8 +120,9 @@ class ProfileStore:
             if self.read(digest) is None:
                 raise TierUnavailable(f"the store did not take the profile's {len(data)} bytes")
         for name in names:
-            facts = (name.hex(), profile.kind, 0, digest.hex(), len(data), profile.model, profile.texts, profile.tokens)
-            self._record(ProfileVersion(*facts, made_s))
+            mine, calibrated_on = group_name(name, profile.group).hex(), (profile.texts, profile.tokens)
+            facts = (mine, profile.kind, 0, digest.hex(), len(data), profile.model, *calibrated_on, made_s)
+            self._record(ProfileVersion(*facts, calibration=profile.calibration.hex()))
 
     def remove(self, digest: bytes, made_s: float) -> int:
         """Remove a profile's bytes, and have the models that got it know. Return how many models that are."""

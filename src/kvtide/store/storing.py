@@ -35,7 +35,7 @@ class PendingBlock(NamedTuple):
 
     capture: called once there is room for the block, in the thread that queues it. What it returns must not change
     when the engine goes on: a copy. is_exact: to be kept losslessly whatever the cache's codec. orders: of its tokens,
-    for an `OrderingCodec`.
+    for an `OrderingCodec`. group: of the model's groups of layers, for codecs with a profile for each.
     """
 
     meta: BlockMeta
@@ -43,6 +43,7 @@ class PendingBlock(NamedTuple):
     cost: float | None = None
     is_exact: bool = False
     orders: Orders | None = None
+    group: int = 0
 
 
 class QueuedBlock(NamedTuple):
@@ -53,6 +54,7 @@ class QueuedBlock(NamedTuple):
     cost: float | None
     is_exact: bool = False
     orders: Orders | None = None
+    group: int = 0
 
 
 class Admission(Enum):

@@ -6,7 +6,7 @@ Frequencies are computed in float64 and rounded once, so that every machine has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -173,6 +173,8 @@ class _Family(NamedTuple):
 
 
 _NEIGHBOURS = Pairs.NEIGHBOURS
+# Most of its models turn nothing: it rotates where its config says so.
+_GRANITE_HYBRID = "granitemoehybrid"
 # By `model_type`; tests hold each one against the family's own code.
 FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"), _Family()),
@@ -194,36 +196,53 @@ FAMILIES: Mapping[str, _Family] = {
     # Latent attention. Version 3 puts neighbours into halves before it keeps them.
     "deepseek_v2": _Family(_NEIGHBOURS),
     "deepseek_v3": _Family(),
+    # Windows or chunks beside full attention.
+    "gemma4_text": _Family(),
+    "olmo3": _Family(theta=500_000.0),
+    "llama4_text": _Family(_NEIGHBOURS, theta=500_000.0),
+    # Layers of attention beside those with states.
+    "qwen3_next": _Family(share=0.25),
+    "lfm2": _Family(theta=1_000_000.0),
+    "falcon_h1": _Family(),
+    _GRANITE_HYBRID: _Family(),
 }
 # Learned positions, ALiBi or none: nothing is done to keys.
-UNROTATED_FAMILIES = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt"})
+UNROTATED_FAMILIES = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "kimi_linear", "nemotron_h"})
 # Names of layers by how they attend, as configs have them; some families state frequencies for each.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Our name for layers whose keys stay as they are.
 _STILL = "still"
 
 
-def rope_of_config(config: Mapping[str, Any]) -> RopeOfModel | None:
+def rope_of_config(config: Mapping[str, Any], chosen: Sequence[int] = ()) -> RopeOfModel | None:
     """Return what is rotated in the keys that a model caches, None if nothing is.
 
-    config: as `config.json` or transformers' `to_dict()` has it, of version 4 (`rope_scaling`) or 5
-    (`rope_parameters`); of a model with parts, its text part counts. ValueError with the reason for what is not known.
+    chosen: the layers that count, in this order; none for all. config: as `config.json` or transformers' `to_dict()`
+    has it, of version 4 (`rope_scaling`) or 5 (`rope_parameters`); of a model with parts, its text part counts.
+    ValueError with the reason for what is not known.
     """
     config = config.get("text_config") or config
     name = str(config.get("model_type"))
     if name in UNROTATED_FAMILIES or config.get("alibi"):
         return None
+    if name == _GRANITE_HYBRID and config.get("position_embedding_type") != "rope":
+        return None
     if name not in FAMILIES:
         raise ValueError(f"it is not known how models of type {name!r} rotate their keys, only of {sorted(FAMILIES)}")
     family = FAMILIES[name]
     by_name = _parameters_by_name(name, config)
+    layers = _layer_names(name, config, next(iter(by_name)))
+    if chosen:
+        layers = [layers[layer] for layer in chosen] if layers else []
+        # What other layers turn by does not matter.
+        by_name = {each: found for each, found in by_name.items() if each in layers} or by_name
+    config = _config_of_layers(config, chosen)
     kinds = [_frequencies(config, family, parameters) for parameters in by_name.values()]
     pairs_count = len(kinds[0].values)
     if any(len(kind.values) != pairs_count for kind in kinds):
         raise ValueError("layers that rotate different numbers of dims are not supported")
     kinds.append(Frequencies((0.0,) * pairs_count, 1.0, 0))
     names = [*by_name, _STILL]
-    layers = _layer_names(name, config, names[0])
     if unknown := set(layers) - set(names):
         raise ValueError(f"layers of type {sorted(unknown)} have no RoPE parameters")
     if set(layers) <= {names[0]}:
@@ -233,14 +252,31 @@ def rope_of_config(config: Mapping[str, Any]) -> RopeOfModel | None:
     return RopeOfModel(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
 
 
+def _config_of_layers(config: Mapping[str, Any], chosen: Sequence[int]) -> Mapping[str, Any]:
+    """Return the config with the head of these layers, of all for none. ValueError if they differ."""
+    own = {int(layer): found for layer, found in (config.get("per_layer_config") or {}).items()}
+    usual = config.get("head_dim")
+    layers = chosen or range(int(config.get("num_hidden_layers") or 0))
+    head_dims = {own.get(layer, {}).get("head_dim", usual) for layer in layers} or {usual}
+    if len(head_dims) > 1:
+        raise ValueError(f"layers with heads of different sizes are not supported, got {sorted(head_dims)}")
+    return {**config, "head_dim": head_dims.pop()}
+
+
 def _parameters_by_name(family: str, config: Mapping[str, Any]) -> dict[str, RopeParameters]:
     """Return the parameters of each type of layer; under one name if all layers share them."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "mrope_section" in given:
         raise ValueError("RoPE over the axes of images (mrope_section) is not supported")
     nested = {name: found for name, found in sorted(given.items()) if isinstance(found, Mapping)}
-    if family != "gemma3_text" or nested:
+    if nested or family not in {"gemma3_text", "gemma4_text", "olmo3"}:
         return nested or {_FULL: given}
+    if family == "gemma4_text":
+        full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+        return {_FULL: full, _SLIDING: {"rope_theta": 10_000.0}}
+    if family == "olmo3":
+        # Windows are never scaled.
+        return {_FULL: given, _SLIDING: {}}
     # Before version 5: sliding layers have a base of their own and are never scaled.
     local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
     return {_FULL: {"rope_theta": config.get("rope_theta", 1_000_000.0), **given}, _SLIDING: local}
@@ -249,10 +285,12 @@ def _parameters_by_name(family: str, config: Mapping[str, Any]) -> dict[str, Rop
 def _layer_names(family: str, config: Mapping[str, Any], uniform: str) -> list[str]:
     """Return each layer's name; all `uniform` if it does not matter which layer it is."""
     layers = int(config.get("num_hidden_layers") or 0)
-    if family == "smollm3":
+    if family in {"smollm3", "llama4_text"}:
         every = config.get("no_rope_layer_interval", 4)
         is_rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(layers)]
         return [uniform if rotated else _STILL for rotated in is_rotated]
+    if family in {"gemma4_text", "olmo3"}:
+        return list(config.get("layer_types") or [])
     if family not in {"gemma3_text", "cohere2"}:
         return []
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,13 +67,14 @@ class Rotary:
             raise ValueError(f"layers may be of {len(self.kinds)} kinds, got {self.layer_kinds}")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Rotary | None:
+    def from_config(cls, config: Mapping[str, Any], chosen: Sequence[int] = ()) -> Rotary | None:
         """Return what a model's config says of its cached keys, None if they are not rotated.
 
-        config: as `config.json` or transformers' `to_dict()` has it. Of a model with latent attention the cached row
-        is the latent, then the rotated part. ValueError with the reason for what is not supported.
+        chosen: the layers that count, numbered from 0 in what is returned; none for all. config: as `config.json` or
+        transformers' `to_dict()` has it. Of a model with latent attention the cached row is the latent, then the
+        rotated part. ValueError with the reason for what is not supported.
         """
-        found = rope_of_config(config)
+        found = rope_of_config(config, chosen)
         return None if found is None else cls(*found)
 
     @property

@@ -2,7 +2,7 @@
 
 from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
 from kvtide.codec.tide.encoder import APART_TOKENS
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile, joint_power
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.section import Steps
 
@@ -18,4 +18,5 @@ __all__ = [
     "TideCounts",
     "draft_profile",
     "finished_profile",
+    "joint_power",
 ]

@@ -6,7 +6,7 @@ counted. Memory is bounded by the groups' covariances, whatever the number of te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,21 +114,60 @@ def section_layers(layers: int, group_layers: int) -> int:
     return max(fitting, default=group_layers)
 
 
-def draft_profile(
-    model: str, layout: BlockLayout, cost_name: str, rotary: Rotary | None, moments: Mapping[str, NDArray[Any]]
-) -> Profile:
-    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments."""
-    cost = COSTS[cost_name]
+class _Spread(NamedTuple):
+    """Mean and variance by (groups, values), weight by (layers, 2, channels), which `power` is then to scale."""
+
+    mean: NDArray[np.float64]
+    variance: NDArray[np.float64]
+    weight: NDArray[np.float64]
+
+    @property
+    def power(self) -> float:
+        """Return the mean square of weighted values."""
+        return float((self.weight**2 * self.variance.reshape(self.weight.shape)).mean())
+
+
+def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread:
     tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
     if not tokens or not texts:
         raise ValueError("calibration needs at least one full block and one text's sensitivity, got none")
-    span, channels = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim
-    mean = moments["sum"] / tokens
-    squares = moments["square"]
+    mean, squares = moments["sum"] / tokens, moments["square"]
     is_full = squares.ndim > 2
     diagonal = np.diagonal(squares, axis1=-2, axis2=-1).reshape(mean.shape) if is_full else squares
     variance = np.maximum(diagonal.astype(np.float64) / tokens - mean**2, 1e-20)
-    weight = _weights(variance.reshape(layout.layers, 2, channels), moments["sensitivity"] / texts, not is_full)
+    shape = (layout.layers, 2, layout.kv_heads * layout.head_dim)
+    return _Spread(mean, variance, _weights(variance.reshape(shape), moments["sensitivity"] / texts, not is_full))
+
+
+def joint_power(groups: Sequence[tuple[BlockLayout, Mapping[str, NDArray[Any]]]]) -> float:
+    """Return the power of all values of a model of several groups, by which `draft_profile` scales each one's alike.
+
+    groups: layout and moments of each. ValueError without moments.
+    """
+    values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
+    powers = [_spread(*each).power for each in groups]
+    return float(np.average(powers, weights=values))
+
+
+def draft_profile(
+    model: str,
+    layout: BlockLayout,
+    cost_name: str,
+    rotary: Rotary | None,
+    moments: Mapping[str, NDArray[Any]],
+    power: float | None = None,
+) -> Profile:
+    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments.
+
+    power: `joint_power` for one group of a model of several, so that one step means the same for all.
+    """
+    cost = COSTS[cost_name]
+    tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
+    spread = _spread(layout, moments)
+    mean, variance = spread.mean, spread.variance
+    span, channels, squares = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim, moments["square"]
+    is_full = squares.ndim > 2
+    weight = spread.weight / np.sqrt(spread.power if power is None else power)
     by_value = weight.reshape(len(mean), -1)
 
     def weighted(group: int) -> NDArray[np.float64]:
@@ -159,18 +198,19 @@ def draft_profile(
 def _weights(
     variance: NDArray[np.float64], sensitivity: NDArray[np.float64], is_by_channel: bool
 ) -> NDArray[np.float64]:
-    """Return a weight for each value, so that the mean component's scale is one.
+    """Return a weight for each value; divided by the root of their power, the mean component's scale is one.
 
     Alike for all channels of K or V of a layer, unless `is_by_channel`: a transform mixes them anyway.
     """
     floor = 1e-6 * float(sensitivity.mean()) + 1e-30
     by_stream = np.maximum(sensitivity.mean(axis=-1, keepdims=True), floor)
     spread = variance.mean(axis=-1, keepdims=True)
-    weight = by_stream**SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2) * np.ones_like(variance)
+    weight: NDArray[np.float64] = (
+        by_stream**SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2) * np.ones_like(variance)
+    )
     if is_by_channel:
         weight *= np.maximum(sensitivity / by_stream, 1e-3) ** CHANNEL_POWER
-    scaled: NDArray[np.float64] = weight / np.sqrt((weight**2 * variance).mean())
-    return scaled
+    return weight
 
 
 def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> NDArray[np.float64]:

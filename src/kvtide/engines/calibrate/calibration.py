@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
-from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec import Profile
+from kvtide.block import KVDtype
+from kvtide.codec import Profile, ProfileShape
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import (
     APART_TOKENS,
@@ -30,10 +29,10 @@ from kvtide.codec.tide import (
     TideCounts,
     draft_profile,
     finished_profile,
+    joint_power,
 )
-from kvtide.engines.calibrate.judge import QualityJudge, block_metas
-from kvtide.engines.transformers import block_bits
-from kvtide.errors import UnsupportedModel
+from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes
+from kvtide.engines.transformers import Context, ModelContexts
 
 # Labels drawn from the model's own distribution, as the Fisher information wants it.
 _SAMPLES = 2
@@ -52,52 +51,56 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
 
 
 def cache_sensitivity(
-    model: Any,
-    past: DynamicCache,
+    contexts: ModelContexts,
+    context: Context,
     continuation: Sequence[int],
-    rotary: Rotary | None,
+    rotaries: Sequence[Rotary | None],
     generator: torch.Generator,
-) -> NDArray[np.float64]:
-    """Return the mean squared gradient of sampled tokens' log-likelihood by cached values: (layers, 2, channels).
+) -> list[NDArray[np.float64]]:
+    """Return the mean squared gradient of sampled tokens' log-likelihood by cached values, of each group of rows.
 
-    Keys are those before RoPE. past: a cache of the text before `continuation`; it is not changed. The first tokens,
-    which tide keeps whole, are left out. The model's weights are told not to ask for gradients.
+    Each is (layers, 2, channels), keys before RoPE. continuation: what comes after the context. The first tokens, which
+    tide keeps whole, are left out; of a window, what has left it. The model's weights are told to ask for no gradients.
     """
-    leaves: list[torch.Tensor] = []
-    copy = DynamicCache(config=model.config)
-    for source, target in zip(past.layers, copy.layers, strict=True):
-        keys, values = (tensor.detach().clone().requires_grad_(True) for tensor in (source.keys, source.values))
-        target.lazy_initialization(keys, values)
-        target.keys, target.values = keys, values
-        leaves += [keys, values]
-    for parameter in model.parameters():
+    past = contexts.restored(context)
+    by_group = contexts.ask_gradients(past)
+    for parameter in contexts.model.parameters():
         parameter.requires_grad_(False)
-    logits = model(torch.tensor([continuation]), past_key_values=copy, use_cache=True).logits[0].float()
+    logits = contexts.model(torch.tensor([continuation]), past_key_values=past, use_cache=True).logits[0].float()
     likelihood = logits.log_softmax(-1)
-    total: list[NDArray[np.float64]] = [np.zeros(1)] * len(leaves)
+    leaves = [leaf for mine in by_group for leaf in mine]
+    total: list[NDArray[np.float64]] = [np.zeros(1)] * len(by_group)
     for sample in range(_SAMPLES):
         drawn = torch.multinomial(likelihood.detach().exp(), 1, generator=generator)
         loss = likelihood.gather(-1, drawn).sum()
-        gradients = torch.autograd.grad(loss, leaves, retain_graph=sample + 1 < _SAMPLES)
-        for i, gradient in enumerate(gradients):
-            total[i] = total[i] + _square(gradient, None if i % 2 else rotary, i // 2)
-    return np.stack(total).reshape(len(past.layers), 2, -1) / _SAMPLES
+        gradients = iter(torch.autograd.grad(loss, leaves, retain_graph=sample + 1 < _SAMPLES))
+        for group, mine in enumerate(by_group):
+            halves = [contexts.halves(group, next(gradients), next(gradients)) for _ in range(len(mine) // 2)]
+            total[group] = total[group] + _squares(halves, rotaries[group], context.tokens)
+    return [each / _SAMPLES for each in total]
 
 
-def _square(gradient: torch.Tensor, rotary: Rotary | None, layer: int) -> NDArray[np.float64]:
-    """Return the mean square of a gradient by channel, turned back as the keys are."""
-    by_token = gradient[0].float().transpose(0, 1).contiguous().numpy()
-    if rotary is not None:
-        turned = rotary.inverse_tables(0, len(by_token), layer)
-        by_token = rotary.load(by_token.view(np.uint32), KVDtype.FLOAT32, turned)
-    squares: NDArray[np.float64] = (by_token[APART_TOKENS:].astype(np.float64) ** 2).mean(axis=0).reshape(-1)
-    return squares
+def _squares(halves: Sequence[NDArray[np.float32]], rotary: Rotary | None, stop: int) -> NDArray[np.float64]:
+    """Return the mean squares of gradients of layers by channel, K's turned back as the keys are.
+
+    stop: the position after the last token. halves: (2, tokens, kv_heads, head_dim) of each layer.
+    """
+    found = []
+    for layer, (keys, values) in enumerate(halves):
+        start, before = stop - len(keys), keys
+        if rotary is not None:
+            turned = rotary.inverse_tables(start, len(keys), layer)
+            before = rotary.load(np.ascontiguousarray(keys).view(np.uint32), KVDtype.FLOAT32, turned)
+        for by_token in (before, values):
+            rest = by_token[max(0, APART_TOKENS - start) :].astype(np.float64)
+            found.append((rest**2).mean(axis=0).reshape(-1))
+    return np.stack(found).reshape(len(halves), 2, -1)
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -124,88 +127,125 @@ class CalibrationReport(msgspec.Struct, frozen=True):
 class _Job(NamedTuple):
     name: str
     cost: str
-    layout: BlockLayout
+    shapes: list[ProfileShape]
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of a block, alike in all groups."""
+        return self.shapes[0].layout.tokens
 
 
 class TideCalibration:
-    """One calibration of one model. `partial` is where its state is kept until it is done."""
+    """One calibration of one model, of all its groups of rows. `partial` is where its state is kept until it is done.
+
+    Promises are for the whole model: the curve is of caches whose groups are all encoded, at one step.
+    """
 
     def __init__(
-        self, model: Any, name: str, cost: str, texts: Sequence[Sequence[int]], layout: BlockLayout, partial: Path
+        self, model: Any, name: str, cost: str, texts: Sequence[Sequence[int]], block_tokens: int, partial: Path
     ) -> None:
         """texts: token ids; those too short for a block and what is judged after it are left out.
 
-        ValueError if none is left, or for an unknown cost. UnsupportedModel for keys that can't be turned back.
+        ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
+        can't be turned back.
         """
         if cost not in COSTS:
             raise ValueError(f"costs are {', '.join(COSTS)}, got {cost!r}")
-        least = layout.tokens + JUDGED_TOKENS + 1
+        least = block_tokens + JUDGED_TOKENS + 1
         self._texts = [list(ids) for ids in texts if len(ids) >= least]
         if not self._texts:
             raise ValueError(f"calibration needs at least one full block: a text of {least} tokens")
-        try:
-            self._rotary = Rotary.from_config(model.config.to_dict())
-        except ValueError as error:
-            raise UnsupportedModel(f"keys can't be turned back: {error}") from error
-        self._model = model
-        self._job = _Job(name, cost, layout)
+        self._contexts = ModelContexts(model, block_tokens)
+        self._rotaries = self._contexts.rotaries()
+        self._job = _Job(name, cost, self._contexts.shapes)
         self._partial = partial
         is_enough = len(self._texts) >= HELD_OUT_EVERY
         held_out = range(HELD_OUT_EVERY - 1, len(self._texts), HELD_OUT_EVERY) if is_enough else range(0)
         self._held_out = list(held_out)
         self._fitted = [i for i in range(len(self._texts)) if i not in held_out]
 
-    def run(self, progress: Progress) -> tuple[Profile, CalibrationReport]:
-        """Fit and judge; `progress` is told of each text. The partial state is removed at the end."""
+    def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
+        """Fit and judge; `progress` is told of each text. The partial state is removed at the end.
+
+        Returns a profile for each group of rows, one for a plain model.
+        """
         done = self._read()
-        moments = self._moments(done, progress)
-        name, cost, layout = self._job
-        draft = draft_profile(name, layout, cost, self._rotary, moments)
-        counts = self._counts(draft, done, progress)
-        middle = finished_profile(draft, layout, counts, draft.arrays["curve"])
+        drafts = self._drafts(self._moments(done, progress))
+        counts = self._counts(drafts, done, progress)
+        middle = self._finished(drafts, counts, drafts[0].arrays["curve"])
         points, ratio = self._curve(middle, done, progress)
         rising = _rising(points)
         curve = np.array([[p.step_units, p.bits_per_element, p.kl] for p in rising], dtype=np.float32)
-        profile = finished_profile(draft, layout, counts, curve)
+        profiles = self._finished(drafts, counts, curve)
+        if profiles[0].group:
+            together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
+            profiles = [each.with_arrays({"calibration": np.frombuffer(together, dtype=np.uint8)}) for each in profiles]
         self._partial.unlink(missing_ok=True)
         is_overfitted = ratio is not None and ratio > OVERFIT_RATIO
         # What a fit knows of its own texts alone shrinks with their number.
         wanted = len(self._fitted) if ratio is not None and ratio > WORTH_MORE_TEXTS else 0
-        return profile, CalibrationReport(rising, len(self._held_out), ratio, is_overfitted, wanted)
+        return profiles, CalibrationReport(rising, len(self._held_out), ratio, is_overfitted, wanted)
 
-    def _moments(self, done: State, progress: Progress) -> State:
-        layout = self._job.layout
-        moments = Moments(layout, COSTS[self._job.cost])
-        _restore(done, "moments", moments.state)
+    def _drafts(self, moments: Sequence[State]) -> list[Profile]:
+        name, cost, shapes = self._job
+        # Of a plain model it would be its own, but for rounding.
+        pairs = [(shape.layout, state) for shape, state in zip(shapes, moments, strict=True)]
+        power = joint_power(pairs) if len(pairs) > 1 else None
+        drafts = [
+            draft_profile(name, layout, cost, rotary, state, power)
+            for (layout, state), rotary in zip(pairs, self._rotaries, strict=True)
+        ]
+        return [
+            draft.with_arrays({"group": np.frombuffer(shape.group.encode(), dtype=np.uint8)}) if shape.group else draft
+            for shape, draft in zip(shapes, drafts, strict=True)
+        ]
+
+    def _finished(
+        self, drafts: Sequence[Profile], counts: Sequence[State], curve: NDArray[np.float32]
+    ) -> list[Profile]:
+        layouts = [shape.layout for shape in self._job.shapes]
+        return [finished_profile(*each, curve) for each in zip(drafts, layouts, counts, strict=True)]
+
+    def _moments(self, done: State, progress: Progress) -> list[State]:
+        moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]
+        state = _joined([each.state for each in moments])
+        _restore(done, "moments", state)
         for position in range(_texts_done(done, "moments"), len(self._fitted)):
             progress("moments", position, len(self._fitted))
             ids = self._texts[self._fitted[position]]
-            metas = block_metas(ids[: self._context(ids)], layout)
-            past = self._prefill(ids[: self._context(ids)])
-            for meta in metas:
-                moments.add(meta, block_bits(past, meta), self._rotary)
+            context = self._contexts.capture(ids[: self._context(ids)])
             behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
             generator = torch.Generator().manual_seed(_SEED + position)
-            moments.add_sensitivity(cache_sensitivity(self._model, past, behind, self._rotary, generator))
-            self._write(done, "moments", moments.state, position + 1)
+            found = cache_sensitivity(self._contexts, context, behind, self._rotaries, generator)
+            for group, rotary, sensitivity, *blocks in zip(
+                moments, self._rotaries, found, context.metas, context.blocks, strict=True
+            ):
+                for meta, bits in zip(*blocks, strict=True):
+                    group.add(meta, bits, rotary)
+                group.add_sensitivity(sensitivity)
+            self._write(done, "moments", state, position + 1)
         progress("moments", len(self._fitted), len(self._fitted))
-        return moments.state
+        return [each.state for each in moments]
 
-    def _counts(self, draft: Profile, done: State, progress: Progress) -> State:
-        counts = TideCounts(draft)
-        _restore(done, "counts", counts.state)
+    def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
+        counts = [TideCounts(draft) for draft in drafts]
+        state = _joined([each.state for each in counts])
+        _restore(done, "counts", state)
         for position in range(_texts_done(done, "counts"), len(self._fitted)):
             progress("counts", position, len(self._fitted))
             ids = self._texts[self._fitted[position]][: self._context(self._texts[self._fitted[position]])]
-            past, metas = self._prefill(ids), block_metas(ids, self._job.layout)
-            # Every other block, in turns: neighbours have much in common.
-            for number, meta in list(enumerate(metas))[position % 2 :: 2]:
-                counts.add(meta, block_bits(past, meta), position + number)
-            self._write(done, "counts", counts.state, position + 1)
+            context = self._contexts.capture(ids)
+            for group, *blocks in zip(counts, context.metas, context.blocks, strict=True):
+                # Every other block, in turns: neighbours have much in common.
+                for number, (meta, bits) in list(enumerate(zip(*blocks, strict=True)))[position % 2 :: 2]:
+                    group.add(meta, bits, position + number)
+            self._write(done, "counts", state, position + 1)
         progress("counts", len(self._fitted), len(self._fitted))
-        return counts.state
+        return [each.state for each in counts]
 
-    def _curve(self, profile: Profile, done: State, progress: Progress) -> tuple[list[CurvePoint], float | None]:
+    def _curve(
+        self, profiles: Sequence[Profile], done: State, progress: Progress
+    ) -> tuple[list[CurvePoint], float | None]:
         """Judge prefixes of objects on held-out texts, and compare their size with that of as many fitted ones."""
         judged = self._held_out or self._fitted
         rows = len(_CURVE_UNITS) * (_CURVE_REFINEMENTS + 1)
@@ -213,11 +253,11 @@ class TideCalibration:
         _restore(done, "curve", state)
         for position in range(_texts_done(done, "curve"), len(judged)):
             progress("curve", position, len(judged))
-            found = self._judged(profile, self._texts[judged[position]], is_said=True)
+            found = self._judged(profiles, self._texts[judged[position]], is_said=True)
             state["sums"] += found
             state["squares"] += found[:, 1] ** 2
             if self._held_out:
-                fitted = self._judged(profile, self._texts[self._fitted[position]], is_said=False)
+                fitted = self._judged(profiles, self._texts[self._fitted[position]], is_said=False)
                 state["fitted"] += fitted[len(fitted) // 2, [0, 2]]
             self._write(done, "curve", state, position + 1)
         progress("curve", len(judged), len(judged))
@@ -230,32 +270,25 @@ class TideCalibration:
         ratio = float(middle[0] / middle[2] / (fitted_sums[0] / fitted_sums[1])) if self._held_out else None
         return sorted(points, key=lambda point: point.step_units), ratio
 
-    def _judged(self, profile: Profile, ids: Sequence[int], is_said: bool) -> NDArray[np.float64]:
+    def _judged(self, profiles: Sequence[Profile], ids: Sequence[int], is_said: bool) -> NDArray[np.float64]:
         """Return a row for each point of the curve: bits an element, KL, times blocks; and blocks."""
-        judge = QualityJudge(self._model, self._job.layout, self._context(ids), JUDGED_TOKENS, 1)
-        judge.add(ids)
-        codec, rows = TideCodec(profile), []
+        tokens = self._context(ids)
+        judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
+        blocks, codecs = tokens // self._job.block_tokens, [TideCodec(profile) for profile in profiles]
         for units in _CURVE_UNITS:
-            at_steps = codec.with_steps(Steps(units, _CURVE_REFINEMENTS))
-            for coded in judge.code_prefixes(0, at_steps):
-                bits = 8 * self._job.layout.dtype.item_bytes * coded.stored_bytes / coded.raw_bytes
-                kl = judge.judge(0, coded.decoded).kl if is_said else 0.0
-                rows.append((bits * len(coded.decoded), kl, len(coded.decoded)))
+            at_steps = [codec.with_steps(Steps(units, _CURVE_REFINEMENTS)) for codec in codecs]
+            for coded in coded_prefixes(at_steps, judge.context):
+                kl = judge.kl(coded.decoded) if is_said else 0.0
+                rows.append((coded.bits_per_element * blocks, kl, blocks))
         return np.array(rows, dtype=np.float64)
 
     def _context(self, ids: Sequence[int]) -> int:
-        blocks = (len(ids) - JUDGED_TOKENS - 1) // self._job.layout.tokens
-        return blocks * self._job.layout.tokens
-
-    def _prefill(self, ids: Sequence[int]) -> DynamicCache:
-        past = DynamicCache(config=self._model.config)
-        with torch.no_grad():
-            self._model(torch.tensor([ids]), past_key_values=past, use_cache=True, logits_to_keep=1)
-        return past
+        blocks = (len(ids) - JUDGED_TOKENS - 1) // self._job.block_tokens
+        return blocks * self._job.block_tokens
 
     @property
     def _identity(self) -> str:
-        parts = [_STATE_VERSION, self._job.name, self._job.cost, str(self._job.layout), self._texts]
+        parts = [_STATE_VERSION, self._job.name, self._job.cost, str(self._job.shapes), self._texts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _read(self) -> State:
@@ -288,6 +321,11 @@ def _upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count:
 
 def _curve_units() -> list[int]:
     return [units + THIRD * (_CURVE_REFINEMENTS - r) for units in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
+
+
+def _joined(states: Sequence[State]) -> State:
+    """Return the arrays of all groups, which stay theirs."""
+    return {f"{group}.{name}": array for group, state in enumerate(states) for name, array in state.items()}
 
 
 def _texts_done(done: State, stage: str) -> int:

@@ -2,6 +2,7 @@
 
 from kvtide.engines.transformers.attaching import attach
 from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel
+from kvtide.engines.transformers.contexts import Context, ModelContexts
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.selective import Impress
@@ -11,7 +12,9 @@ from kvtide.engines.transformers.watch import fingerprint_in, model_fingerprint
 __all__ = [
     "BLOCK_TOKENS",
     "CachedModel",
+    "Context",
     "Impress",
+    "ModelContexts",
     "RestoredRoom",
     "attach",
     "block_bits",

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtide.clock import SystemClock
-from kvtide.codec import CodecRegistry, Profile
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines.transformers.attention import Learner
 from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel
 from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of, plain_layout
-from kvtide.engines.transformers.groups import ModelGroup
+from kvtide.engines.transformers.groups import ModelGroup, is_plain, profile_shapes
 from kvtide.engines.transformers.profiles import ProfileSeeker
 from kvtide.engines.transformers.selective import Impress, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamSettings
@@ -43,8 +43,8 @@ def attach(
 
     store: `disk:///path`, a folder (a Path, or text such as `./folder`), `memory://`, … codec: `lossless` (the
     default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
-    the first of the `profiles` that fits the model. Without `profiles` tide takes what `kvtide calibrate` left in the
-    store for this model, now or later, and stores losslessly until then; others keep tables in payloads.
+    the first of the `profiles` that fits, or one a group of layers. Without `profiles` tide takes what `kvtide
+    calibrate` left in the store for this model, and stores losslessly until then; others keep tables in payloads.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed`, which needs a profile as tide does.
     `Impress(ratio)`: the paper's way, without a profile, leaves the others out.
@@ -62,17 +62,17 @@ def attach(
     """
     clock = SystemClock()
     registry, groups = CodecRegistry(profiles), groups_of(model, block_tokens)
-    make = registry.make if profiles else registry.make_awaiting
     settings, steps = _settings(importance), importance if isinstance(importance, Impress) else Impress(1.0)
     is_streamed = (start_within_s, quality, policy) != (None, None, None)
-    _check_loads(groups, settings, is_streamed, calibrate is not None)
+    _check_loads(groups, settings, is_streamed)
     layout, learner = groups[0].group.layout, Learner(registry, clock)
-    made = make(codec or _usual_codec(model, layout.kv_heads, importance), layout)
+    made = _made(registry, codec or _usual_codec(model, layout.kv_heads, importance), groups, bool(profiles))
     part_quality = max(made.quality, settings.quality) if settings and settings.ratio < 1 else None
     ranking = ScoreRanking(learner.important_tokens) if settings and steps.is_scored else None
     cache = cache_for(store, made, registry, limits, clock, ranking, quality=part_quality)
     named = NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless and part_quality is None)
-    cached = CachedModel(model, cache, clock, named, ProfileSeeker(cache, model, str(store), made, calibrate))
+    seeker = ProfileSeeker(cache, model, str(store), None if profiles else made, calibrate)
+    cached = CachedModel(model, cache, clock, named, seeker)
     if state_every_tokens is not None:
         cached.keep_states(state_every_tokens)
     if is_streamed:
@@ -94,13 +94,24 @@ def _usual_codec(model: Any, kv_heads: int, importance: object) -> str:
     return "lossless" if importance is None else "packed"
 
 
-def _check_loads(
-    groups: Sequence[ModelGroup], settings: SparseSettings | None, is_streamed: bool, is_calibrated: bool
-) -> None:
+def _made(
+    registry: CodecRegistry, spec: str, groups: Sequence[ModelGroup], has_profiles: bool
+) -> Codec | AwaitingCodec:
+    """Return the codec of a model; of profiles that are given each group must have its own. ValueError otherwise."""
+    if has_profiles and is_plain(groups):
+        return registry.make(spec, groups[0].group.layout)
+    made = registry.make_by_group(spec, profile_shapes(groups))
+    if has_profiles and isinstance(made, AwaitingCodec) and not made.first:
+        names = ", ".join(each.group.name for each in groups if each.rows)
+        raise ValueError(f"codec {spec!r} needs profiles of one calibration of this model, one each of {names}")
+    return made
+
+
+def _check_loads(groups: Sequence[ModelGroup], settings: SparseSettings | None, is_streamed: bool) -> None:
     """Refuse ways to load that the model does not take, or that do not go together."""
     if settings is not None:
         check_ratio(settings.ratio)
         if is_streamed:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
-    if settings is not None or is_streamed or is_calibrated:
+    if settings is not None or is_streamed:
         plain_layout(groups)

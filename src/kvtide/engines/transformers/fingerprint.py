@@ -46,7 +46,7 @@ def plain_layout(groups: Sequence[ModelGroup]) -> BlockLayout:
     """Return the layout of blocks. UnsupportedModel for several groups."""
     if not is_plain(groups):
         names = ", ".join(each.group.name for each in groups)
-        raise UnsupportedModel(f"profiles, importance and streams take models of one group, not {names}")
+        raise UnsupportedModel(f"importance and streams take models of one group, not {names}")
     return groups[0].group.layout
 
 

@@ -205,8 +205,10 @@ class GroupedModel:
             return self._cache.store(states)
         metas = self._metas(sequence[: past.get_seq_length()].cpu().numpy())
         queued = [
-            self._cache.store([PendingBlock(meta, partial(_captured, past, each, meta)) for meta in mine[restored:]])
-            for each, mine in zip(self._identity.groups, metas, strict=True)
+            self._cache.store(
+                [PendingBlock(meta, partial(_captured, past, each, meta), group=number) for meta in mine[restored:]]
+            )
+            for number, (each, mine) in enumerate(zip(self._identity.groups, metas, strict=True))
             if not each.states
         ]
         self._cache.store(states)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
@@ -18,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.codec import ProfileShape
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup
 
@@ -119,6 +121,13 @@ def is_plain(groups: Sequence[ModelGroup]) -> bool:
     return len(groups) == 1 and first.is_whole and first.group.kind is GroupKind.KV and not first.group.reach_tokens
 
 
+def profile_shapes(groups: Sequence[ModelGroup]) -> list[ProfileShape]:
+    """Return of which blocks a model needs profiles: of a plain model's, else of each group of rows'."""
+    if is_plain(groups):
+        return [ProfileShape(groups[0].group.layout)]
+    return [ProfileShape(each.group.layout, each.group.text) for each in groups if each.rows]
+
+
 def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
     if layer.get_seq_length() == 0:
         raise UnsupportedModel(f"layer {number} keeps no keys: it shares another's cache, or has no usual one")
@@ -139,7 +148,9 @@ def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGr
     heads, dims = (1, elements // 2) if is_latent else rows.key
     if elements % 2 or dims > HEAD_DIM_MAX:
         raise UnsupportedModel(f"keys of {rows.key} and values of {rows.value} can't be kept as rows of equal halves")
-    name = f"{'latent' if is_latent else 'attention'} {heads}x{dims}{f' window {rows.window}' if rows.window else ''}"
+    # What is rotated comes first in a latent row, which the name tells from an order that once was.
+    kept = f"latent {rows.value[1]}+{rows.key[1]}" if is_latent else f"attention {heads}x{dims}"
+    name = f"{kept}{f' window {rows.window}' if rows.window else ''}"
     layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
     kind = GroupKind.LATENT if is_latent else GroupKind.KV
     return ModelGroup(LayerGroup(name, kind, tuple(layers), layout, max(0, rows.window - 1)), rows)
@@ -182,12 +193,19 @@ def read_rows(past: DynamicCache, group: ModelGroup, meta: BlockMeta) -> BlockBi
             if start < 0 or tuple(part.shape) != (heads, layout.tokens, dims) or part.dtype != rows.dtype:
                 raise ValueError(f"layer {number} has {part.dtype} of {tuple(part.shape)} from token {meta.start} on")
             parts.append(part.cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).transpose(1, 0, 2))
-        if group.group.kind is GroupKind.KV:
-            bits[position] = parts
-        else:
-            row = np.concatenate([part.reshape(layout.tokens, -1) for part in parts], axis=1)
-            bits[position, :, :, 0] = row[:, : layout.head_dim], row[:, layout.head_dim :]
+        bits[position] = halves_of(group, parts[0], parts[1])
     return bits
+
+
+def halves_of(group: ModelGroup, keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """Return both halves of a layer's rows as a block has them: (2, tokens, kv_heads, head_dim).
+
+    keys, values: (tokens, heads, dims). Of latents, values, then keys make one row, of which each half is half.
+    """
+    if group.group.kind is GroupKind.KV:
+        return np.stack([keys, values])
+    row = np.concatenate([part.reshape(len(part), -1) for part in (values, keys)], axis=1)
+    return np.stack(np.split(row, 2, axis=1))[:, :, None]
 
 
 class RowsRoom:
@@ -214,8 +232,8 @@ class RowsRoom:
             if self._group.group.kind is GroupKind.KV:
                 tensors = list(pair)
             else:
-                row, keys = torch.cat([pair[0, :, 0], pair[1, :, 0]], dim=1), math.prod(rows.key)
-                tensors = [row[:, :keys].unflatten(1, rows.key), row[:, keys:].unflatten(1, rows.value)]
+                row, values = torch.cat([pair[0, :, 0], pair[1, :, 0]], dim=1), math.prod(rows.value)
+                tensors = [row[:, values:].unflatten(1, rows.key), row[:, :values].unflatten(1, rows.value)]
             layer = past.layers[number]
             keep = min(rows.window - 1, tensors[0].shape[0]) if rows.window else tensors[0].shape[0]
             keys, values = (

@@ -42,8 +42,9 @@ class ProfileSeeker:
     """
 
     def __init__(
-        self, cache: Cache, model: Any, store: str, codec: Codec | AwaitingCodec, calibrate: str | None
+        self, cache: Cache, model: Any, store: str, codec: Codec | AwaitingCodec | None, calibrate: str | None
     ) -> None:
+        """codec: None where profiles were given."""
         self._cache = cache
         self._folder = str(model.config._name_or_path)
         # Without a folder nobody else can know whose profile it is.
@@ -65,9 +66,9 @@ class ProfileSeeker:
             raise ValueError(f"calibrate= runs in a process of its own: it needs the model's folder, got {found}")
 
     def seek(self, identity: ModelIdentity) -> None:
-        """Look, unless that was done for this model. Raises nothing. Several groups of layers need no profile."""
+        """Look, unless that was done for this model. Raises nothing."""
         codec, is_known = self._codec, identity.refusal is not None or self._sought == identity.fingerprint
-        if is_known or not identity.is_plain or not isinstance(codec, AwaitingCodec):
+        if is_known or not isinstance(codec, AwaitingCodec):
             return
         self._sought = identity.fingerprint
         own = identity.given_fingerprint or (b"" if self._has_folder else identity.fingerprint)

@@ -1,0 +1,76 @@
+"""Judges codecs by what a model says with all of its groups' blocks decoded: a promise is for the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.codec import Codec
+from kvtide.engines.transformers import Context, ModelContexts
+from kvtide.types import Section
+from kvtide.wire import pack_object, parse_object
+
+
+class CodedGroups(NamedTuple):
+    """A context's blocks by group, decoded from objects that end at one refinement; bytes are of whole objects."""
+
+    decoded: list[list[BlockBits]]
+    stored_bytes: int
+    raw_bytes: int
+
+    @property
+    def bits_per_element(self) -> float:
+        """Return the bits that a value takes in objects."""
+        item_bytes = self.decoded[0][0].itemsize
+        return 8 * item_bytes * self.stored_bytes / self.raw_bytes
+
+
+class WholeJudge:
+    """One context of a model with its exact cache, and what the model says of what comes after it."""
+
+    def __init__(self, contexts: ModelContexts, ids: Sequence[int], context_tokens: int) -> None:
+        """ids: the context, whole blocks, and what comes after it."""
+        self._contexts = contexts
+        self._behind = ids[context_tokens:]
+        self.context: Context = contexts.capture(ids[:context_tokens])
+        self._exact = self._say(self.context.blocks)
+
+    def kl(self, blocks: Sequence[Sequence[BlockBits]]) -> float:
+        """Return the mean KL divergence of the next token, in nats, with these blocks of each group from the exact."""
+        return float((self._exact.exp() * (self._exact - self._say(blocks))).sum(-1).mean())
+
+    def _say(self, blocks: Sequence[Sequence[BlockBits]]) -> torch.Tensor:
+        """Return log probabilities of the tokens after each of those behind the context, but the last."""
+        with torch.inference_mode():
+            past = self._contexts.restored(self.context, blocks)
+            output = self._contexts.model(torch.tensor([self._behind[:-1]]), past_key_values=past, use_cache=True)
+        said: torch.Tensor = output.logits[0].float().log_softmax(-1)
+        return said
+
+
+def coded_prefixes(codecs: Sequence[Codec], context: Context) -> Iterator[CodedGroups]:
+    """Encode a context, each group by its codec, and yield it decoded from objects that end at each refinement."""
+    encoded = [
+        [codec.encode(meta, bits) for meta, bits in zip(metas, blocks, strict=True)]
+        for codec, metas, blocks in zip(codecs, context.metas, context.blocks, strict=True)
+    ]
+    last = max(section.id.refinement for section in encoded[0][0])
+    for refinement in range(last + 1):
+        decoded, stored_bytes = [], 0
+        for codec, metas, mine in zip(codecs, context.metas, encoded, strict=True):
+            coded = [_decoded(codec, *each, refinement) for each in zip(metas, mine, strict=True)]
+            decoded.append([bits for bits, _ in coded])
+            stored_bytes += sum(size for _, size in coded)
+        yield CodedGroups(decoded, stored_bytes, sum(bits.nbytes for blocks in decoded for bits in blocks))
+
+
+def _decoded(codec: Codec, meta: BlockMeta, sections: Sequence[Section], refinement: int) -> tuple[BlockBits, int]:
+    here = [section for section in sections if section.id.refinement <= refinement]
+    packed = pack_object(meta, codec.codec_id, here, codec.profile)
+    out: BlockBits = np.empty(meta.layout.shape, dtype=meta.layout.bits_dtype)
+    codec.decode(meta, parse_object(packed, meta.id).sections(), out)
+    return out, len(packed)

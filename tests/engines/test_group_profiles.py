@@ -1,0 +1,234 @@
+"""Tide for models of several groups of layers: a profile for each, a promise for the whole model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.families import checkpoint, model_of_family
+from tests.store.test_profiles import codec_ids_of
+from transformers import AutoModelForCausalLM
+
+from kvtide.codec import Profile
+from kvtide.codec.rotary import Rotary
+from kvtide.codec.rotary.families import FAMILIES
+from kvtide.codec.tide.grid import UNITS
+from kvtide.engines import read_profile
+from kvtide.engines.calibrate import TideCalibration, restored_kl
+from kvtide.engines.calibrate.judge import one_torch_thread
+from kvtide.engines.calibrate.texts import evaluation_texts
+from kvtide.engines.transformers import CachedModel, ModelContexts, attach
+from kvtide.errors import UnsupportedModel
+from kvtide.store import ProfileStore, profile_name
+
+BLOCK = 64
+# Of each text, what quality is judged on comes after whole blocks.
+TEXT_TOKENS = 6 * BLOCK + 129
+PROMPT_TOKENS = 6 * BLOCK + 1
+QUALITY = 5e-3
+# Windows and full attention of one shape; latents; two shapes; states beside rows.
+CASES = ("gemma3", "deepseek_v3", "gemma4", "qwen3_next")
+# Queries of random weights that are normalised look at one token: the smallest change moves it to another.
+SOFT = 0.15
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
+    for module in ("grouped", "cached"):
+        monkeypatch.setattr(f"kvtide.engines.transformers.{module}.recompute_s", lambda judge, tokens: None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small layers wait longer for a second thread than they compute, on a busy machine a hundred times."""
+    with one_torch_thread():
+        yield
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    model = model_of_family(family)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("q_norm.weight"):
+                weight.mul_(SOFT)
+    return model
+
+
+def ids_of(tokens: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 1000, tokens).tolist()
+
+
+@functools.cache
+def profiles_of(family: str, texts: int = 12) -> tuple[Profile, ...]:
+    given = [ids_of(TEXT_TOKENS, seed) for seed in range(texts)]
+    partial = Path("never-written")
+    calibration = TideCalibration(model_of(family), family, "layer", given, BLOCK, partial)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TideCalibration, "_write", lambda *state: None)
+        profiles, _ = calibration.run(lambda step, done, total: None)
+    return tuple(profiles)
+
+
+def codecs_by_group(cached: CachedModel, prompt: torch.Tensor) -> Counter[tuple[str, str]]:
+    """Answer, and return how many parts of each group's kind are stored by each codec."""
+    cached.generate(prompt, max_new_tokens=1, do_sample=False)
+    assert cached.flush(60)
+    found = Counter[tuple[str, str]]()
+    for (group, _), metas in zip(cached.groups, cached._grouped._metas(prompt[0, :-1].numpy()), strict=True):
+        found.update((group.name, codec) for codec, _ in codec_ids_of(cached.cache.tiers, metas))
+    return found
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_group_of_rows_is_tide_s_and_the_model_says_what_was_asked_for(family: str, tmp_path: Path) -> None:
+    model, profiles = model_of(family), profiles_of(family)
+    prompt = torch.tensor([ids_of(PROMPT_TOKENS, 100)])
+    exact = attach(model, tmp_path / "exact", block_tokens=BLOCK)
+    options: dict[str, Any] = {"codec": f"tide:{QUALITY}", "profiles": profiles, "block_tokens": BLOCK}
+    with attach(model, tmp_path / "tide", **options) as cached, exact:
+        parts = codecs_by_group(cached, prompt)
+        codecs_by_group(exact, prompt)
+        rows = {group.name for group, _ in cached.groups if group.layout.tokens == BLOCK}
+        states = {group.name for group, _ in cached.groups} - rows
+        assert len(profiles) == len(rows)
+        assert {name: parts[name, "tide-1"] for name in rows} == dict.fromkeys(rows, PROMPT_TOKENS // BLOCK)
+        assert {name for name, codec in parts if codec == "lossless-2"} == states
+        kls = [restored_kl(cached, exact, prompt, ids_of(64, seed)) for seed in range(200, 204)]
+        assert 0 < np.mean(kls) <= QUALITY
+        assert cached.cache.stats().misses == {}
+    # Another process, which only reads.
+    with attach(model, tmp_path / "tide", **options) as cached:
+        cached.generate(prompt, max_new_tokens=1, do_sample=False)
+        assert cached.last is not None and cached.last.hit_tokens == PROMPT_TOKENS // BLOCK * BLOCK
+
+
+def test_calibrating_into_the_store_is_all_that_groups_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    folder, store, files = checkpoint("gemma3", tmp_path / "model"), str(tmp_path / "store"), []
+    for number, text in enumerate(evaluation_texts()[:6]):
+        files.append(tmp_path / f"text-{number}")
+        files[-1].write_text(text.content)
+    words = ["calibrate", str(folder), "--store", store, "-o", str(tmp_path / "mine.kvprofile"), "--tokens", "642"]
+    words += [word for file in files for word in ("--text", str(file))]
+    command = [sys.executable, "-m", "kvtide.cli", *words, "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout)["rows"]
+    assert [row["group"].partition("attention ")[2] for row in rows] == ["2x64 window 256", "2x64"]
+    written = [read_profile(tmp_path / f"mine{suffix}.kvprofile") for suffix in ("", "-1")]
+    assert [each.digest.hex() for each in written] == [row["digest"] for row in rows]
+    prompt = torch.tensor([ids_of(PROMPT_TOKENS, 100)])
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
+        assert {codec for _, codec in codecs_by_group(cached, prompt)} == {"tide-1"}
+    # The weights of another model don't take them.
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
+        assert {codec for _, codec in codecs_by_group(cached, prompt)} == {"lossless-2"}
+
+
+def put(store: Path, profiles: tuple[Profile, ...], made_s: float) -> None:
+    """Make profiles the newest of the model that is attached with this fingerprint."""
+    with attach(model_of("gemma3"), store, fingerprint=b"mine") as cached:
+        for profile in profiles:
+            ProfileStore(cached.cache.tiers).put(profile, [profile_name(b"mine", b"")], made_s)
+
+
+def encoders(store: Path) -> list[bytes | None]:
+    with attach(model_of("gemma3"), store, codec="tide", fingerprint=b"mine", block_tokens=BLOCK) as cached:
+        return [cached.cache.profiles.codec_of(group).profile for group in range(2)]
+
+
+def digests(profiles: tuple[Profile, ...]) -> list[bytes]:
+    return [profile.digest for profile in profiles]
+
+
+def test_the_store_s_profiles_of_one_calibration_are_taken_together(tmp_path: Path) -> None:
+    first, second = profiles_of("gemma3"), profiles_of("gemma3", 7)
+    assert len({each.calibration for each in first}) == 1 and first[0].calibration != second[0].calibration
+    put(tmp_path, first, 1.0)
+    assert encoders(tmp_path) == digests(first)
+    # Half a calibration is none: its curve is of both halves.
+    put(tmp_path, second[:1], 2.0)
+    assert encoders(tmp_path) == digests(first)
+    put(tmp_path, second[1:], 2.0)
+    assert encoders(tmp_path) == digests(second)
+    with attach(model_of("gemma3"), tmp_path) as cached:
+        assert ProfileStore(cached.cache.tiers).remove(second[1].digest, 3.0) == 1
+    assert encoders(tmp_path) == digests(first)
+    with attach(model_of("gemma3"), tmp_path) as cached:
+        ProfileStore(cached.cache.tiers).remove(first[0].digest, 4.0)
+    assert encoders(tmp_path) == [None, None]
+
+
+def test_a_damaged_profile_of_one_group_leaves_all_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = profiles_of("gemma3")
+    put(tmp_path, profiles, 1.0)
+    read = ProfileStore.read
+    monkeypatch.setattr(
+        ProfileStore, "read", lambda self, digest: None if digest == profiles[1].digest else read(self, digest)
+    )
+    prompt = torch.tensor([ids_of(3 * BLOCK, 1)])
+    with attach(model_of("gemma3"), tmp_path, codec="tide", fingerprint=b"mine", block_tokens=BLOCK) as cached:
+        assert {codec for _, codec in codecs_by_group(cached, prompt)} == {"lossless-2"}
+
+
+def test_profiles_that_are_not_all_of_one_calibration_are_refused() -> None:
+    first, second = profiles_of("gemma3"), profiles_of("gemma3", 7)
+    for given in ([first[0]], [first[0], second[1]], [first[0], first[0]], list(profiles_of("deepseek_v3"))):
+        with pytest.raises(ValueError, match="profiles of one calibration of this model, one each of attention"):
+            attach(model_of("gemma3"), "memory://", codec="tide", profiles=given, block_tokens=BLOCK)
+
+
+def test_no_group_takes_the_profile_of_another_of_its_shape() -> None:
+    # Two layers of windows and two of full attention: blocks of both have one shape.
+    windows, full = ModelContexts(model_of("gemma2"), BLOCK).shapes
+    assert windows.layout == full.layout
+    made = profiles_of("gemma3")[0].with_arrays({"group": np.frombuffer(windows.group.encode(), dtype=np.uint8)})
+    assert made.group == windows.group and Profile.parse(made.to_bytes()).group == windows.group
+    assert not full.takes(made)
+
+
+def test_a_step_means_the_same_in_all_groups() -> None:
+    """Weights have one unit: the mean power of all values of the model is one, not that of each group."""
+    powers = []
+    for profile in profiles_of("gemma4"):
+        values = profile.layers * profile.kv_heads * profile.head_dim
+        squares = float((2.0 ** (profile.arrays["scale"].astype(np.float64) / (UNITS / 2))).sum())
+        powers.append((squares, 2 * values))
+    assert sum(power for power, _ in powers) / sum(values for _, values in powers) == pytest.approx(1, rel=0.1)
+    assert max(power / values for power, values in powers) > 1.2
+
+
+def test_the_rotated_part_of_a_latent_row_comes_first_and_is_turned_back() -> None:
+    contexts = ModelContexts(model_of("deepseek_v3"), BLOCK)
+    (rotary,) = contexts.rotaries()
+    assert isinstance(rotary, Rotary) and (rotary.dim_start, rotary.dim_stop) == (0, 64)
+    context = contexts.capture(ids_of(BLOCK, 1)[:1] * (2 * BLOCK))
+    # One token again and again: its first layer's row is the same wherever it stands, once turned back.
+    rows = np.concatenate([bits.view(np.float32)[0, 0] for bits in context.blocks[0]])
+    back = rotary.load(np.ascontiguousarray(rows).view(np.uint32), contexts.shapes[0].layout.dtype, _turns(rotary))
+    assert np.ptp(rows[:, 0, :64], axis=0).max() > 0.1
+    assert np.ptp(back[:, 0], axis=0).max() < 1e-3
+
+
+def _turns(rotary: Rotary) -> Any:
+    return rotary.inverse_tables(0, 2 * BLOCK)
+
+
+def test_what_can_not_be_calibrated_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(FAMILIES, "gemma3_text")
+    with pytest.raises(UnsupportedModel, match="not known how models of type 'gemma3_text' rotate"):
+        TideCalibration(model_of("gemma3"), "tiny", "layer", [ids_of(TEXT_TOKENS, 1)], BLOCK, tmp_path / "p")
