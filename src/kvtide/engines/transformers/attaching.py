@@ -100,7 +100,11 @@ def _made(
     """Return the codec of a model; of profiles that are given each group must have its own. ValueError otherwise."""
     if has_profiles and is_plain(groups):
         return registry.make(spec, groups[0].group.layout)
-    made = registry.make_by_group(spec, profile_shapes(groups))
+    shapes = profile_shapes(groups)
+    if not shapes:
+        # States are kept losslessly by any codec.
+        return registry.make(spec)
+    made = registry.make_by_group(spec, shapes)
     if has_profiles and isinstance(made, AwaitingCodec) and not made.first:
         names = ", ".join(each.group.name for each in groups if each.rows)
         raise ValueError(f"codec {spec!r} needs profiles of one calibration of this model, one each of {names}")
