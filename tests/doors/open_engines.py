@@ -453,7 +453,7 @@ VLLM = (
         "sliding windows, latents and states",
         "attach",
         "docs/transformers.md: Which models",
-        "fourteen families with small random weights",
+        "fifteen families with small random weights",
         Source.OURS,
         "tests/engines/test_groups.py::test_a_restart_restores_every_group_and_the_answer_is_the_model_s_own",
     ),
