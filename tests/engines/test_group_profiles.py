@@ -24,6 +24,7 @@ from kvtide.codec.rotary.families import FAMILIES
 from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import read_profile
 from kvtide.engines.calibrate import TideCalibration, restored_kl
+from kvtide.engines.calibrate.calibration import JUDGED_TOKENS
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, ModelContexts, attach
@@ -32,11 +33,12 @@ from kvtide.store import ProfileStore, profile_name
 
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.
-TEXT_TOKENS = 6 * BLOCK + 129
+TEXT_TOKENS = 6 * BLOCK + JUDGED_TOKENS + 1
 PROMPT_TOKENS = 6 * BLOCK + 1
-QUALITY = 5e-3
-# Windows and full attention of one shape; latents; two shapes; states beside rows.
-CASES = ("gemma3", "deepseek_v3", "gemma4", "qwen3_next")
+# Windows and full attention of one shape, two shapes, latents, states beside rows, and the KL that is asked for.
+CASES = {"gemma3": 5e-3, "gemma4": 5e-3, "deepseek_v3": 1e-3, "lfm2": 5e-3}
+# Two held-out texts know a curve no better; the promise is for the mean of texts.
+OVER_MAX = 1.25
 # Queries of random weights that are normalised look at one token: the smallest change moves it to another.
 SOFT = 0.15
 
@@ -92,20 +94,21 @@ def codecs_by_group(cached: CachedModel, prompt: torch.Tensor) -> Counter[tuple[
 
 @pytest.mark.parametrize("family", CASES)
 def test_every_group_of_rows_is_tide_s_and_the_model_says_what_was_asked_for(family: str, tmp_path: Path) -> None:
-    model, profiles = model_of(family), profiles_of(family)
-    prompt = torch.tensor([ids_of(PROMPT_TOKENS, 100)])
+    model, profiles, kls = model_of(family), profiles_of(family), []
     exact = attach(model, tmp_path / "exact", block_tokens=BLOCK)
-    options: dict[str, Any] = {"codec": f"tide:{QUALITY}", "profiles": profiles, "block_tokens": BLOCK}
+    options: dict[str, Any] = {"codec": f"tide:{CASES[family]}", "profiles": profiles, "block_tokens": BLOCK}
     with attach(model, tmp_path / "tide", **options) as cached, exact:
-        parts = codecs_by_group(cached, prompt)
-        codecs_by_group(exact, prompt)
+        for seed in (100, 101):
+            prompt = torch.tensor([ids_of(PROMPT_TOKENS, seed)])
+            parts = codecs_by_group(cached, prompt)
+            codecs_by_group(exact, prompt)
+            kls.append(restored_kl(cached, exact, prompt, ids_of(JUDGED_TOKENS, 100 + seed)))
         rows = {group.name for group, _ in cached.groups if group.layout.tokens == BLOCK}
         states = {group.name for group, _ in cached.groups} - rows
         assert len(profiles) == len(rows)
         assert {name: parts[name, "tide-1"] for name in rows} == dict.fromkeys(rows, PROMPT_TOKENS // BLOCK)
         assert {name for name, codec in parts if codec == "lossless-2"} == states
-        kls = [restored_kl(cached, exact, prompt, ids_of(64, seed)) for seed in range(200, 204)]
-        assert 0 < np.mean(kls) <= QUALITY
+        assert 0 < np.mean(kls) <= OVER_MAX * CASES[family]
         assert cached.cache.stats().misses == {}
     # Another process, which only reads.
     with attach(model, tmp_path / "tide", **options) as cached:
