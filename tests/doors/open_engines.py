@@ -37,6 +37,14 @@ ATTACH = (
         "tests/engines/test_profiles.py::test_calibrating_into_the_store_is_all_that_tide_needs",
     ),
     Capability(
+        "tide for windows, latents, several shapes and beside states",
+        'kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3")',
+        "docs/transformers.md: Profiles of models",
+        "tiny Gemma 3, Gemma 4, DeepSeek-V3, LFM2",
+        Source.OURS,
+        "tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need",
+    ),
+    Capability(
         "blocks held to their profile's promise",
         "tide:5e-3",
         "docs/codec.md: What the profile promises",

@@ -292,7 +292,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # All ranks store a block at once, so that the first one speaks for all.
         moves = Moves() if self._tells_events and rank == 0 else None
         cache = self._cache(encoder, limits, device, moves)
-        # Models with windows can't be calibrated.
+        # Its joined pages are of several groups, a profile is of one.
         if isinstance(codec, AwaitingCodec) and self._model.slots is None:
             folder, given = str(self._vllm_config.model_config.model), self._settings.fingerprint.encode()
             salt = self._settings.tenant_salt.encode()
