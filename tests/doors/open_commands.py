@@ -353,6 +353,14 @@ LAB = (
         "tests/lab/test_sim.py::test_several_traces_give_a_line_each",
     ),
     Capability(
+        "traces as tenants of one cache",
+        "kvtide-lab sim trace made:loop+made:drift --compare",
+        _MEASURE,
+        "made-up traces",
+        Source.OURS,
+        "tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each",
+    ),
+    Capability(
         "refinements leave before blocks, simulated",
         "kvtide-lab sim shrink FILE",
         _MEASURE,

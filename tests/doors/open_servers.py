@@ -69,6 +69,14 @@ STORES = (
         "::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk",
     ),
     Capability(
+        "a hybrid model's states, with the blocks that need them",
+        "?policy=mix",
+        _LEAVES,
+        "an order beside made-up prompts",
+        Source.OURS,
+        "tests/lab/sim/test_groups.py::test_states_that_are_named_to_the_order_save_more",
+    ),
+    Capability(
         "policies as simulated",
         "?policy= slru arc s3fifo sieve reuse gdsf mix",
         _LEAVES,

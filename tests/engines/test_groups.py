@@ -147,11 +147,13 @@ def test_a_prompt_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     prompt = prompt_of(200)
     filled("qwen3_next", tmp_path, prompt)
     with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
-        asked: list[int] = []
-        monkeypatch.setattr(cached.cache.tiers, "note_request", lambda ids, hint: asked.append(len(ids)))
+        asked: list[tuple[int, list[int]]] = []
+        monkeypatch.setattr(
+            cached.cache.tiers, "note_request", lambda ids, hint, states: asked.append((len(ids), [*map(len, states)]))
+        )
         assert cached.hit_tokens(prompt) == 192
-        # Rows alone: states stand by themselves.
-        assert asked == [3]
+        # Rows, and the states that they may need.
+        assert asked == [(3, [3])]
 
 
 def test_a_talk_goes_on_from_where_it_was(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.evict.policies.order import FreePool
+from kvtide.evict.policies.pool import FreePool
 from kvtide.types import BlockKey
 
 

@@ -88,7 +88,20 @@ def test_several_traces_give_a_line_each(trace_file: Path) -> None:
     assert len(report["rows"]) == 2
     assert set(report["rows"][0]["hit_rates"]) >= {"lru", "s3fifo", "arc", "reuse", "mix", "belady"}
     assert report["regret_max"] == max(row["regret"] for row in report["rows"])
+    assert report["gap_closed_mean"] == report["rows"][0]["gap_closed"] == report["rows"][1]["gap_closed"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_traces_share_a_cache_as_tenants_and_hints_come_with_each(trace_file: Path) -> None:
+    both = f"{trace_file}+{trace_file}"
+    words = ["trace", both, str(trace_file), "--compare", "--hints", "ends", "--capacity", "3", "--json"]
+    rows = json.loads(CliRunner().invoke(app, words).stdout)["rows"]
+    assert rows[0]["trace"] == f"{trace_file.name}+{trace_file.name}"
+    alone = json.loads(CliRunner().invoke(app, ["trace", str(trace_file), "--capacity", "999", "--json"]).stdout)
+    shared = json.loads(CliRunner().invoke(app, ["trace", both, "--capacity", "999", "--json"]).stdout)
+    assert shared["unique_blocks"] == 2 * alone["unique_blocks"]
+    assert [each["blocks"] for each in shared["rows"][0]["tenants"]] == [alone["blocks"]] * 2
+    assert shared["rows"][0]["hit_rate"] == alone["rows"][0]["hit_rate"]
 
 
 def test_groups_prints_what_each_distance_between_states_costs_and_saves() -> None:

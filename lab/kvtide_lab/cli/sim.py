@@ -21,6 +21,7 @@ from kvtide_lab.sim import (
     Trace,
     WekaReplay,
     compare,
+    joined,
     made_trace,
     read_trace,
     run_prompts,
@@ -31,6 +32,7 @@ from kvtide_lab.sim.groups import STATE_BLOCKS, render_groups, run_groups
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
 from kvtide_lab.sim.report import (
+    StandingReport,
     plot_fairness,
     plot_prompts,
     plot_trace,
@@ -50,7 +52,7 @@ app.command("stream")(stream)
 SHARES = ["1%", "3%", "10%", "30%"]
 SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
-STANDING = ["lru", "slru", "s3fifo", "arc", "score", "reuse"]
+STANDING = ["lru", "slru", "s3fifo", "arc", "score", "fading", "reuse"]
 DEFAULT_POLICY = "mix"
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
 ClientOption = Annotated[
@@ -66,7 +68,8 @@ def trace(
         list[str] | None,
         typer.Argument(
             help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not; a folder of sessions' texts; "
-            f"made:NAME, one of {', '.join(MADE)}. Several give a line each; by default all made-up ones do."
+            f"made:NAME, one of {', '.join(MADE)}. Several give a line each; by default all made-up ones do. "
+            "A+B: traces as tenants of one cache."
         ),
     ] = None,
     policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
@@ -76,7 +79,9 @@ def trace(
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
     room: Annotated[bool, typer.Option("--room", help="Several traces: what room LRU needs for as many hits.")] = False,
     weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
-    hints: Annotated[str | None, typer.Option("--hints", help=f"One trace: advice, {', '.join(HINTS)}.")] = None,
+    hints: Annotated[
+        str | None, typer.Option("--hints", help=f"Advice that comes with the requests: {', '.join(HINTS)}.")
+    ] = None,
     sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
@@ -87,7 +92,9 @@ def trace(
         raise ValueError(f"--sessions must not be negative, got {sessions}")
     names = files or [MADE_PREFIX + name for name in MADE][: 2 if quick else None]
     if len(names) > 1:
-        _stand(names, policy, capacity or (SHARES_QUICK if quick else SHARES), sessions, room, as_json)
+        loads = [_trace(name, sessions) for name in names]
+        sizes = capacity or (SHARES_QUICK if quick else SHARES)
+        emit(_standings(loads, policy, sizes, room, hints), render_standings, as_json)
         return
     loaded = _trace(names[0], sessions)
     shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
@@ -99,6 +106,8 @@ def trace(
 
 
 def _trace(name: str, sessions: int) -> Trace:
+    if "+" in name and not Path(name).exists():
+        return joined([_trace(each, sessions) for each in name.split("+")])
     if name.startswith(MADE_PREFIX):
         return made_trace(name.removeprefix(MADE_PREFIX))
     if not (path := Path(name)).exists():
@@ -106,17 +115,13 @@ def _trace(name: str, sessions: int) -> Trace:
     return read_trace(path, WekaReplay(sessions_max=sessions or None))
 
 
-def _stand(
-    names: Sequence[str], policy: str, capacity: Sequence[str], sessions: int, room: bool, as_json: bool
-) -> None:
-    """Show a policy beside the fixed ones on several traces."""
+def _standings(
+    traces: Sequence[Trace], policy: str, capacity: Sequence[str], room: bool, hints: str | None
+) -> StandingReport:
+    """Set a policy beside the fixed ones on several traces."""
     fixed = [each for each in STANDING if each != policy]
-    standings = []
-    for name in names:
-        loaded = _trace(name, sessions)
-        shares = [_share(each, loaded.unique_blocks) for each in capacity]
-        standings += [standing(loaded, policy, fixed, share, room) for share in shares]
-    emit(standing_report(policy, standings), render_standings, as_json)
+    shares = [(trace, _share(each, trace.unique_blocks)) for trace in traces for each in capacity]
+    return standing_report(policy, [standing(trace, policy, fixed, share, room, hints) for trace, share in shares])
 
 
 @app.command("shrink")
@@ -137,7 +142,7 @@ def shrink(
 @app.command("groups")
 def groups(
     file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
-    policy: Annotated[str, typer.Option("--policy", help="An order of a memory tier, `?policy=`.")] = "frequency",
+    policy: Annotated[str, typer.Option("--policy", help="An order of a memory tier, `?policy=`.")] = DEFAULT_POLICY,
     capacity: Annotated[
         list[str] | None, typer.Option("--capacity", help="As for `trace`, in bytes of blocks.")
     ] = None,

@@ -22,6 +22,7 @@ from kvtide_lab.sim.workload import (
     TraceSource,
     WekaReplay,
     build_trace,
+    joined,
     read_trace,
     tenant_namespace,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "build_trace",
     "capacity_blocks",
     "compare",
+    "joined",
     "made_trace",
     "prefill_cost",
     "read_trace",

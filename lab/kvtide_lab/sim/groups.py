@@ -92,7 +92,7 @@ def _row(trace: Trace, policy: str, share: float, state_tokens: int, state_block
         states_space = Namespace(bytes(each ^ 0xFF for each in rows_space))
         rows = [ObjectId(rows_space, key) for key in keys]
         states = [ObjectId(states_space, key) for key in part_keys(states_space, keys)]
-        held.order.note_request(rows_space, keys)
+        held.order.note_request(rows_space, keys, states=[states])
         hit = hit_of([[each in held.sizes for each in group] for group in (rows, states)], [0, 1], [0])
         for used in [*rows[: hit.blocks], *states[max(0, hit.blocks - 1) : hit.blocks]]:
             held.order.note_use(used)

@@ -15,7 +15,7 @@ import msgspec
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
-from kvtide.evict.policies.order import FreePool
+from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey

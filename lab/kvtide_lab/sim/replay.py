@@ -157,9 +157,11 @@ def compare(
     return comparisons
 
 
-def standing(trace: Trace, policy: str, fixed: Sequence[str], share: float, with_room: bool = False) -> PolicyStanding:
+def standing(
+    trace: Trace, policy: str, fixed: Sequence[str], share: float, with_room: bool = False, hints: str | None = None
+) -> PolicyStanding:
     """Replay a policy and those that it is to be as good as; `lru` is to be one of them."""
-    rows = {row.result.policy: row for row in compare(trace, [*fixed, policy], [share])}
+    rows = {row.result.policy: row for row in compare(trace, [*fixed, policy], [share], hints=hints)}
     hit_rates = {name: row.result.hit_rate for name, row in rows.items()}
     best = max(fixed, key=lambda name: hit_rates[name])
     blocks_max = capacity_blocks(trace, share)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR_CELLS = 30
+# Where LRU and the bound are closer, the share of the gap between them says nothing.
+GAP_MIN = 0.002
 
 
 class TenantRow(msgspec.Struct, frozen=True):
@@ -55,10 +57,14 @@ class TraceReport(msgspec.Struct, frozen=True):
 
 
 class StandingReport(msgspec.Struct, frozen=True):
-    """A policy beside fixed ones on several traces."""
+    """A policy beside fixed ones on several traces.
+
+    gap_closed_mean: over rows where LRU and the bound are GAP_MIN of hit rate apart at least; None if there is none.
+    """
 
     policy: str
     regret_max: float
+    gap_closed_mean: float | None
     rows: list[PolicyStanding]
 
 
@@ -103,12 +109,17 @@ def render_trace(report: TraceReport) -> Table:
 
 def standing_report(policy: str, standings: Sequence[PolicyStanding]) -> StandingReport:
     """Return what `kvtide-lab sim trace --compare --json` prints of several traces."""
-    return StandingReport(policy, max((each.regret for each in standings), default=0.0), list(standings))
+    rates = [(row.gap_closed, row.hit_rates[BELADY] - row.hit_rates["lru"]) for row in standings]
+    gaps = [closed for closed, gap in rates if closed is not None and gap >= GAP_MIN]
+    mean = sum(gaps) / len(gaps) if gaps else None
+    return StandingReport(policy, max((each.regret for each in standings), default=0.0), mean, list(standings))
 
 
 def render_standings(report: StandingReport) -> Table:
     """Return a line for each trace and capacity; `room` is how much more LRU needs for the same hits."""
     title = f"{report.policy}: at most {report.regret_max:.4f} below the best fixed policy"
+    if report.gap_closed_mean is not None:
+        title += f", {report.gap_closed_mean:.2f} of the gap closed in the mean"
     table = Table(title=title, padding=(0, 0))
     for column in ("trace", "size", "lru", "best fixed", report.policy, "bound", "regret", "gap", "room"):
         table.add_column(column, justify="left" if column == "trace" else "right", no_wrap=True)

@@ -134,6 +134,20 @@ def _chained_lines(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) 
     yield from rest
 
 
+def joined(traces: Sequence[Trace]) -> Trace:
+    """Return several traces as tenants of one cache, all as long as the first one. ValueError for unlike blocks."""
+    sizes = {trace.block_tokens for trace in traces}
+    if len(sizes) != 1:
+        raise ValueError(f"traces must have blocks of one size to share a cache, got {sorted(sizes)} tokens")
+    spans_s = [max(1e-9, trace.requests[-1].at_s - trace.requests[0].at_s) for trace in traces]
+    sources = (
+        TraceSource((at_s - trace.requests[0].at_s) * spans_s[0] / span_s, f"{number} {tenant}", keys)
+        for number, (trace, span_s) in enumerate(zip(traces, spans_s, strict=True))
+        for at_s, tenant, keys in trace.requests
+    )
+    return build_trace("+".join(trace.name for trace in traces), sizes.pop(), sources)
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     opener: Callable[..., Iterable[bytes]] = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as file:  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from kvtide.evict.ranking import (
     Ranking,
     RecencyRanking,
     ScoreRanking,
+    States,
     order_named,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "RecencyRanking",
     "ScoreRanking",
     "Sessions",
+    "States",
     "order_named",
 ]

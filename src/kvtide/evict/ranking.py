@@ -27,6 +27,8 @@ SCORE_HALF_LIFE = 1.0
 # is as good as any other constant, since only the order counts.
 Importance = Callable[[ObjectId], float]
 MayGo = Callable[[ObjectId], bool]
+# Of each group whose parts stand alone, such as a hybrid model's states, the part of each block, there or not.
+States = Sequence[Sequence[ObjectId]]
 
 
 class Rank(NamedTuple):
@@ -172,7 +174,13 @@ class EvictionOrder:
         """Tell whether `note_request` matters; by default reads tell all that there is to know."""
         return False
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
+    def note_request(
+        self,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        hint: Hint | None = None,
+        states: States = (),
+    ) -> bool:
         """Note that a prompt asks for these blocks, all of its full ones from the first on. True if it takes advice.
 
         A session's latest request once more, as its last one, is no use but the session's end, said afterwards.

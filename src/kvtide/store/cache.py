@@ -18,7 +18,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LevelledCodec
 from kvtide.config import Limits
-from kvtide.evict import Advice, Hint, Ranking, Sessions
+from kvtide.evict import Advice, Hint, Ranking, Sessions, States
 from kvtide.group import Hit, Parts, hit_of
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
@@ -219,17 +219,17 @@ class Cache:
         bring = partial(self.tiers.prefetch, [meta.id for meta in metas], size_max)
         return self.guarded("prefetch", bring, 0) if self.is_open else 0
 
-    def _note_request(self, ids: Sequence[ObjectId], said: Advice | None) -> None:
+    def _note_request(self, ids: Sequence[ObjectId], said: Advice | None, states: States = ()) -> None:
         hint = Hint.parse(said)
         if hint is not None and hint.session is not None and not hint.is_last and ids:
             self._sessions.note(ids[-1].namespace, hint.session, ids[-1])
-        is_taken = self.tiers.note_request(ids, hint)
+        is_taken = self.tiers.note_request(ids, hint, states)
         if said is not None:
             self._placer.counts.add("hints")
             self._placer.counts.add("hints_ignored", not is_taken)
 
-    def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> int:
-        self._note_request(ids, hint)
+    def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None, states: States = ()) -> int:
+        self._note_request(ids, hint, states)
         keys = [object_id.key for object_id in ids]
         known = 0 if any(map(wants_latest, ids)) else len(self.index.match(keys).blocks)
         for tier in self.tiers.run_places(ids[known:]):
@@ -245,7 +245,13 @@ class Cache:
         return self.guarded("look up", partial(self._match_parts, groups, hint), Hit(0)) if self.is_open else Hit(0)
 
     def _match_parts(self, groups: Sequence[Parts], hint: Advice | None) -> Hit:
-        runs = [None if group.is_sparse else self._match(group.ids, hint) for group in groups]
+        # The first group of rows ranks the states.
+        first = next((group for group in groups if not group.is_sparse), None)
+        states = [group.ids for group in groups if group.is_sparse]
+        runs = [
+            None if group.is_sparse else self._match(group.ids, hint, states if group is first else ())
+            for group in groups
+        ]
         blocks = len(groups[0].ids)
         # A hit ends no later, and what stands alone is asked for up to there.
         stop = min((run for run in runs if run is not None), default=blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
-from kvtide.evict import Hint
+from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -171,7 +171,7 @@ class Ordered(Protocol):
     def hears_requests(self) -> bool:
         """Tell whether `note_request` matters."""
 
-    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Note that a prompt asks for these objects, all of its full blocks. True if its advice is taken."""
 
 

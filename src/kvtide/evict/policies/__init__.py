@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvtide.evict.policies.mix import FULL_BLOCKS_MAX, MixPolicy, SampledMixPolicy
-from kvtide.evict.policies.order import PolicyOf, PolicyOrder, PoolOrder
+from kvtide.evict.policies.order import PolicyOf, PolicyOrder
+from kvtide.evict.policies.pool import PoolOrder
 from kvtide.evict.policies.published import (
     ArcPolicy,
     FadingPolicy,

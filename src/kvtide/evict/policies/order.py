@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
-from kvtide.evict.ranking import EvictionOrder, MayGo
+from kvtide.evict.policies.states import LinkedStates
+from kvtide.evict.ranking import EvictionOrder, MayGo, States
 from kvtide.index import EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -32,6 +31,7 @@ class PolicyOrder(EvictionOrder):
     A request is one use of its whole prefix, also of blocks whose objects are only about to come: those have a place
     from the request on, and what must go for them loses its own: objects then, which leave when room is needed, or
     blocks of that request, which are refused when they come. Objects whose prefix is not here leave first too.
+    States that a request names leave just before their block, or first if another one is in their place.
     """
 
     def __init__(self, policy_of: PolicyOf, clock: Clock, bytes_max: int, blocks_max: int | None = None) -> None:
@@ -51,6 +51,7 @@ class PolicyOrder(EvictionOrder):
         # Of these, by the block that they follow, those that entered before it.
         self._waiting: dict[BlockKey, set[ObjectId]] = {}
         self._announced: OrderedDict[BlockKey, None] = OrderedDict()
+        self._states = LinkedStates()
         # Namespaces for which somebody tells of requests, the last ones.
         self._told: OrderedDict[Namespace, None] = OrderedDict()
         # The end of the latest request, and when it came.
@@ -71,9 +72,17 @@ class PolicyOrder(EvictionOrder):
         """Requests are what policies over prefixes rank by."""
         return True
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
+    def note_request(
+        self,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        hint: Hint | None = None,
+        states: States = (),
+    ) -> bool:
         """Note a use of a prefix; the end of a session whose latest request it was is none."""
         with self._lock:
+            for group in states:
+                self._link(keys, group)
             # Before the first object nothing can leave.
             if self._tree is None or not keys:
                 return False
@@ -101,6 +110,28 @@ class PolicyOrder(EvictionOrder):
                 self._announced.popitem(last=False)
             return hint is not None and policy is not None and policy.trust.ignored == ignored
 
+    def _link(self, keys: Sequence[BlockKey], states: Sequence[ObjectId]) -> None:
+        """Link a prompt's states to its blocks, also those that came before anybody named them."""
+        here = [state for state in states if state in self._parents and state not in self._states]
+        self._states.announce(keys, states)
+        for state in here:
+            parent = self._parents[state]
+            self.leave(state)
+            self._enter_state(state, parent)
+
+    def _enter_state(self, state: ObjectId, parent: BlockKey) -> None:
+        self._parents[state] = parent
+        superseded = self._states.enter(state)
+        if superseded is not None:
+            self._orphans[superseded] = None
+        if not self._has_place(state):
+            self._orphans[state] = None
+
+    def _has_place(self, state: ObjectId) -> bool:
+        """Tell whether the block is held to which a state is linked."""
+        block = self._states.block_of(state)
+        return block is not None and self._tree is not None and self._tree.is_held(block)
+
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         self._insert(tree, namespace, keys, parent)
         # Objects of blocks that are held now are orphans no more, nor are those that came before the block ahead.
@@ -108,6 +139,8 @@ class PolicyOrder(EvictionOrder):
         for key in held:
             if key in self._blocks:
                 self._orphans.pop(self._blocks[key], None)
+            for state in self._states.current_of(key):
+                self._orphans.pop(state, None)
             for child in self._waiting.pop(key, ()):
                 if child in self._orphans:
                     self._insert(tree, child.namespace, [child.key], key)
@@ -125,6 +158,8 @@ class PolicyOrder(EvictionOrder):
 
     def _orphan(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
+            for state in self._states.of(key):
+                self._orphans[state] = None
             if key in self._blocks:
                 self._orphans[self._blocks[key]] = None
 
@@ -132,6 +167,11 @@ class PolicyOrder(EvictionOrder):
         """Note a read of a namespace for which nobody tells of requests, such as that of states, which stand alone."""
         with self._lock:
             parent = self._parents.get(object_id)
+            if object_id in self._states:
+                self._states.use(object_id)
+                if self._has_place(object_id):
+                    self._orphans.pop(object_id, None)
+                return
             if parent is None or self._tree is None or object_id.namespace in self._told:
                 return
             if object_id in self._orphans:
@@ -143,9 +183,14 @@ class PolicyOrder(EvictionOrder):
         """Rank an object; one that no request announced is one of its own."""
         with self._lock:
             key, tree = object_id.key, self._tree
+            if self._states.block_of(object_id) is not None:
+                # Its size does not tell how many blocks fit.
+                self._enter_state(object_id, parent)
+                return
             if tree is None:
                 tree = self._tree = self._planted(max(1, self._bytes_max // max(1, size)))
-            self._orphan([key])
+            if key in self._blocks:
+                self._orphans[self._blocks[key]] = None
             self._parents[object_id] = parent
             self._blocks[key] = object_id
             if key in self._announced:
@@ -172,6 +217,9 @@ class PolicyOrder(EvictionOrder):
         """Drop what is known of an object; tell whether it was its block's."""
         parent = self._parents.pop(object_id)
         self._orphans.pop(object_id, None)
+        if object_id in self._states:
+            self._states.leave(object_id)
+            return False
         if parent in self._waiting:
             self._waiting[parent].discard(object_id)
             if not self._waiting[parent]:
@@ -184,6 +232,8 @@ class PolicyOrder(EvictionOrder):
     def wants(self, object_id: ObjectId) -> bool:
         """Refuse what was announced and has lost its place since: it is worth less than what is here."""
         with self._lock:
+            if self._states.block_of(object_id) is not None:
+                return self._tree is None or self._has_place(object_id)
             return self._tree is None or object_id.key not in self._announced or self._tree.is_held(object_id.key)
 
     def victims(self, may_go: MayGo) -> Generator[ObjectId]:
@@ -203,9 +253,10 @@ class PolicyOrder(EvictionOrder):
             while victim is None and self._tree is not None and (keys := self._tree.victims(1)):
                 # Without an object it was announced and did not come yet: it is not to come any more.
                 found = self._blocks.get(keys[0])
-                if found is not None and may_go(found):
-                    victim = found
-                elif found is not None:
+                if found is None or may_go(found):
+                    self._orphan(keys)
+                    victim = next((each for each in (*self._states.of(keys[0]), found) if each and may_go(each)), None)
+                else:
                     # In use: as good as used now, and passed over for this time.
                     self._use(self._tree, found.namespace, keys, self._parents[found])
                     self._tree.pin(keys)
@@ -213,141 +264,3 @@ class PolicyOrder(EvictionOrder):
             if victim is not None:
                 self._forget(victim)
             return victim
-
-
-# Passed-over entries may make up this share of the heaps' before they are rebuilt.
-_STALE_SHARE_MAX = 0.5
-_STALE_SLACK = 64
-
-
-class _Entry(NamedTuple):
-    last_use_s: float
-    prefix_blocks: int
-
-
-class FreePool:
-    """Blocks with reference count 0. `add`, `take_back` and the eviction that `add` may cause are O(log n)."""
-
-    def __init__(self, blocks_max: int) -> None:
-        if blocks_max < 0:
-            raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
-        self.blocks_max = blocks_max
-        self._entries: dict[BlockKey, _Entry] = {}
-        self._times_s: list[float] = []
-        self._blocks: dict[float, list[tuple[int, BlockKey]]] = {}
-        self._queued = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._entries
-
-    def add(self, key: BlockKey, last_use_s: float, prefix_blocks: int) -> BlockKey | None:
-        """Free a block; return the one that has to go for it, which may be itself. ValueError if it is here already."""
-        if key in self._entries:
-            raise ValueError(f"block {key.hex()[:16]} is in the pool already")
-        self._entries[key] = _Entry(last_use_s, prefix_blocks)
-        blocks = self._blocks.get(last_use_s)
-        if blocks is None:
-            blocks = self._blocks[last_use_s] = []
-            heapq.heappush(self._times_s, last_use_s)
-        heapq.heappush(blocks, (-prefix_blocks, key))
-        self._queued += 1
-        return self.evict() if len(self._entries) > self.blocks_max else None
-
-    def take_back(self, key: BlockKey) -> bool:
-        """Remove a block that comes back into use. False if it is not here."""
-        if self._entries.pop(key, None) is None:
-            return False
-        if self._queued > _STALE_SLACK + len(self._entries) / (1 - _STALE_SHARE_MAX):
-            self._rebuild()
-        return True
-
-    def evict(self) -> BlockKey | None:
-        """Remove the block that goes first and return it; None if the pool is empty."""
-        while self._times_s:
-            last_use_s = self._times_s[0]
-            blocks = self._blocks[last_use_s]
-            while blocks:
-                prefix_blocks, key = heapq.heappop(blocks)
-                self._queued -= 1
-                if self._entries.get(key) == (last_use_s, -prefix_blocks):
-                    del self._entries[key]
-                    return key
-            heapq.heappop(self._times_s)
-            del self._blocks[last_use_s]
-        return None
-
-    def _rebuild(self) -> None:
-        self._blocks = {}
-        for key, (last_use_s, prefix_blocks) in self._entries.items():
-            self._blocks.setdefault(last_use_s, []).append((-prefix_blocks, key))
-        for blocks in self._blocks.values():
-            heapq.heapify(blocks)
-        self._times_s = sorted(self._blocks)
-        self._queued = len(self._entries)
-
-    def check(self) -> None:
-        """AssertionError if the pool contradicts itself."""
-        assert len(self._entries) <= self.blocks_max
-        queued = {(time_s, depth, key) for time_s, blocks in self._blocks.items() for depth, key in blocks}
-        assert sorted(self._times_s) == sorted(self._blocks)
-        assert sum(map(len, self._blocks.values())) == self._queued
-        assert all((entry.last_use_s, -entry.prefix_blocks, key) in queued for key, entry in self._entries.items())
-
-
-class PoolOrder(EvictionOrder):
-    """The report's pool of freed blocks: longest unused first, among those of one time the longest prefix first."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._pool = FreePool(1 << 62)
-        # By `_name`, with the blocks of the prefix up to each.
-        self._members: dict[BlockKey, tuple[ObjectId, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def note_use(self, object_id: ObjectId) -> None:
-        """Take a block out of the pool and free it again, now."""
-        name = _name(*object_id)
-        if self._pool.take_back(name):
-            self._free(name)
-
-    def _free(self, name: BlockKey) -> None:
-        self._pool.add(name, self._clock.monotonic_s(), self._members[name][1])
-
-    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
-        """Free a block that nobody uses yet."""
-        name, before = _name(*object_id), self._members.get(_name(object_id.namespace, parent))
-        self._members[name] = (object_id, 1 if before is None else before[1] + 1)
-        self._free(name)
-
-    def leave(self, object_id: ObjectId) -> None:
-        """Forget a block."""
-        name = _name(*object_id)
-        if self._members.pop(name, None) is not None:
-            self._pool.take_back(name)
-
-    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
-        """Yield the pool's first; blocks that may not go come back with the time of now."""
-        kept: list[BlockKey] = []
-        try:
-            while (name := self._pool.evict()) is not None:
-                object_id, _ = self._members[name]
-                if may_go(object_id):
-                    del self._members[name]
-                    yield object_id
-                else:
-                    kept.append(name)
-        finally:
-            # Some may have left while the caller had the word, or have come back.
-            for name in kept:
-                if name in self._members and name not in self._pool:
-                    self._free(name)
-
-
-def _name(namespace: Namespace, key: BlockKey) -> BlockKey:
-    """Tell blocks apart that have one key: of a namespace's generations, or of tenants who copy keys."""
-    return BlockKey(namespace + key)

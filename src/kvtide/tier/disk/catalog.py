@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvtide.evict import EvictionOrder, Hint
+from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.tier.disk.record import RecordHeader, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
@@ -210,10 +210,16 @@ class GivenUp:
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
 
-    def note_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None) -> bool:
+    def note_request(
+        self,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        hint: Hint | None = None,
+        states: States = (),
+    ) -> bool:
         """Note a request, and take back what it asks for."""
         with self._lock:
-            is_taken = self._order.note_request(namespace, keys, hint)
+            is_taken = self._order.note_request(namespace, keys, hint, states)
             for key in keys if self._given_up else ():
                 self._take_back(ObjectId(namespace, key))
             return is_taken

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.evict import EvictionOrder, Hint
+from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
@@ -65,10 +65,10 @@ class DiskTier:
         """Tell whether there is an order to which requests matter."""
         return self._log.given_up is not None and self._log.given_up.hears_requests
 
-    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the order, if there is one, what a prompt asks for."""
         order, keys = self._log.given_up, [each.key for each in object_ids]
-        return order is not None and order.note_request(object_ids[0].namespace, keys, hint)
+        return order is not None and order.note_request(object_ids[0].namespace, keys, hint, states)
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""

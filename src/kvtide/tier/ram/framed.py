@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
-from kvtide.evict import EvictionOrder, Hint, RankedOrder
+from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
 from kvtide.tier.base import Buffer, IsPinned, ObjectInfo, Offer, OnRemoved, Removals
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
 from kvtide.types import BlockKey, ObjectId, TierStats
@@ -199,9 +199,9 @@ class FramedTier(ABC, Generic[FramesT]):
         """Tell whether requests matter to the order."""
         return self.order.hears_requests
 
-    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the order what a prompt asks for."""
-        return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint)
+        return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint, states)
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted."""

@@ -20,7 +20,7 @@ from mmap import PAGESIZE
 import msgspec
 
 from kvtide.errors import TierUnavailable
-from kvtide.evict import Hint
+from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import (
@@ -348,9 +348,9 @@ class SealedTier(WrappedTier):
         """Tell whether requests matter to the wrapped tier."""
         return isinstance(self.tier, Ordered) and self.tier.hears_requests
 
-    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the wrapped tier what a prompt asks for."""
-        return isinstance(self.tier, Ordered) and self.tier.note_request(object_ids, hint)
+        return isinstance(self.tier, Ordered) and self.tier.note_request(object_ids, hint, states)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell the wrapped tier what engines decided."""

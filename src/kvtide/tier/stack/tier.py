@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvtide.evict import Hint, Ranking, RecencyRanking
+from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background, Demoter
@@ -163,15 +163,15 @@ class TierStack:
         """Tell whether requests matter to a tier."""
         return any(isinstance(tier, Ordered) and tier.hears_requests for tier in self._open)
 
-    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None) -> bool:
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order.
 
         Tiers elsewhere hear what it advises in the background, unless too much waits. True if a tier takes the advice.
         """
-        named, is_taken = [self.named(each) for each in object_ids], False
+        is_taken, (named, *states) = False, ([self.named(each) for each in ids] for ids in (object_ids, *states))
         for tier in self._open if named else ():
             if isinstance(tier, Ordered) and tier.hears_requests:
-                is_taken |= tier.note_request(named, hint)
+                is_taken |= tier.note_request(named, hint, states)
             if hint is not None and isinstance(tier, Advised) and self._writer.reserve(DIGEST_BYTES * len(named)):
                 advise = partial(self._ask, tier, "advise", partial(tier.advise, named, hint), None)
                 is_taken |= self._writer.submit(advise, DIGEST_BYTES * len(named))

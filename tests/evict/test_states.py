@@ -1,0 +1,132 @@
+"""States of hybrid models: each leaves with the block that it needs, and a session's older ones first."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from kvtide.clock import ManualClock
+from kvtide.evict.policies import PolicyOrder, policy_named
+from kvtide.evict.policies.states import ANNOUNCED_MAX, LinkedStates
+from kvtide.types import BlockKey, Namespace, ObjectId
+
+NS, OF_STATES = Namespace(b"r" * 32), Namespace(b"s" * 32)
+
+
+def key(*path: int) -> BlockKey:
+    return BlockKey(bytes(path).ljust(32, b"\xff"))
+
+
+def prompt(*branch: int) -> list[BlockKey]:
+    """Return a key for each block of a prompt; prompts share the blocks that their numbers begin with."""
+    return [key(*branch[: i + 1]) for i in range(len(branch))]
+
+
+def state(*path: int) -> ObjectId:
+    return ObjectId(OF_STATES, key(*path))
+
+
+class Served:
+    """An order whose prompts are asked for and then stored, with a state after each of some numbers of blocks."""
+
+    def __init__(self, policy: str = "lru", blocks_max: int = 20) -> None:
+        self.clock = ManualClock(0.0)
+        self.order = PolicyOrder(policy_named(policy), self.clock, 1 << 20, blocks_max)
+
+    def serve(self, *branch: int, states: tuple[int, ...] = ()) -> None:
+        keys = prompt(*branch)
+        self.clock.advance(1.0)
+        self.order.note_request(NS, keys, states=[[ObjectId(OF_STATES, each) for each in keys]])
+        for before, each in zip([BlockKey(NS), *keys], keys, strict=False):
+            if each not in self.order._blocks:
+                self.order.enter(ObjectId(NS, each), before, 1)
+        for count in states:
+            self.order.enter(ObjectId(OF_STATES, keys[count - 1]), BlockKey(OF_STATES), 6)
+
+    def leaving(self) -> list[ObjectId]:
+        with closing(self.order.victims(lambda each: True)) as leaving:
+            return list(leaving)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "reuse", "mix"])
+def test_state_leaves_just_before_its_block(policy: str) -> None:
+    served = Served(policy)
+    served.serve(1, 2, 3, states=(3,))
+    served.serve(4, 5, states=(2,))
+    gone = served.leaving()
+    assert len(gone) == 7
+    assert gone.index(state(1, 2, 3)) + 1 == gone.index(ObjectId(NS, key(1, 2, 3)))
+    assert gone.index(state(4, 5)) + 1 == gone.index(ObjectId(NS, key(4, 5)))
+
+
+def test_state_that_a_session_has_gone_on_from_leaves_first() -> None:
+    served = Served()
+    served.serve(9, states=(1,))
+    served.serve(1, 2, states=(2,))
+    served.serve(1, 2, 3, states=(3,))
+    assert served.leaving()[:3] == [state(1, 2), state(9), ObjectId(NS, key(9))]
+
+
+def test_superseded_state_that_is_read_again_stays_with_its_block() -> None:
+    served = Served()
+    served.serve(9, states=(1,))
+    served.serve(1, 2, states=(2,))
+    served.serve(1, 2, 3, states=(3,))
+    served.order.note_use(state(1, 2))
+    served.serve(1, 2, 4, states=(3,))
+    assert served.leaving()[0] == state(9)
+
+
+def test_state_where_prompts_branch_is_not_superseded() -> None:
+    served = Served()
+    served.serve(9, states=(1,))
+    served.serve(1, 2, 3)
+    served.serve(1, 2, 4, states=(2, 3))
+    served.serve(1, 2, 5, states=(3,))
+    assert served.leaving()[0] == state(9)
+
+
+def test_state_whose_block_is_not_here_is_refused_and_leaves_first() -> None:
+    served = Served(blocks_max=2)
+    served.serve(1, 2, states=(2,))
+    served.serve(3, 4, states=(2,))
+    assert not served.order.wants(state(1, 2))
+    assert served.order.wants(state(3, 4))
+    assert served.leaving()[0] == state(1, 2)
+
+
+def test_states_that_came_before_anybody_named_them_are_linked_at_the_next_request() -> None:
+    served = Served()
+    served.order.enter(state(1, 2), BlockKey(OF_STATES), 6)
+    served.serve(1, 2)
+    served.serve(3)
+    gone = served.leaving()
+    assert gone[:3] == [state(1, 2), ObjectId(NS, key(1, 2)), ObjectId(NS, key(1))]
+
+
+def test_state_in_use_stays_though_its_block_leaves() -> None:
+    served = Served()
+    served.serve(1, states=(1,))
+    with closing(served.order.victims(lambda each: each != state(1))) as leaving:
+        assert list(leaving) == [ObjectId(NS, key(1))]
+    assert served.leaving() == [state(1)]
+    assert len(served.order) == 0
+
+
+def test_first_state_does_not_say_how_many_blocks_fit() -> None:
+    order = PolicyOrder(policy_named("lru"), ManualClock(0.0), 12)
+    order.note_request(NS, prompt(1), states=[[state(1)]])
+    order.enter(state(1), BlockKey(OF_STATES), 6)
+    for number in range(5):
+        order.enter(ObjectId(NS, key(number)), BlockKey(NS), 1)
+    assert order._tree is not None
+    assert order._tree.stats().held_blocks == 5
+
+
+def test_links_of_states_that_never_come_are_bounded() -> None:
+    states = LinkedStates()
+    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(ANNOUNCED_MAX + 5)]
+    states.announce(keys, [ObjectId(OF_STATES, each) for each in keys])
+    assert states.block_of(ObjectId(OF_STATES, keys[4])) is None
+    assert states.block_of(ObjectId(OF_STATES, keys[5])) == keys[5]
