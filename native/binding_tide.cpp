@@ -181,15 +181,16 @@ void arrange(const std::string& path_name, const ConstValues& steps, const Order
   });
 }
 
-// Positions, scales of (layers, 2, positions, heads), values of (layers, 2, positions, heads, head_dim).
+// Positions, scales of (layers, 2, positions, heads) or of values, values of (layers, 2, positions, heads, head_dim).
 using Apart = std::tuple<Order, Array<const std::uint16_t, 4>, Array<const std::int8_t, 5>>;
 
 TideApart apart_of(const Apart& apart, const TideShape& shape) {
   const auto& [positions, scales, values] = apart;
-  want(scales.size() == shape.streams() * positions.size() * shape.heads && values.size() == scales.size() * shape.head_dim,
-       "tide: want a scale and values for each head of tokens that stand apart");
+  const std::size_t heads = shape.streams() * positions.size() * shape.heads;
+  want(values.size() == heads * shape.head_dim && (scales.size() == heads || scales.size() == values.size()),
+       "tide: want values of all heads of tokens that stand apart, and a scale for each head or value");
   want(std::ranges::all_of(span_of(positions), [&](std::size_t place) { return place < shape.tokens; }), "tide: bad position");
-  return {span_of(positions), flat(scales), flat(values)};
+  return {span_of(positions), flat(scales), flat(values), scales.size() == values.size() ? 1 : shape.head_dim};
 }
 
 void restore(const std::string& path_name, const ConstValues& coefficients, const Tables& classes,

@@ -119,10 +119,11 @@ struct TideArrange {
   std::size_t out_rows;
 };
 
-// Tokens that are kept whole: a bfloat16 scale for each (layer, K or V, token, head), a byte for each value.
+// Tokens that are kept whole: a bfloat16 scale for each (layer, K or V, token, head), or for each value, and a byte for each value.
 struct TideApart {
   std::span<const std::uint16_t> positions, scales;
   std::span<const std::int8_t> values;
+  std::size_t scaled_values;  // that share a scale: those of a head, or one
 };
 
 // The way back: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the

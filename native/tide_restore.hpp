@@ -123,7 +123,7 @@ class TokenWriter {
     std::vector<float> scale(shape.channels());
     for (std::size_t i = 0; i < shape.streams() * count; ++i) {
       for (std::size_t c = 0; c < shape.channels(); ++c) {
-        scale[c] = from_bfloat(job_.apart.scales[i * shape.heads + c / shape.head_dim]);
+        scale[c] = from_bfloat(job_.apart.scales[(i * shape.channels() + c) / job_.apart.scaled_values]);
       }
       const std::int8_t* values = job_.apart.values.data() + i * shape.channels();
       write(i / count, job_.apart.positions[i % count], Coded<std::int8_t>{values, scale.data(), nothing.data()});

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.tide_profiles import LAYOUT, alike_bits, fitted, of_alike, staged
+from tests.codec.tide_profiles import (
+    LAYOUT,
+    LOUDER,
+    alike_bits,
+    fitted,
+    in_line,
+    of_alike,
+    out_of_line,
+    out_of_line_bits,
+    staged,
+)
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -51,6 +61,7 @@ CODEC = TideCodec(fitted(LAYOUT), 1e-4, 3)
 META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
 STAGED_LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=3, head_dim=8, dtype=KVDtype.FLOAT32)
 STAGED_META, STAGED_BITS, STAGED = block_meta(STAGED_LAYOUT, 0, 1), alike_bits(STAGED_LAYOUT, 77), staged(STAGED_LAYOUT)
+LOUD_BITS = out_of_line_bits(LAYOUT, 77)
 SECTIONS = CODEC.encode(META, BITS)
 
 
@@ -174,8 +185,12 @@ def test_every_path_writes_and_reads_the_same_bytes(profile: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("name", "meta", "bits"),
-    [("tide", META, BITS), ("tide-staged", STAGED_META, STAGED_BITS)],
-    ids=["one stage", "two stages"],
+    [
+        ("tide", META, BITS),
+        ("tide-staged", STAGED_META, STAGED_BITS),
+        ("tide-octaves", block_meta(LAYOUT, 0, 0), LOUD_BITS),
+    ],
+    ids=["one stage", "two stages", "out of line"],
 )
 def test_golden_bytes_are_still_written_and_read(name: str, meta: BlockMeta, bits: BlockBits) -> None:
     profile = Profile.parse((GOLDEN / f"{name}.kvprofile").read_bytes())
@@ -186,6 +201,25 @@ def test_golden_bytes_are_still_written_and_read(name: str, meta: BlockMeta, bit
     assert reader is not None
     reader.decode(meta, parse_object(stored).sections(), out)
     assert error(bits, out) < 0.35 * max(1.0, float(floats(bits).std()))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("cost", ["light", "layer"])
+def test_dims_out_of_line_cost_nothing_and_lose_nothing(cost: str, number: int) -> None:
+    meta, sizes, errors = block_meta(LAYOUT, 0, number), [], []
+    for profile, bits, louder in (
+        (in_line(LAYOUT, cost), BITS, 1.0),
+        (out_of_line(LAYOUT, cost), LOUD_BITS, LOUDER[:, None]),
+    ):
+        codec, out = TideCodec(profile, 1e-3, 1), np.empty_like(bits)
+        sections = codec.encode(meta, bits)
+        codec.check_decoded(meta, bits, sections)
+        codec.decode(meta, sections, out)
+        sizes.append(sum(len(section.data) for section in sections))
+        lost = (floats(out) - floats(bits)).reshape(15, 2, 16, 8) / louder
+        errors.append([np.abs(lost[:, :, :4]).max(), np.abs(lost[:, :, 4:]).max()])
+    assert sizes[1] < 1.02 * sizes[0]
+    assert np.allclose(errors[1], errors[0], rtol=0.2)
 
 
 def test_two_stages_lose_what_the_profile_promises_and_keep_most_of_the_gain() -> None:
@@ -279,6 +313,10 @@ def forged(**changes: Any) -> Profile:
         {"mean": np.zeros((15, 2, 7), np.float32)},
         {"mean": np.full((15, 2, 8), np.nan, np.float32)},
         {"weight": np.zeros((15, 2, 8), np.float32)},
+        {"weight": None, "even_weight": np.ones((15, 2, 8), np.float32)},
+        {"weight": None, "octaves": np.zeros((15, 2, 8), np.int16)},
+        {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.zeros((15, 2, 7), np.int16)},
+        {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.full((15, 2, 8), 13, np.int16)},
         {"scale": np.arange(15 * 16, dtype=np.int16).reshape(15, 16)},
         {"scale": np.zeros((15, 17), np.int16)},
         {"unit": np.zeros((15, 3), np.float32)},

@@ -220,7 +220,10 @@ def test_arranging_sorts_tokens_and_turns_columns_into_rows(path: str, seed: int
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("neighbours", [False, True])
 @pytest.mark.parametrize("code", [1, 2, 3])
-def test_turning_and_storing_are_those_of_rope(path: str, neighbours: bool, code: int) -> None:
+@pytest.mark.parametrize("is_scaled_by_value", [False, True])
+def test_turning_and_storing_are_those_of_rope(
+    path: str, neighbours: bool, code: int, is_scaled_by_value: bool
+) -> None:
     rng = np.random.default_rng(4)
     tokens, heads, head_dim, pairs = 21, 3, 10, 4
     cos, sin = rng.normal(size=(2, 2, tokens, pairs)).astype(np.float32)
@@ -230,15 +233,18 @@ def test_turning_and_storing_are_those_of_rope(path: str, neighbours: bool, code
     mean, scale = rng.normal(size=(2, count)).astype(np.float32) * np.float32(1e-4)
     places, order = rng.permutation(tokens).astype(np.uint16), np.arange(count, dtype=np.uint16)
     args = (coded, np.zeros((count, 4), np.uint16), np.zeros((1, 4), np.int8), places, mean, scale, NO_PANELS)
-    apart = (np.array([5], np.uint16), np.full((1, 2, 1, heads), 0x3F80, np.uint16))
-    kept = (*apart, rng.integers(-127, 127, (1, 2, 1, heads, head_dim)).astype(np.int8))
+    # bfloat16 patterns of 1 for each head, or of .5, 1, 2 for values in turns.
+    scales = np.full((1, 2, 1, heads), 0x3F80, np.uint16)
+    if is_scaled_by_value:
+        scales = np.resize(np.array([0x3F00, 0x3F80, 0x4000], np.uint16), (1, 2, 1, heads * head_dim))
+    kept = (np.array([5], np.uint16), scales, rng.integers(-127, 127, (1, 2, 1, heads, head_dim)).astype(np.int8))
     out = np.empty(2 * tokens * heads * head_dim * item, dtype=np.uint8)
     shape = (1, 2, tokens, heads, head_dim)
     _native.tide_restore(path, *args, (count, count), order, NO_STAGE, kept, turns, out, shape, code)
 
     values = np.empty((tokens, count), dtype=np.float32)
     values[places] = (16 * coded.T).astype(np.float32) * (scale * np.float32(8192)) + mean
-    values[5] = kept[2].reshape(-1)
+    values[5] = kept[2].reshape(-1) * (np.resize([0.5, 1, 2], count) if is_scaled_by_value else 1)
     half = np.ascontiguousarray(values.reshape(tokens, 2, heads, head_dim).transpose(1, 0, 2, 3))
     nothing = np.empty((tokens, 0), dtype=np.float32)
     for which, tables in enumerate(((cos[1], sin[1]), (nothing, nothing))):

@@ -58,6 +58,28 @@ def staged(layout: BlockLayout) -> Profile:
         return of_alike(layout, "layer")
 
 
+# Of one head's eight dims: keys have two that are louder than others, as by a large bias, and one that is softer.
+LOUDER = np.array([[1, 64, 1, 1, 1, 64, 1, 1 / 16], [1] * 8], dtype=np.float32)
+
+
+def out_of_line_bits(layout: BlockLayout, seed: int) -> BlockBits:
+    """The same block as `smooth_bits` makes, with a few dims of keys louder or softer. No RoPE."""
+    values = smooth_bits(layout, seed).view(np.float32) * LOUDER[None, :, None, None]
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def out_of_line(layout: BlockLayout, cost: str = "layer") -> Profile:
+    """The profile of such blocks, whose loud dims the model reads as much more softly."""
+    pairs = [(block_meta(layout, 0, 1), out_of_line_bits(layout, seed)) for seed in range(12)]
+    return _fitted(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
+
+
+def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
+    """The profile of the same blocks without that."""
+    pairs = [(block_meta(layout, 0, 1), smooth_bits(layout, seed)) for seed in range(12)]
+    return _fitted(layout, cost, None, pairs)
+
+
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     """A profile of what a tiny model makes of a prompt's tokens in many orders."""
     # Others need no torch.
@@ -72,12 +94,16 @@ def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
 
 
 def _fitted(
-    layout: BlockLayout, cost: str, rotary: Rotary | None, pairs: Sequence[tuple[BlockMeta, BlockBits]]
+    layout: BlockLayout,
+    cost: str,
+    rotary: Rotary | None,
+    pairs: Sequence[tuple[BlockMeta, BlockBits]],
+    sensitivity: Any = 1.0,
 ) -> Profile:
     moments = Moments(layout, COSTS[cost])
     for meta, bits in pairs:
         moments.add(meta, bits, rotary)
-    moments.add_sensitivity(np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
+    moments.add_sensitivity(sensitivity * np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
     draft = draft_profile("made up", layout, cost, rotary, moments.state)
     counts = TideCounts(draft)
     for seed, (meta, bits) in enumerate(pairs):

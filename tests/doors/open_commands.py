@@ -145,6 +145,14 @@ LAB = (
         "tests/lab/bench/test_codec_width.py::test_a_wide_layer_is_measured_in_two_stages",
     ),
     Capability(
+        "the cost of calibrating, by shape",
+        "kvtide-lab bench calibrate --shape 8B",
+        _MEASURE,
+        "tiny Llama, random weights",
+        Source.OURS,
+        "tests/lab/bench/test_calibrate.py::test_a_shape_is_calibrated_by_the_command_in_its_bound",
+    ),
+    Capability(
         "tide's distance to the bound",
         "kvtide-lab bench codec-bound",
         _MEASURE,

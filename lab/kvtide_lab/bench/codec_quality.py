@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -24,7 +25,14 @@ from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, QualityJu
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
-from kvtide_lab.bench.quality_goals import BitsAtKl, bits_at_kl, embedded_penalty, ratio_to_tide
+from kvtide_lab.bench.quality_goals import (
+    BitsAtKl,
+    Point,
+    bits_at_kl,
+    bits_of_points,
+    embedded_penalty,
+    ratio_to_tide,
+)
 from kvtide_lab.bench.quality_state import Inputs, Measured, Partial, ids_digest
 
 
@@ -43,6 +51,9 @@ QUICK = QualitySize(contexts=1, context_tokens=256, continuation=128, greedy=8)
 # Cases that are worked on at once, each by one thread: a pass of the model by two threads takes as long as its slower
 # half, and many times that where the machine is busy.
 WORKERS = 2
+
+# What texts are compared at.
+TEXT_KL = 5e-3
 
 # Called with what is being done, and how much of it.
 Progress = Callable[[str, int, int], None]
@@ -74,6 +85,18 @@ class QualityRow(msgspec.Struct, frozen=True):
     decode_mb_s: float
 
 
+class TextRow(msgspec.Struct, frozen=True):
+    """One profile of tide on one text. bits: at a KL of 5e-3, on the line through its points, None beyond its ends.
+
+    kls_over_asked: what whole objects lose over what they were asked for, by quality, the coarsest first.
+    """
+
+    codec: str
+    text: str
+    bits: float | None
+    kls_over_asked: list[float]
+
+
 class CodecQuality(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
@@ -92,11 +115,12 @@ class CodecQuality(msgspec.Struct, frozen=True):
     chunkwise_over_tide: float | None
     embedded_penalty: float | None
     at_kl: list[BitsAtKl]
+    by_text: list[TextRow]
     rows: list[QualityRow]
 
 
 class Subject(NamedTuple):
-    """The model and texts that codecs are judged on. ids: of each context and its continuation."""
+    """The model and texts that codecs are judged on. ids: of each context and its continuation; names: of the texts."""
 
     model: Any
     name: str
@@ -104,6 +128,7 @@ class Subject(NamedTuple):
     size: QualitySize
     ids: list[list[int]]
     kinds: list[str]
+    names: list[str]
 
 
 def subject_of(
@@ -116,12 +141,13 @@ def subject_of(
 ) -> Subject:
     """Take the first texts that are long enough. ValueError if none is."""
     needed = QualityJudge(model, layout, *size[1:]).tokens_needed
-    subject = Subject(model, name, layout, size, [], [])
+    subject = Subject(model, name, layout, size, [], [], [])
     for text in texts:
         ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.contexts else []
         if len(ids) >= needed:
             subject.ids.append(list(ids[:needed]))
             subject.kinds.append(text.kind)
+            subject.names.append(Path(text.name).name)
     if not subject.ids:
         raise ValueError(f"no text has the {needed} tokens that a context and its continuation need")
     return subject
@@ -174,7 +200,7 @@ def run(
     at_kl = bits_at_kl(rows)
     ratios = (ratio_to_tide(at_kl, "cachegen", "shared"), ratio_to_tide(at_kl, "chunkwise", "payload"))
     judged = (subject.name, subject.layout.dtype.value, len(contexts), *subject.size[1:], subject.kinds)
-    return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, rows)
+    return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, _by_text(subject, every, partial), rows)
 
 
 def _found(subject: Subject, context: int, missing: Sequence[Case]) -> Iterator[tuple[Case, list[Measured]]]:
@@ -247,6 +273,21 @@ def _rows(
     """Return a case's rows, one for each refinement at which its objects may end, over all contexts."""
     by_context = [partial.get(case.id, context) or [] for context in range(len(subject.ids))]
     return [_row(subject, case, found, rows) for found in zip(*by_context, strict=True)]
+
+
+def _by_text(subject: Subject, every: Sequence[Case], partial: Partial[Inputs, Measured]) -> list[TextRow]:
+    """Return a row for each text and profile of tide."""
+    rows, names = [], dict.fromkeys(case.name for case in every if case.quality is not None)
+    for name, (context, text) in product(names, enumerate(subject.names)):
+        points: list[Point] = []
+        over = []
+        for case in (each for each in every if each.name == name):
+            for found in partial.get(case.id, context) or []:
+                bits = 8 * subject.layout.dtype.item_bytes * found.stored_bytes / found.raw_bytes
+                points.append(Point(bits, found.verdict.kl))
+            over.append(points[-1].kl / (case.quality or 1.0))
+        rows.append(TextRow(name, text, bits_of_points(points, TEXT_KL), over))
+    return rows
 
 
 def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence[QualityRow]) -> QualityRow:

@@ -20,6 +20,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide.model import TideModel
 from kvtide.engines.calibrate import snippets
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers import converted_folder, load_model, load_tokenizer
@@ -94,7 +95,7 @@ def measure_width(width: Width, texts: int, seconds: float = SECONDS) -> WidthRo
     """Fit `tide-light` and `tide-layer` on all texts but one, and code a block of that."""
     caches = _caches(width, texts)
     light, layer = (_fitted(caches, cost) for cost in ("light", "layer"))
-    weight = layer.arrays["weight"]
+    weight = TideModel(layer).weight
     found = {profile.kind: [_coded(profile, units, caches, weight) for units in UNITS] for profile in (light, layer)}
     bits, error = found[layer.kind][1]
     errors, sizes = np.log([each[1] for each in found[light.kind]]), [each[0] for each in found[light.kind]]

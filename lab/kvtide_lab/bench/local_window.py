@@ -85,16 +85,19 @@ def residual_profile(deep: Profile, layout: BlockLayout, sums: Mapping[str, NDAr
 
     Weights stay because what a layer's error costs does not depend on how it came about.
     """
-    weight = deep.arrays["weight"].astype(np.float64)
+    model = TideModel(deep)
+    weight = model.weight.astype(np.float64)
     tokens = float(sums["tokens"][0])
     mean, square = sums["sum"] / tokens, np.diagonal(sums["square"], axis1=1, axis2=2) / tokens
-    variance = np.maximum(square - mean**2, 1e-20).reshape(weight.shape).mean(axis=-1, keepdims=True)
+    variance = np.maximum(square - mean**2, 1e-20).reshape(weight.shape)
     # The sensitivity from which `draft_profile` gets these weights.
-    sensitivity = (weight * variance ** (-DEVIATION_POWER / 2)) ** (1 / SENSITIVITY_POWER)
-    sums = dict(sums) | {"sensitivity": sensitivity, "texts": np.ones(1)}
-    model = TideModel(deep)
+    middle = np.median(weight, axis=-1, keepdims=True)
+    line = weight / middle
+    spread = (variance * line**2).mean(axis=-1, keepdims=True)
+    felt = (middle * spread ** (-DEVIATION_POWER / 2)) ** (1 / SENSITIVITY_POWER)
+    sums = dict(sums) | {"sensitivity": felt / spread * variance * line**4, "texts": np.ones(1)}
     draft = draft_profile(deep.model, layout, deep.kind.removeprefix("tide-"), model.rotary, sums)
-    shift = UNITS * float(np.log2(draft.arrays["weight"] / deep.arrays["weight"]).mean())
+    shift = UNITS * float(np.log2(TideModel(draft).weight / model.weight).mean())
     return LocalProfile(draft.with_arrays({name: deep.arrays[name] for name in ("tables", "pulls", "curve")}), shift)
 
 

@@ -7,12 +7,20 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
-from kvtide_lab.bench.codec_quality import CodecQuality, QualityRow
+from kvtide_lab.bench.codec_quality import TEXT_KL, CodecQuality, QualityRow
 
 
 def render(result: CodecQuality) -> Group:
     """Return the tables that people read."""
-    return Group(_render_rows(result), _render_goals(result))
+    return Group(_render_rows(result), _render_goals(result), _render_texts(result))
+
+
+def _render_texts(result: CodecQuality) -> Table:
+    table = Table("codec", "text", f"bits at {TEXT_KL:g}", "KL over asked", title="text by text")
+    for each in result.by_text:
+        over = ", ".join(f"{ratio:.2f}" for ratio in each.kls_over_asked)
+        table.add_row(each.codec, each.text, "" if each.bits is None else f"{each.bits:.2f}", over)
+    return table
 
 
 def _render_goals(result: CodecQuality) -> Table:

@@ -12,6 +12,7 @@ from kvtide.cli.report import JsonOption, emit, progress_bars
 from kvtide_lab.bench import codec_speed, disk, fairness, index, server, siege, stack, stores, valkey
 from kvtide_lab.cli.bench_agents import bench_agents
 from kvtide_lab.cli.bench_bound import bench_codec_bound
+from kvtide_lab.cli.bench_calibrate import bench_calibrate
 from kvtide_lab.cli.bench_derived import bench_derived
 from kvtide_lab.cli.bench_engine import bench_completion, bench_engine, bench_follow, bench_offload, bench_prompts
 from kvtide_lab.cli.bench_importance import bench_importance
@@ -38,6 +39,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder
 
 app.command("codec-bound")(bench_codec_bound)
 app.command("codec-width")(bench_codec_width)
+app.command("calibrate")(bench_calibrate)
 app.command("local-window")(bench_local_window)
 app.command("derived")(bench_derived)
 app.command("stream")(bench_stream)

@@ -95,7 +95,7 @@ def encode_chunked(
     apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
     base = SectionBytes(steps, list_section(levels, steps, 0, path).encode(model.tables))
-    kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16))
+    kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     refined = {}
     for number, tokens in enumerate(chunks):
         columns = _columns(levels.loudness, tokens)

@@ -78,7 +78,7 @@ def test_bench_goes_on_from_its_file_and_draws(tiny_model: Any, tmp_path: Path) 
     rng, layout = np.random.default_rng(1), model_layout(tiny_model, 16)
     ids = [rng.permutation(np.arange(69)).tolist() for _ in range(2)]
     size = QualitySize(contexts=2, context_tokens=48, continuation=20, greedy=1)
-    subject = Subject(tiny_model, "tiny", layout, size, ids, ["noise", "noise"])
+    subject = Subject(tiny_model, "tiny", layout, size, ids, ["noise", "noise"], ["a", "b"])
     profile = fitted_on(tiny_model, layout, torch.tensor([ids[0]]))
 
     def judged(path: Path, contexts_max: int) -> codec_bound.CodecBound:

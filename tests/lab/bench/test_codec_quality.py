@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from tests.codec.tide_profiles import fitted_on
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide_lab.bench import codec_quality
+from kvtide_lab.bench import codec_quality, quality_report
 from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run
 from kvtide_lab.bench.quality_cases import SINGLE_DELTAS, TIDE_QUALITIES, TIDE_QUALITIES_QUICK, cases
 
@@ -37,7 +39,7 @@ def subject_with(model: Any, seed: int) -> Subject:
     rng = np.random.default_rng(seed)
     size = QualitySize(contexts=2, context_tokens=48, continuation=20, greedy=6)
     ids = [rng.integers(0, 256, size=69).tolist() for _ in range(2)]
-    return Subject(model, "tiny", model_layout(model, 16), size, ids, ["noise", "noise"])
+    return Subject(model, "tiny", model_layout(model, 16), size, ids, ["noise", "noise"], ["a", "b"])
 
 
 class Stopped(Exception):
@@ -113,3 +115,15 @@ def test_exact_bytes_are_judged_once_and_as_perfect(subject: Subject, monkeypatc
     rows = judged(subject, None, ("raw", "lossless")).rows
     assert [(row.kl, row.greedy_match) for row in rows] == [(0.0, 6), (0.0, 6)]
     assert len(asked) == len(subject.ids)
+
+
+@pytest.mark.usefixtures("any_block_fits")
+def test_tide_is_judged_text_by_text(tiny_model: Any, tmp_path: Path) -> None:
+    subject = subject_with(tiny_model, seed=1)
+    profile = fitted_on(tiny_model, subject.layout, torch.tensor([subject.ids[0]]))
+    result = run(subject, [profile], ["tide-layer"], partial_of(subject, [profile], None), lambda *_: None)
+    assert [(row.codec, row.text) for row in result.by_text] == [("tide-layer", "a"), ("tide-layer", "b")]
+    whole = [row.kl / (row.quality or 0) for row in result.rows if row.refinements == (3 if row.quality == 9e-4 else 1)]
+    for number, mean in enumerate(whole):
+        assert np.mean([row.kls_over_asked[number] for row in result.by_text]) == pytest.approx(mean)
+    assert "text by text" in str(quality_report.render(result).renderables[-1].title)

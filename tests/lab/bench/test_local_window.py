@@ -80,7 +80,7 @@ def guessed(model: Any, ids: list[int]) -> list[Any]:
 def test_bench_has_a_row_for_each_way_and_step(tiny_model: Any, ids: list[list[int]], profile: Profile) -> None:
     layout = model_layout(tiny_model, BLOCK)
     size = QualitySize(contexts=2, context_tokens=TOKENS, continuation=20, greedy=1)
-    subject = Subject(tiny_model, "tiny", layout, size, ids[:2], ["noise", "noise"])
+    subject = Subject(tiny_model, "tiny", layout, size, ids[:2], ["noise", "noise"], ["a", "b"])
     found = local_window.run(subject, profile, ids[2:], (8, 16), lambda *_: None)
     ways = {(row.window if row.layers else 0, row.layers) for row in found.rows}
     assert ways == {(0, 0), (8, 3), (16, 3)}

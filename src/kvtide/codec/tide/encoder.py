@@ -67,7 +67,7 @@ def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, sto
         SectionBytes(steps, list_section(levels, steps, refinement, path).encode(model.tables))
         for refinement in range(steps.refinements + 1)
     ]
-    kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16))
+    kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     joined = [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
     return EncodedRange(joined, levels.fit)
 

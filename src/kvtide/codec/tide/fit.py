@@ -48,6 +48,9 @@ DENSE_VALUES_MAX = 512
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
 # Where no transform mixes channels, how much each one's own sensitivity counts.
 CHANNEL_POWER = 0.2
+# One channel so far from its stream's middle, and each gets a scale of its own where tokens are kept apart. None counts
+# as further away than LINE_MAX.
+OUT_OF_LINE_OCTAVES, LINE_MAX = 3, 10
 SECTION_LAYERS_MAX = 10
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
@@ -115,11 +118,15 @@ def section_layers(layers: int, group_layers: int) -> int:
 
 
 class _Spread(NamedTuple):
-    """Mean and variance by (groups, values), weight by (layers, 2, channels), which `power` is then to scale."""
+    """Mean and variance by (groups, values), weight by (layers, 2, channels), which `power` is then to scale.
+
+    octaves: by how much each channel is to be louder, (layers, 2, channels); zeros where none is far out of line.
+    """
 
     mean: NDArray[np.float64]
     variance: NDArray[np.float64]
     weight: NDArray[np.float64]
+    octaves: NDArray[np.float64]
 
     @property
     def power(self) -> float:
@@ -136,7 +143,13 @@ def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread
     diagonal = np.diagonal(squares, axis1=-2, axis2=-1).reshape(mean.shape) if is_full else squares
     variance = np.maximum(diagonal.astype(np.float64) / tokens - mean**2, 1e-20)
     shape = (layout.layers, 2, layout.kv_heads * layout.head_dim)
-    return _Spread(mean, variance, _weights(variance.reshape(shape), moments["sensitivity"] / texts, not is_full))
+    by_channel, sensitivity = variance.reshape(shape), moments["sensitivity"] / texts
+    line = _line(by_channel, sensitivity)
+    is_out = np.abs(line) >= OUT_OF_LINE_OCTAVES
+    octaves = np.rint(line) * is_out.any()
+    # Where no transform mixes channels, only those far out of line are brought into it.
+    wanted = np.exp2(line if is_full else octaves * is_out)
+    return _Spread(mean, variance, _weights(by_channel, sensitivity, wanted, not is_full), octaves)
 
 
 def joint_power(groups: Sequence[tuple[BlockLayout, Mapping[str, NDArray[Any]]]]) -> float:
@@ -187,7 +200,7 @@ def draft_profile(
         "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
         "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
         "mean": mean.reshape(layout.layers, 2, channels).astype(np.float32),
-        "weight": weight.astype(np.float32),
+        **_weight_arrays(weight, spread.octaves.astype(np.int16)),
         "pulls": np.zeros((TOPS, 4), dtype=np.int16),
         "tables": _tables(np.zeros((TABLES, 32), dtype=np.uint64)),
         "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
@@ -195,22 +208,40 @@ def draft_profile(
     return Profile.make(f"tide-{cost_name}", model, layout, (int(texts), int(tokens)), arrays)
 
 
+def _line(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return by how many octaves each channel is to be louder to be like the middle one of its stream.
+
+    A channel that is made twice as loud, and read half as loud, has four times the variance and a quarter of the
+    sensitivity: their ratio knows how loud it is, whatever it means to the model.
+    """
+    floor = 1e-6 * float(sensitivity.mean()) + 1e-30
+    octaves = np.log2(np.maximum(sensitivity, floor) / variance) / 4
+    found: NDArray[np.float64] = np.clip(octaves - np.median(octaves, axis=-1, keepdims=True), -LINE_MAX, LINE_MAX)
+    return found
+
+
 def _weights(
-    variance: NDArray[np.float64], sensitivity: NDArray[np.float64], is_by_channel: bool
+    variance: NDArray[np.float64], sensitivity: NDArray[np.float64], line: NDArray[np.float64], is_by_channel: bool
 ) -> NDArray[np.float64]:
     """Return a weight for each value; divided by the root of their power, the mean component's scale is one.
 
-    Alike for all channels of K or V of a layer, unless `is_by_channel`: a transform mixes them anyway.
+    Channels of K or V of a layer differ by `line` alone, unless `is_by_channel`: a transform mixes them anyway.
     """
-    floor = 1e-6 * float(sensitivity.mean()) + 1e-30
-    by_stream = np.maximum(sensitivity.mean(axis=-1, keepdims=True), floor)
-    spread = variance.mean(axis=-1, keepdims=True)
+    spread, felt = variance * line**2, sensitivity / line**2
+    floor = 1e-6 * float(felt.mean()) + 1e-30
+    by_stream = np.maximum(felt.mean(axis=-1, keepdims=True), floor)
     weight: NDArray[np.float64] = (
-        by_stream**SENSITIVITY_POWER * spread ** (DEVIATION_POWER / 2) * np.ones_like(variance)
+        by_stream**SENSITIVITY_POWER * spread.mean(axis=-1, keepdims=True) ** (DEVIATION_POWER / 2) * line
     )
     if is_by_channel:
-        weight *= np.maximum(sensitivity / by_stream, 1e-3) ** CHANNEL_POWER
+        weight *= np.maximum(felt / by_stream, 1e-3) ** CHANNEL_POWER
     return weight
+
+
+def _weight_arrays(weight: NDArray[np.float64], octaves: NDArray[np.int16]) -> dict[str, NDArray[Any]]:
+    if not octaves.any():
+        return {"weight": weight.astype(np.float32)}
+    return {"even_weight": (weight / np.exp2(octaves)).astype(np.float32), "octaves": octaves}
 
 
 def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import TABLES, TOPS, Units
 from kvtide.codec.tide.law import read_law_table
-from kvtide.codec.tide.section import KeyRotation
+from kvtide.codec.tide.section import KeyRotation, Octaves
 from kvtide.codec.tide.stages import check_places, whole_rows
 from kvtide.errors import CorruptPayload
 
@@ -42,6 +42,8 @@ _NO_PANELS = np.empty(0, dtype=np.int16)
 # are mixed, the place of each coefficient.
 Stage = tuple[NDArray[np.int16], int, NDArray[np.uint16], NDArray[np.uint16]]
 NO_STAGE: Stage = (_NO_PANELS, 0, _NO_ORDER, _NO_ORDER)
+# A channel may be so much louder or softer than others of its stream; Qwen's biases are by 50 to 500 times.
+OCTAVES_MAX = 12
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
@@ -197,7 +199,12 @@ class TideModel:
         rotary = arrays["rotary"].tobytes()
         self.rotary = Rotary.parse(rotary) if rotary else None
         self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
-        self.weight: NDArray[np.float32] = _shaped(arrays, "weight", (layers, 2, channels)).astype(np.float32)
+        # In a profile of channels out of line `weight` is missing: readers that know no octaves refuse it.
+        self._octaves = _octaves(arrays, (layers, 2, channels))
+        even = _shaped(arrays, "weight" if self._octaves is None else "even_weight", (layers, 2, channels))
+        self.weight: NDArray[np.float32] = even.astype(np.float32)
+        if self._octaves is not None:
+            self.weight *= np.exp2(self._octaves).astype(np.float32)
         if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
             raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
@@ -207,9 +214,13 @@ class TideModel:
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
     @property
-    def is_staged(self) -> bool:
-        """Tell whether transforms are in two stages, which devices leave to the processor."""
-        return self.groups[0].is_staged
+    def is_for_host(self) -> bool:
+        """Tell whether devices leave it to the processor: transforms in two stages, or channels out of line."""
+        return self.groups[0].is_staged or self._octaves is not None
+
+    def octaves_of(self, layers: slice) -> Octaves | None:
+        """Return the octaves by which these layers' channels are brought into line, None if none is out of it."""
+        return None if self._octaves is None else self._octaves[layers]
 
     def groups_of(self, layer_start: int) -> list[Group]:
         """Return the groups of the section that begins at a layer."""
@@ -257,6 +268,15 @@ class TideModel:
             layers = (i * group_layers, (i + 1) * group_layers)
             found.append(Group(layers, scales[i], values, {name: array[i] for name, array in per_group.items()}))
         return found
+
+
+def _octaves(arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> Octaves | None:
+    if "octaves" not in arrays:
+        return None
+    found = _shaped(arrays, "octaves", shape).astype(np.int16)
+    if int(np.abs(found).max()) > OCTAVES_MAX:
+        raise CorruptPayload(f"channels are out of line by {OCTAVES_MAX} octaves at most")
+    return found
 
 
 def _rows(arrays: Mapping[str, NDArray[Any]], prefix: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:

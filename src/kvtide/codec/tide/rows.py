@@ -186,6 +186,9 @@ def restore(
     start_layer, stop_layer = target.layer_start, target.layer_start + len(target.bits)
     weights = model.weight[start_layer:stop_layer].astype(np.float64)
     scales = (step_of(units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
+    octaves = model.octaves_of(target.layers)
+    if octaves is not None:
+        apart = apart.with_octaves(octaves)
     for layers, start, stop, panels, shape, order, stage in rows.restored():
         here = slice(layers.start - start_layer, layers.stop - start_layer)
         to = target.of(layers)

@@ -55,10 +55,15 @@ class Loudness(NamedTuple):
         return np.argsort(self.parts, kind="stable").astype(np.uint16)
 
 
+# How many powers of two each channel is multiplied by to be in line with others: (layers, 2, channels).
+Octaves = NDArray[np.int16]
+
+
 class Apart(NamedTuple):
     """Tokens that are kept whole, not transformed: positions, a scale for each head and byte for each value.
 
-    scales: (layers, 2, tokens, kv_heads), bfloat16 patterns; values: (layers, 2, tokens, kv_heads, head_dim).
+    scales: (layers, 2, tokens, kv_heads), bfloat16 patterns; values: (layers, 2, tokens, kv_heads, head_dim). They are
+    those of values in line: times two to the power of the profile's octaves.
     """
 
     positions: NDArray[np.uint16]
@@ -73,6 +78,14 @@ class Apart(NamedTuple):
         """Return what is kept of some tokens, which count from 0 then."""
         _, kept, places = np.intersect1d(self.positions, tokens, assume_unique=True, return_indices=True)
         return Apart(places.astype(np.uint16), self.scales[:, :, kept], self.values[:, :, kept])
+
+    def with_octaves(self, octaves: Octaves) -> Apart:
+        """Return it with a scale for each value, (layers, 2, tokens, channels), as values are stored."""
+        scales = (self.scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        layers, two, tokens, heads = scales.shape
+        by_head = np.exp2(-octaves).astype(np.float32).reshape(layers, two, 1, heads, -1)
+        each = (scales[..., None] * by_head).reshape(layers, two, tokens, octaves.shape[-1])
+        return self._replace(scales=(each.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
 
 
 class Base(NamedTuple):
@@ -264,6 +277,11 @@ class StoredLayers(NamedTuple):
         return self._replace(bits=bits, turns=self.turns.at(tokens))
 
     @property
+    def layers(self) -> slice:
+        """Return these layers' numbers in the model."""
+        return slice(self.layer_start, self.layer_start + len(self.bits))
+
+    @property
     def as_bytes(self) -> NDArray[np.uint8]:
         """Return the bits as bytes, not a copy."""
         return self.bits.reshape(-1).view(np.uint8)
@@ -271,7 +289,7 @@ class StoredLayers(NamedTuple):
     @property
     def native_turns(self) -> NativeTurns:
         """Return how the keys of these layers turn."""
-        return self.turns.of(slice(self.layer_start, self.layer_start + len(self.bits)))
+        return self.turns.of(self.layers)
 
 
 def load_values(stored: StoredLayers) -> Floats:
@@ -288,14 +306,20 @@ def load_values(stored: StoredLayers) -> Floats:
     return out
 
 
-def keep_apart(stored: StoredLayers, positions: NDArray[np.uint16]) -> Apart:
-    """Return the tokens at these positions as they are kept. UnencodableBlock if a value is too large for bfloat16."""
+def keep_apart(stored: StoredLayers, positions: NDArray[np.uint16], octaves: Octaves | None) -> Apart:
+    """Return the tokens at these positions as they are kept. UnencodableBlock if a value is too large for bfloat16.
+
+    octaves: of these layers, None where all channels are in line.
+    """
     layers, _, _, *heads = stored.bits.shape
     # As most blocks do.
     if not len(positions):
         nothing = np.empty((layers, 2, 0, *heads), dtype=np.int8)
         return Apart(positions, np.empty(nothing.shape[:-1], dtype=np.uint16), nothing)
-    return kept_tokens(load_values(stored)[:, :, positions], positions)
+    tokens = load_values(stored)[:, :, positions]
+    if octaves is not None:
+        tokens *= np.exp2(octaves).astype(np.float32).reshape(layers, 2, 1, *heads)
+    return kept_tokens(tokens, positions)
 
 
 def kept_tokens(tokens: Floats, positions: NDArray[np.uint16]) -> Apart:

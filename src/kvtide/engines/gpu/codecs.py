@@ -79,7 +79,7 @@ class DeviceDecoder(Opened):
         device fails; nothing of the block is under way then.
         """
         model = codec.model if isinstance(codec, TideCodec) else None
-        fits = model is not None and model.profile.fits(meta.layout) and not model.is_staged
+        fits = model is not None and model.profile.fits(meta.layout) and not model.is_for_host
         if not fits and not isinstance(codec, ProfiledCodec):
             return False
         job = _Job(codec, StoredBlock(meta, sections, starts), after, Future())
@@ -151,7 +151,7 @@ class BlockEncoder:
             self._groups = self._groups or DeviceGroups(self._kernels)
             return self._groups.encode(codec, meta, bits)
         model = codec.model if isinstance(codec, TideCodec) else None
-        if model is None or not model.profile.fits(meta.layout) or model.is_staged or meta.layout.tokens > TOKENS_MAX:
+        if model is None or not model.profile.fits(meta.layout) or model.is_for_host or meta.layout.tokens > TOKENS_MAX:
             return None
         assert isinstance(codec, TideCodec)
         digest = model.profile.digest
