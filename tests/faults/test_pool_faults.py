@@ -233,10 +233,13 @@ def test_join_and_leave_under_load_move_what_they_must(
         pool.publish(pool.map.with_server(pool.server(SERVERS)))
         wait_until(lambda: tier.epoch == pool.map.epoch, "the map")
         during_join = load.hit_rate()
+        # What is read is put in its place by a thread of its own, which may be slower than the reads.
+        wait_until(lambda: pool.objects_on(SERVERS) > 0, "the new server's first object")
         joined, repairs = pool.objects_on(SERVERS), tier.repairs
         pool.publish(pool.map.without_server("server-1"))
         wait_until(lambda: tier.epoch == pool.map.epoch, "the map")
         during_leave = load.hit_rate()
+        wait_until(lambda: tier.repairs > repairs, "a copy in place of those that left")
         left = tier.repairs - repairs
     copies = 2 * OBJECTS
     tally.count("pool join and leave", load.wrong, 0)
