@@ -365,7 +365,7 @@ KINDS_OF_GROUPS = {
     "all tokens beside windows": ("gemma2", "attention 2x64"),
     "windows": ("gemma3", "attention 2x64 window 256"),
     "chunks": ("llama4", "attention 2x64 window 256"),
-    "latents": ("deepseek_v3", "latent 1x288"),
+    "latents": ("deepseek_v3", "latent 64+512"),
     "states of linear attention": ("qwen3_next", "state float32"),
     "states of Mamba 2 alone": ("mamba2", "state float32"),
 }

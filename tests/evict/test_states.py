@@ -130,3 +130,15 @@ def test_links_of_states_that_never_come_are_bounded() -> None:
     states.announce(keys, [ObjectId(OF_STATES, each) for each in keys])
     assert states.block_of(ObjectId(OF_STATES, keys[4])) is None
     assert states.block_of(ObjectId(OF_STATES, keys[5])) == keys[5]
+
+
+def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtide.evict.policies.states.ANNOUNCED_MAX", 3)
+    order, keys = PolicyOrder(policy_named("lru"), ManualClock(0.0), 1 << 20, 20), prompt(1, 2, 3, 4, 5)
+    states = [ObjectId(OF_STATES, each) for each in keys]
+    # As after a restart: it is listed before a prompt names it, and its link is dropped for those behind it.
+    order.enter(states[0], BlockKey(OF_STATES), 1)
+    assert order.note_request(NS, keys, None, [states]) in (True, False)
+    assert list(order.victims(lambda each: True)) == [states[0]]

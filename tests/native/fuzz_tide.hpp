@@ -92,7 +92,9 @@ inline void blocks(Rng& rng) {
   const auto mean = random_numbers<float>(rng, values, -3, 3), scale = random_numbers<float>(rng, values, 1, 4000);
   const auto order = shuffled<std::uint16_t>(rng, values), places = shuffled<std::uint16_t>(rng, shape.tokens);
   const std::size_t apart_count = rng() % std::min<std::size_t>(shape.tokens + 1, 4);
-  const auto scales = random_numbers<std::uint16_t>(rng, shape.streams() * apart_count * shape.heads, 0, 0x7f7f);
+  const std::size_t scaled_values = rng() % 2 ? 1 : shape.head_dim;
+  const std::size_t scale_count = shape.streams() * apart_count * shape.channels() / scaled_values;
+  const auto scales = random_numbers<std::uint16_t>(rng, scale_count, 0, 0x7f7f);
   const auto bytes = random_numbers<std::int8_t>(rng, shape.streams() * apart_count * shape.channels(), -128, 127);
   const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
   const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
@@ -102,7 +104,7 @@ inline void blocks(Rng& rng) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
     const std::span<const std::uint16_t> no_matrix = has_matrix ? std::span<const std::uint16_t>() : std::span(order);
     path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
-                  {std::span(places).first(apart_count), scales, bytes}, turns, bits});
+                  {std::span(places).first(apart_count), scales, bytes, scaled_values}, turns, bits});
     return bits;
   });
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name, profiles
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.following import CHECK_EVERY, LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
+from kvtide.store.following import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.notes import VERSION_CODEC, write_note
 from kvtide.store.storing import PendingBlock
@@ -371,7 +372,7 @@ def test_block_that_breaks_the_promise_is_stored_losslessly_and_the_next_ones_ar
         # The first block is checked, the second is not.
         assert (cache.stats().blocks_checked, cache.stats().blocks_unencodable) == (1, 0)
         codec.is_broken = True
-        cache.profiles._unchecked = CHECK_EVERY
+        cache.profiles._unchecked.clear()
         fill(cache, metas[2:4])
         assert (cache.stats().blocks_checked, cache.stats().blocks_unencodable) == (1, 2)
         codec.is_broken = False
@@ -413,3 +414,16 @@ def test_what_can_not_be_decoded_is_not_stored_so(tmp_path: Path, monkeypatch: p
     with cache_for(str(tmp_path), TideCodec(FIRST, 1e-3), CodecRegistry([FIRST])) as cache:
         fill(cache, metas_of(LAYOUT, 1))
         assert codec_ids(cache) == [("lossless-2", None)]
+
+
+def test_objects_of_a_profile_that_this_version_can_t_use_stay_in_the_store(tmp_path: Path) -> None:
+    with cache_for(str(tmp_path), TideCodec(FIRST, 1e-2), CodecRegistry([FIRST])) as cache:
+        metas = metas_of(LAYOUT, 2)
+        fill(cache, metas)
+    # As a later version may make it; the digest is what objects name.
+    odd = copy.copy(FIRST)
+    object.__setattr__(odd, "arrays", {name: array for name, array in FIRST.arrays.items() if name != "weight"})
+    assert odd.digest == FIRST.digest
+    with cache_for(str(tmp_path), TideCodec(FIRST, 1e-2), CodecRegistry([odd])) as cache:
+        assert cache.load(metas, Whole(lambda position, bits: None)).blocks == 0
+        assert [name for name, _ in codec_ids(cache)] == ["tide-1", "tide-1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,10 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.base import Codec, RawCodec
 from kvtide.codec.lossless import LosslessCodec
 from kvtide.codec.profile import Profile
+from kvtide.errors import CorruptPayload
 from kvtide.types import Section
+
+_log = logging.getLogger(__name__)
 
 # Makes a codec from the spec's arguments and a profile. ValueError for arguments that it does not take.
 _Maker = Callable[[tuple[str, ...], Profile | None], Codec]
@@ -181,7 +185,7 @@ class CodecRegistry:
         # Digests that objects named lately and nobody gave; appends are atomic.
         self.unknown: deque[bytes] = deque(maxlen=UNKNOWN_MAX)
         # What decodes: one for each id and profile, made when first asked for. A race makes one twice, harmlessly.
-        self._decoders: dict[tuple[str, bytes | None], Codec] = {}
+        self._decoders: dict[tuple[str, bytes | None], Codec | None] = {}
 
     def add(self, profile: Profile) -> None:
         """Know one more profile from now on."""
@@ -194,7 +198,7 @@ class CodecRegistry:
     def get(self, codec_id: str, profile: bytes | None) -> Codec | None:
         """Return what decodes objects of this codec id and profile digest, or None: the object is then a miss."""
         found = self._decoders.get((codec_id, profile))
-        if found is None:
+        if found is None and (codec_id, profile) not in self._decoders:
             kind = next((kind for kind in _KINDS.values() if kind.codec_id == codec_id), None)
             if kind is None or (profile is not None and kind.profile_kind is None):
                 return None
@@ -202,7 +206,13 @@ class CodecRegistry:
                 if profile not in self.unknown:
                     self.unknown.append(profile)
                 return None
-            found = kind.make((), self._profiles[profile] if profile else None)
+            try:
+                found = kind.make((), self._profiles[profile] if profile else None)
+            except CorruptPayload as error:
+                # It may be of a later version than this one, and the objects that name it are sound.
+                _log.warning("profile %s can't be used: %s", profile.hex() if profile else "", error)
+                self._decoders[codec_id, profile] = None
+                return None
             assert found.codec_id == codec_id
             self._decoders[codec_id, profile] = found
         return found

@@ -52,8 +52,8 @@ class ProfileFollower:
         self._codecs = self._with(codec.first) if isinstance(codec, AwaitingCodec) else (codec,)
         self._guard = guard
         self._totals: Counter[str] = Counter()
-        # The first block is checked.
-        self._unchecked = CHECK_EVERY
+        # By group; the first block of each is checked.
+        self._unchecked: dict[int, int] = {}
         self._registry = registry
         self._clock = clock
         self._store = ProfileStore(tiers)
@@ -78,7 +78,10 @@ class ProfileFollower:
     def codec_of(self, group: int) -> Codec:
         """Return what encodes a group of layers from now on."""
         codecs = self._codecs
-        return codecs[group] if len(codecs) > 1 else codecs[0]
+        if len(codecs) == 1:
+            return codecs[0]
+        # A model that was changed has groups that nobody has fitted.
+        return codecs[group] if group < len(codecs) else LosslessCodec()
 
     @property
     def is_waiting(self) -> bool:
@@ -93,10 +96,10 @@ class ProfileFollower:
         try:
             sections = codec.encode(block.meta, bits)
             if isinstance(codec, PromisingCodec):
-                self._unchecked += 1
-                if self._unchecked >= CHECK_EVERY:
+                self._unchecked[block.group] = self._unchecked.get(block.group, CHECK_EVERY) + 1
+                if self._unchecked[block.group] >= CHECK_EVERY:
                     codec.check_decoded(block.meta, bits, sections)
-                    self._unchecked = 0
+                    self._unchecked[block.group] = 0
                     self._totals["checked_blocks"] += 1
         except UnencodableBlock as error:
             self._totals["unfit_blocks"] += 1

@@ -92,9 +92,9 @@ class Engine:
     def part_loads(self) -> float:
         return self.worker.take_counts().get(("part_loads",), 0)
 
-    def computed(self, request: str) -> int:
+    def computed(self, request: str, line: list[int] = LINE) -> int:
         """Have the rest of the line computed; return how many blocks that orders to be stored."""
-        orders = self.scheduler.plan([ScheduledRequest(request, LINE, len(LINE), lambda: list(range(1, PAGES)))], 100)
+        orders = self.scheduler.plan([ScheduledRequest(request, line, len(line), lambda: list(range(1, PAGES)))], 100)
         self.scheduler.finished(request)
         return len(orders.stores)
 
@@ -171,3 +171,25 @@ def test_from_the_first_block_of_another_codec_on_all_come_whole(
     assert is_exact == [False, False, True, True]
     assert engine.part_loads() == 1
     assert engine.computed("a") == 0
+
+
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["goes on", "aborted"])
+def test_rows_of_a_rough_block_are_not_stored_by_who_shares_its_first_page(
+    tmp_path: Path, engine_at: Callable[[float], Engine], is_aborted: bool
+) -> None:
+    _stored(tmp_path, PackedCodec(PROFILE).by_keys())
+    engine = engine_at(SHARE)
+    engine.load("a")
+    # The engine hands pages on as soon as they are loaded, whatever becomes of the request.
+    if is_aborted:
+        engine.scheduler.finished("a")
+    else:
+        assert engine.computed("a") == 0
+    # It goes its own way within the first block, which has another name then.
+    other = [*LINE[:PAGE_TOKENS], *range(9000, 9000 + 2 * BLOCK)]
+    engine.scheduler.match("b", b"", other, PAGE_TOKENS)
+    assert engine.computed("b", other) == 0
+    # Who shares no page of it stores what it computed.
+    own = list(range(7000, 7000 + 2 * BLOCK + 3))
+    engine.scheduler.match("c", b"", own, 0)
+    assert engine.computed("c", own) == 2

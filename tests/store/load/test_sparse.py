@@ -1,5 +1,9 @@
 """Prefixes loaded in part: exact where asked, rough elsewhere, never wrong."""
 
+import time
+import weakref
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,19 +11,23 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.servers import running_server
 
-from kvtide.block import BlockMeta
+from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
 from kvtide.config import Limits
+from kvtide.errors import TierUnavailable
 from kvtide.importance import packing_orders
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.plan import JudgeRecord
 from kvtide.store import Cache
 from kvtide.store.load import sparse
+from kvtide.store.load.fronts import FrontsWanted, PackedFront, PackedPart
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.testing import block_meta, smooth_bits
+from kvtide.tier.base import WrappedTier
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -233,3 +241,44 @@ def test_sections_are_read_together_unless_more_than_a_gap_lies_between() -> Non
         assert len(load.fetch(0, np.array([0, 2])).tokens) == (12 if gap_bytes else 8)  # What lies between is used.
         assert load.reads - before == reads
         load.close()
+
+
+class Waited(WrappedTier):
+    """Reads as a link does that brings nothing: until the deadline of the thread that asks."""
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        time.sleep(min(60.0, max(0.0, caller_deadline_s() - time.monotonic())))
+        raise TierUnavailable("nothing came")
+
+
+def test_reads_of_fronts_end_at_the_deadline() -> None:
+    metas, tier = stored_chain(3)
+    began_s = time.monotonic()
+    assert SparseLoad(Waited(tier)).open(metas, REGISTRY, wanted=FrontsWanted(began_s + 0.2)) == 0
+    assert time.monotonic() - began_s < 30.0
+
+
+def test_fronts_are_let_go_once_they_are_decoded() -> None:
+    metas, tier = stored_chain(60)
+    read, most = list[weakref.ref[object]](), 0
+
+    class Watched(SparseLoad):
+        def _decode(self, front: PackedFront, sink: Callable[[BlockBits], None]) -> PackedPart:
+            nonlocal most
+            read.append(weakref.ref(front.data.obj))
+            most = max(most, sum(each() is not None for each in read))
+            return super()._decode(front, sink)
+
+    assert Watched(tier).open(metas, REGISTRY) == 60
+    assert most < 30
+
+
+def test_who_wants_what_matters_alone_gets_no_block_that_is_stored_as_it_comes() -> None:
+    plain = MemoryTier(1 << 22, ManualClock(), lambda key: False)
+    plain.open()
+    for meta, bits in zip(METAS, BITS, strict=True):
+        plain.put_from(meta.id, pack_object(meta, CODEC.codec_id, CODEC.encode(meta, bits), CODEC.profile))
+    assert SparseLoad(plain).open(METAS, REGISTRY) == 3
+    assert SparseLoad(plain).open(METAS, REGISTRY, wanted=FrontsWanted(is_ordered=True)) == 0
+    metas, tier = stored_chain(3)
+    assert SparseLoad(tier).open(metas, REGISTRY, wanted=FrontsWanted(is_ordered=True)) == 3

@@ -273,7 +273,9 @@ class TideModel:
 def _octaves(arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> Octaves | None:
     if "octaves" not in arrays:
         return None
-    found = _shaped(arrays, "octaves", shape).astype(np.int16)
+    found = _shaped(arrays, "octaves", shape)
+    if found.dtype != np.int16:
+        raise CorruptPayload(f"octaves are whole numbers of 16 bits, not {found.dtype}")
     if int(np.abs(found).max()) > OCTAVES_MAX:
         raise CorruptPayload(f"channels are out of line by {OCTAVES_MAX} octaves at most")
     return found

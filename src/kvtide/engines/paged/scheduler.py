@@ -92,8 +92,8 @@ class SchedulerHalf:
         self._loads: list[LoadOrder] = []
         self._advice: list[AdviceOrder] = []
         self._lost: OrderedDict[BlockKey, float] = OrderedDict()
-        # Blocks that lie rough in the engine's pages.
-        self._rough: OrderedDict[BlockKey, None] = OrderedDict()
+        # First pages of blocks that lie rough in the engine's pages, those of the latest requests last.
+        self._rough: OrderedDict[bytes, None] = OrderedDict()
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._step = self._heard = 0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
@@ -324,17 +324,23 @@ class SchedulerHalf:
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
         """Tell whether any of the blocks is rough in the engine's pages; those after it are then.
 
-        The engine hands pages from one request to the next by itself.
+        The engine hands pages from one request to the next by itself, also some of a block's.
         """
-        if sequence.rough_from is None and self._rough:
-            rough = (i for i, block in enumerate(blocks) if block.ids[0].key in self._rough)
-            sequence.rough_from = next(rough, None)
+        if self._rough:
+            leads = sequence.leads(self._page_tokens)[: sequence.rough_from]
+            rough = (i for i, lead in enumerate(leads[: len(blocks)]) if lead in self._rough)
+            sequence.rough_from = next(rough, sequence.rough_from)
         if sequence.rough_from is None:
             return False
-        self._rough.update(dict.fromkeys(block.ids[0].key for block in blocks[sequence.rough_from :]))
+        self._note_rough(sequence)
+        return True
+
+    def _note_rough(self, sequence: TrackedSequence) -> None:
+        for lead in sequence.leads(self._page_tokens)[sequence.rough_from :]:
+            self._rough[lead] = None
+            self._rough.move_to_end(lead)
         while len(self._rough) > ROUGH_MAX:
             self._rough.popitem(last=False)
-        return True
 
     def _note_stored(self, block: BlockRef) -> None:
         for object_id, parent in zip(block.ids, block.parents, strict=True):
@@ -356,7 +362,10 @@ class SchedulerHalf:
         for request in report.rough:
             if request in self._sequences:
                 sequence = self._sequences[request]
-                sequence.rough_from = sequence.loaded_from
+                before = sequence.rough_from
+                sequence.rough_from = sequence.loaded_from if before is None else min(before, sequence.loaded_from)
+                # At once: the engine may hand the pages on before this request computes again.
+                self._note_rough(sequence)
         for key in report.lost:
             self.cache.index.remove(key)
             self._lost[key] = now_s

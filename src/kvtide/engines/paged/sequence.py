@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtide.engines.settings import StreamOrder
 from kvtide.evict import Hint
 from kvtide.group import part_keys
@@ -177,6 +179,8 @@ class TrackedSequence:
         self._blocks: list[BlockRef] = []
         self._parents = tuple(BlockKey(namespace) for namespace in namespaces)
         self._tokens = 0
+        self._all: Sequence[int] = ()
+        self._leads: list[bytes] = []
         # Blocks that were stored, ordered to be, or found stored.
         self.settled = 0
         # A request whose load has failed is not made to wait for a second one.
@@ -208,7 +212,7 @@ class TrackedSequence:
         """Return the full blocks of `tokens`, which start with all tokens given before. Don't change the list."""
         if len(tokens) // self._block_tokens > len(self._blocks):
             fresh = list(tokens[self._tokens :])
-            self._tokens = len(tokens)
+            self._tokens, self._all = len(tokens), tokens
             extra = None if self._extra is None else self._more
             for keys in zip(*(chain.extend(fresh, extra) for chain in self._chains), strict=True):
                 ids = tuple(ObjectId(namespace, key) for namespace, key in zip(self._namespaces, keys, strict=True))
@@ -217,6 +221,16 @@ class TrackedSequence:
                 self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens, states))
                 self._parents = keys
         return self._blocks
+
+    def leads(self, page_tokens: int) -> Sequence[bytes]:
+        """Return a name of each block's first page, with all before it.
+
+        Engines share pages and not blocks: who shares any page of a block shares the first one.
+        """
+        for block in self._blocks[len(self._leads) :]:
+            page = np.array(self._all[block.start : block.start + page_tokens], np.uint32)
+            self._leads.append(hashlib.sha256(block.parents[0] + page.tobytes()).digest())
+        return self._leads
 
     def _more(self, block: int) -> bytes:
         assert self._extra is not None

@@ -133,7 +133,8 @@ class CallSettings(NamedTuple):
         # What a given configuration leaves open, the model's own says.
         each = [model.generation_config.to_dict(), {} if given is None else given.to_dict()]
         settings = GenerationConfig.from_dict({name: value for one in each for name, value in _said(one)})
-        others = settings.update(**dict(_said(arguments)))
+        # None overrides a configuration, and says nothing where it is no field of one.
+        others = {name for name in settings.update(**arguments) if arguments[name] is not None}
         mask: torch.Tensor | None = arguments.get("attention_mask")
         call = cls(settings, frozenset(others), torch.ones_like(input_ids) if mask is None else mask.long())
         pad = settings.pad_token_id

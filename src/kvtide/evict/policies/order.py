@@ -115,6 +115,9 @@ class PolicyOrder(EvictionOrder):
         here = [state for state in states if state in self._parents and state not in self._states]
         self._states.announce(keys, states)
         for state in here:
+            # Of a prompt of more blocks than links are kept for, the first ones are not linked.
+            if self._states.block_of(state) is None:
+                continue
             parent = self._parents[state]
             self.leave(state)
             self._enter_state(state, parent)

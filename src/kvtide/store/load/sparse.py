@@ -7,8 +7,8 @@ that was repacked meanwhile, is left out: its tokens stay rough.
 from __future__ import annotations
 
 import logging
-import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,11 +24,12 @@ from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
+from kvtide.store.load.fronts import ALL_FRONTS, FrontsWanted, PackedFront, PackedPart, stop_of
 from kvtide.tier.base import Tier
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeRead, read_ranges
-from kvtide.types import ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
+from kvtide.types import ObjectId
+from kvtide.wire import HEADER_BYTES, header_and_table_bytes, parse_header
 
 _log = logging.getLogger(__name__)
 
@@ -49,39 +50,6 @@ class ChunkBits(NamedTuple):
     bits: BlockBits
 
 
-class _Part(NamedTuple):
-    """One block: its object's head, how its tokens are stored, and where each chunk lies."""
-
-    meta: BlockMeta
-    stored: StoredObject
-    base: PackedBase
-    position_of: dict[SectionId, int]
-    ahead_chunks: int
-
-    def runs(self, chunks: Sequence[tuple[int, int]], gap_bytes: int) -> list[Sequence[SectionEntry]]:
-        """Return the sections to read for chunks (layer, number), by read. CorruptPayload if the object has not all."""
-        names = [SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1) for layer, number in chunks]
-        entries, runs = self.stored.entries, list[tuple[int, int]]()
-        if not all(name in self.position_of for name in names):
-            raise CorruptPayload(f"{self.meta.id}: some of the chunks {chunks} are not in the object")
-        for position in sorted(self.position_of[name] for name in names):
-            if runs and entries[position].offset - _stop(entries[runs[-1][1]]) <= gap_bytes:
-                runs[-1] = (runs[-1][0], position)
-            else:
-                runs.append((position, position))
-        return [entries[first : last + 1] for first, last in runs]
-
-
-class _Front(NamedTuple):
-    """A block's object up to the end of its leading chunks, as it was read."""
-
-    part: _Part
-    codec: PackedCodec
-    base: list[Section]
-    leading: list[SectionEntry]
-    data: memoryview
-
-
 class SparseLoad:
     """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`.
 
@@ -98,7 +66,7 @@ class SparseLoad:
         self._tier = tier
         self._gap_bytes = gap_bytes
         self._on_corrupt = on_corrupt or (lambda object_id, error: None)
-        self._parts: list[_Part] = []
+        self._parts: list[PackedPart] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         # Up to where a block was read: the next one's table and base are of nearly the same size.
@@ -113,11 +81,11 @@ class SparseLoad:
         registry: CodecRegistry,
         sink: BlockSink | None = None,
         tokens_ahead: int = 0,
-        quality_max: float = math.inf,
+        wanted: FrontsWanted = ALL_FRONTS,
     ) -> int:
         """Load the fronts of the leading blocks; return how many there are. `sink` has got their rough values.
 
-        It ends before the first block that is absent, damaged, coarser than `quality_max` or of another codec; the
+        It ends before the first block that is absent, damaged, not as wanted or of another codec; the
         sink, which is called in several threads, may have got some after that. Of each block that was stored in an
         order the leading chunks with at most `tokens_ahead` tokens, the most important ones so far, are exact already:
         head, base and these chunks lie one after the other, and come by one read a block once the first has told how
@@ -125,11 +93,12 @@ class SparseLoad:
         """
         # They read chunks later on: those of one layer come before those of the next.
         readers = self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
-        fronts: list[Future[_Front | None]] = []
-        opening: list[Future[_Part | None]] = []
+        # Decoded ones are let go.
+        fronts: deque[Future[PackedFront | None]] = deque(maxlen=_OPENING_MAX + 1)
+        opening: list[Future[PackedPart | None]] = []
         with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
             for position, meta in enumerate(metas):
-                fronts.append(readers.submit(self._read_front, meta, registry, tokens_ahead, quality_max))
+                fronts.append(readers.submit(self._read_front, meta, registry, tokens_ahead, wanted))
                 into = partial(sink or _nowhere, position)
                 opening.append(pool.submit(self._try_block, meta, fronts[-1], into))
                 if position >= _OPENING_MAX and opening[position - _OPENING_MAX].result() is None:
@@ -162,8 +131,8 @@ class SparseLoad:
         return np.concatenate(starts).astype(np.int64)
 
     def _try_block(
-        self, meta: BlockMeta, front: Future[_Front | None], sink: Callable[[BlockBits], None]
-    ) -> _Part | None:
+        self, meta: BlockMeta, front: Future[PackedFront | None], sink: Callable[[BlockBits], None]
+    ) -> PackedPart | None:
         try:
             found = front.result()
             return self._decode(found, sink) if found is not None else None
@@ -174,8 +143,15 @@ class SparseLoad:
         return None
 
     def _read_front(
-        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, quality_max: float
-    ) -> _Front | None:
+        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, wanted: FrontsWanted
+    ) -> PackedFront | None:
+        # The deadline of whoever waits is a thread's own.
+        with until(wanted.deadline_s):
+            return self._front(meta, registry, tokens_ahead, wanted)
+
+    def _front(
+        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, wanted: FrontsWanted
+    ) -> PackedFront | None:
         data = self._read(meta, 0, self._front_bytes)
         if not data:
             return None
@@ -185,21 +161,23 @@ class SparseLoad:
         stored = parse_header(bytes(data[:head_stop]), meta.id)
         stored.check_place(meta)
         codec = registry.get(stored.codec_id, stored.profile)
-        if not isinstance(codec, PackedCodec) or not codec.has_base or stored.quality > quality_max:
+        if not isinstance(codec, PackedCodec) or not codec.has_base or stored.quality > wanted.quality_max:
             return None
         bases = [entry for entry in stored.entries if entry.id.refinement == 0]
-        data = self._read_on(meta, data, _stop(bases[-1]))
+        data = self._read_on(meta, data, stop_of(bases[-1]))
         sections = [entry.cut(data, 0, meta.id) for entry in bases]
         base = codec.layout_of(meta, sections)
+        if wanted.is_ordered and not base.is_ordered:
+            return None
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         ahead = tokens_ahead // base.chunk_tokens if base.is_ordered else 0
         ahead = min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens)))
         leading = [entry for entry in stored.entries if 0 < entry.id.refinement <= ahead]
-        stop = _stop((leading or bases)[-1])
+        stop = stop_of((leading or bases)[-1])
         data = self._read_on(meta, data, stop)
         # Half of the fronts are longer, and take a second read of what they lack.
         self._front_bytes = stop
-        return _Front(_Part(meta, stored, base, position_of, ahead), codec, sections, leading, data)
+        return PackedFront(PackedPart(meta, stored, base, position_of, ahead), codec, sections, leading, data)
 
     def _read_on(self, meta: BlockMeta, data: memoryview, stop: int) -> memoryview:
         """Return an object's first bytes up to `stop`, of which some were read."""
@@ -208,7 +186,7 @@ class SparseLoad:
         rest = self._read(meta, len(data), stop)
         return np.concatenate([np.frombuffer(data, np.uint8), np.frombuffer(rest, np.uint8)]).data
 
-    def _decode(self, front: _Front, sink: Callable[[BlockBits], None]) -> _Part:
+    def _decode(self, front: PackedFront, sink: Callable[[BlockBits], None]) -> PackedPart:
         part = front.part
         bits: BlockBits = np.empty(part.meta.layout.shape, part.meta.layout.bits_dtype)
         front.codec.decode_base(part.meta, front.base, bits)
@@ -306,7 +284,7 @@ class SparseLoad:
         part, by_layer = self._parts[block], dict[int, list[ChunkBits]]()
         try:
             runs = part.runs(wanted, self._gap_bytes)
-            parts = self._read_ranges(part.meta, [(run[0].offset, _stop(run[-1])) for run in runs])
+            parts = self._read_ranges(part.meta, [(run[0].offset, stop_of(run[-1])) for run in runs])
         except CorruptPayload as error:
             self._damaged(part, error)
             return {}
@@ -325,7 +303,7 @@ class SparseLoad:
                 by_layer.setdefault(entry.id.layer_start, []).append(had)
         return {layer: self.joined(found) for layer, found in by_layer.items()}
 
-    def _damaged(self, part: _Part, error: CorruptPayload) -> None:
+    def _damaged(self, part: PackedPart, error: CorruptPayload) -> None:
         self._leave_rough(error)
         try:
             is_same = self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
@@ -360,10 +338,11 @@ class Sparse:
     sink: gets the rough values. The blocks stay pinned until `opened` is closed by `close`.
     """
 
-    def __init__(self, sink: BlockSink, tokens_ahead: int = 0) -> None:
-        """tokens_ahead: as in `SparseLoad.open`."""
+    def __init__(self, sink: BlockSink, tokens_ahead: int = 0, is_all: bool = False) -> None:
+        """tokens_ahead: as in `SparseLoad.open`. is_all: others bring what is in no order, and chunks no one."""
         self._sink = sink
         self._tokens_ahead = tokens_ahead
+        self._is_all = is_all
         self._pins = ExitStack()
         self.opened: SparseLoad | None = None
 
@@ -372,14 +351,19 @@ class Sparse:
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
         opened = SparseLoad(access.tiers, access.corrupt, GAP_BYTES)
-        with until(access.clock.monotonic_s() + deadline_s):
-            blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, access.quality_max)
+        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max, self._is_all)
+        blocks = 0
+        try:
+            blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, wanted)
+        finally:
+            if not blocks:
+                opened.close()
         if not blocks:
-            opened.close()
             return LoadReport(0, 0, None)
         self.opened = opened
         self._pins.enter_context(access.pinned(metas[:blocks]))
-        access.decide(metas, blocks, MissReason.ABSENT)
+        # Of what is left to others nothing is decided here.
+        access.decide(metas[:blocks] if self._is_all else metas, blocks, MissReason.ABSENT)
         return LoadReport(blocks, opened.read_bytes, None)
 
     def close(self) -> None:
@@ -387,10 +371,6 @@ class Sparse:
         if self.opened is not None:
             self.opened.close()
         self._pins.close()
-
-
-def _stop(entry: SectionEntry) -> int:
-    return entry.offset + entry.size
 
 
 def _nowhere(position: int, bits: BlockBits) -> None:

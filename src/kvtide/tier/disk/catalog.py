@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.tier.disk.record import RecordHeader, record_bytes
@@ -220,8 +221,9 @@ class GivenUp:
         """Note a request, and take back what it asks for."""
         with self._lock:
             is_taken = self._order.note_request(namespace, keys, hint, states)
-            for key in keys if self._given_up else ():
-                self._take_back(ObjectId(namespace, key))
+            rows = (ObjectId(namespace, key) for key in keys)
+            for object_id in chain(rows, *states) if self._given_up else ():
+                self._take_back(object_id)
             return is_taken
 
     def note_use(self, object_id: ObjectId) -> None:
