@@ -48,7 +48,7 @@ class PartLoads:
         started_s, is_near = self._clock.monotonic_s(), self._cache.is_near([metas[0].id])
         part = LoadReport(0, 0, None)
         if self._ways.choose(is_near, started_s) is RestoreWay.PART:
-            sparse = Sparse(sink, int(self._share * metas[0].layout.tokens), is_all=True)
+            sparse = Sparse(sink, int(self._share * metas[0].layout.tokens), rest_follows=True)
             with closing(sparse):
                 part = self._cache.load(metas, sparse, deadline_s)
         report = part

@@ -338,11 +338,14 @@ class Sparse:
     sink: gets the rough values. The blocks stay pinned until `opened` is closed by `close`.
     """
 
-    def __init__(self, sink: BlockSink, tokens_ahead: int = 0, is_all: bool = False) -> None:
-        """tokens_ahead: as in `SparseLoad.open`. is_all: others bring what is in no order, and chunks no one."""
+    def __init__(self, sink: BlockSink, tokens_ahead: int = 0, rest_follows: bool = False) -> None:
+        """tokens_ahead: as in `SparseLoad.open`.
+
+        rest_follows: the caller loads what is left whole, from the first block that is stored in no order on.
+        """
         self._sink = sink
         self._tokens_ahead = tokens_ahead
-        self._is_all = is_all
+        self._rest_follows = rest_follows
         self._pins = ExitStack()
         self.opened: SparseLoad | None = None
 
@@ -351,7 +354,7 @@ class Sparse:
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
         opened = SparseLoad(access.tiers, access.corrupt, GAP_BYTES)
-        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max, self._is_all)
+        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max, self._rest_follows)
         blocks = 0
         try:
             blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, wanted)
@@ -363,7 +366,7 @@ class Sparse:
         self.opened = opened
         self._pins.enter_context(access.pinned(metas[:blocks]))
         # Of what is left to others nothing is decided here.
-        access.decide(metas[:blocks] if self._is_all else metas, blocks, MissReason.ABSENT)
+        access.decide(metas[:blocks] if self._rest_follows else metas, blocks, MissReason.ABSENT)
         return LoadReport(blocks, opened.read_bytes, None)
 
     def close(self) -> None:
