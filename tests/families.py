@@ -244,7 +244,7 @@ class Support(NamedTuple):
     tier: str = ""
 
 
-EXACT, LOSSY, REFUSED = "exact", "exact, lossy", "refused"
+EXACT, TIDE, LOSSY, REFUSED = "exact", "exact, `tide`", "exact, lossy", "refused"
 # One line of the matrix in docs/support.md each; tests take their families from here.
 SUPPORT: dict[str, Support] = {
     "llama": Support("Llama, SmolLM2", "rows", LOSSY, LOSSY, EXACT),
@@ -252,18 +252,18 @@ SUPPORT: dict[str, Support] = {
     "qwen3_moe": Support("Qwen3-MoE", "rows", LOSSY),
     "mixtral": Support("Mixtral", "rows", LOSSY),
     "gpt2": Support("GPT-2", "rows", LOSSY),
-    "mistral": Support("Mistral, all windows", "windows", EXACT, EXACT, EXACT),
-    "gemma2": Support("Gemma 2", "windows, rows", EXACT, EXACT),
-    "gemma3": Support("Gemma 3", "windows, rows", EXACT, EXACT, EXACT),
-    "gemma4": Support("Gemma 4", "windows, rows, two shapes", EXACT, EXACT),
+    "mistral": Support("Mistral, all windows", "windows", TIDE, TIDE, EXACT),
+    "gemma2": Support("Gemma 2", "windows, rows", TIDE, TIDE),
+    "gemma3": Support("Gemma 3", "windows, rows", TIDE, EXACT, EXACT),
+    "gemma4": Support("Gemma 4", "windows, rows, two shapes", TIDE, EXACT),
     "olmo3": Support("OLMo 3", "windows, rows", EXACT),
     "gpt_oss": Support("gpt-oss", "windows, rows, sinks", EXACT, EXACT, EXACT),
     "llama4": Support("Llama 4", "chunks, rows", EXACT, EXACT),
-    "deepseek_v3": Support("DeepSeek-V3", "latents", EXACT, EXACT),
+    "deepseek_v3": Support("DeepSeek-V3", "latents", TIDE, EXACT),
     "qwen3_next": Support("Qwen3-Next", "states (gated delta), rows", EXACT, EXACT),
     "kimi_linear": Support("Kimi-Linear", "states (linear attention), latents", EXACT),
-    "lfm2": Support("LFM2", "states (short convolutions), rows", EXACT),
-    "granite4": Support("Granite 4", "states (Mamba 2), rows", EXACT, EXACT),
+    "lfm2": Support("LFM2", "states (short convolutions), rows", TIDE),
+    "granite4": Support("Granite 4", "states (Mamba 2), rows", TIDE, TIDE),
     "nemotron_h": Support("Nemotron-H", "states (Mamba 2), rows", EXACT, EXACT, EXACT),
     "falcon_h1": Support("Falcon-H1", "states (Mamba 2) and rows in each layer", EXACT, EXACT),
     "bamba": Support("Bamba", "states (Mamba 2), rows", REFUSED),

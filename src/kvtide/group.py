@@ -15,8 +15,10 @@ from typing import NamedTuple
 from kvtide.block import BlockLayout
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["GroupKind", "Hit", "LayerGroup", "Parts", "hit_of", "part_keys", "state_cuts", "state_every"]
+__all__ = ["ALL_ROWS", "GroupKind", "Hit", "LayerGroup", "Parts", "hit_of", "part_keys", "state_cuts", "state_every"]
 
+# The group of the rows of all layers, where an engine's blocks have them together, whatever each layer attends to.
+ALL_ROWS = "rows of all layers"
 # States are kept no more often where nobody says otherwise: a prompt that branches between two computes half of it.
 STATE_TOKENS_MIN = 4096
 

@@ -40,7 +40,7 @@ ATTACH = (
         "tide for windows, latents, several shapes and beside states",
         'kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3")',
         "docs/transformers.md: Profiles of models",
-        "tiny Gemma 3, Gemma 4, DeepSeek-V3, LFM2",
+        "tiny Gemma 2 and 3, Gemma 4, Mistral, DeepSeek-V3, LFM2, Granite 4",
         Source.OURS,
         "tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need",
     ),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, families, model_of_family
+from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model_of_family
 
 from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import one_torch_thread
@@ -29,7 +29,7 @@ ANSWER = 4
 FLUSH_S_MAX = 120.0
 # Of each kind of group; with --nightly thirty times as many.
 FAULTS = 35
-FAMILIES = families("transformers", EXACT, LOSSY)
+FAMILIES = families("transformers", EXACT, TIDE, LOSSY)
 WITH_STATES = [family for family in FAMILIES if "states" in SUPPORT[family].keeps]
 KINDS = {"windows": "kv", "rows": "kv", "chunks": "kv", "latents": "latent", "states": "state"}
 model_of = functools.cache(model_of_family)
@@ -287,7 +287,7 @@ def test_what_takes_models_of_one_group_says_so(options: dict[str, Any], tmp_pat
         attach(model_of("gemma3"), tmp_path, **options)
 
 
-@pytest.mark.parametrize("family", families("transformers", EXACT))
+@pytest.mark.parametrize("family", families("transformers", EXACT, TIDE))
 def test_importance_refuses_what_has_several_groups_or_reaches_less_far(family: str, tmp_path: Path) -> None:
     for importance in (0.25, Impress(0.25)):
         with pytest.raises(UnsupportedModel):

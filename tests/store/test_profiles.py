@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.cli.app import app
 from kvtide.clock import ManualClock
-from kvtide.codec import AwaitingCodec, CodecRegistry, Profile
+from kvtide.codec import AwaitingCodec, CodecRegistry, Profile, ProfileShape
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name, profiles
@@ -122,7 +122,7 @@ def test_profile_too_large_for_a_store_is_refused(shelf: ProfileStore, monkeypat
 
 def awaiting(store: Path | str, clock: ManualClock, memory_bytes_max: int = 1 << 26) -> Cache:
     registry = CodecRegistry()
-    codec = registry.make_awaiting("tide:1e-3", LAYOUT)
+    codec = registry.make_by_group("tide:1e-3", [ProfileShape(LAYOUT)])
     assert isinstance(codec, AwaitingCodec)
     return cache_for(str(store), codec, registry, Limits(memory_bytes_max=memory_bytes_max), clock)
 
@@ -308,7 +308,7 @@ def test_record_that_is_none_hides_no_profile(shelf: ProfileStore, record: bytes
 
 def test_installed_profile_serves_until_the_store_has_one(tmp_path: Path, clock: ManualClock) -> None:
     registry = CodecRegistry([SECOND])
-    codec = registry.make_awaiting("tide:1e-3", LAYOUT)
+    codec = registry.make_by_group("tide:1e-3", [ProfileShape(LAYOUT)])
     with cache_for(str(tmp_path), codec, registry, clock=clock) as cache:
         cache.profiles.seek(NAME, "")
         fill(cache, metas_of(LAYOUT, 1))
@@ -331,7 +331,7 @@ def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualCloc
 
 
 def test_awaiting_codec_takes_its_kind_alone() -> None:
-    codec = CodecRegistry().make_awaiting("tide-deep:1e-3", LAYOUT)
+    codec = CodecRegistry().make_by_group("tide-deep:1e-3", [ProfileShape(LAYOUT)])
     assert isinstance(codec, AwaitingCodec)
     assert (codec.quality, codec.is_lossless, codec.takes([FIRST])) == (1e-3, False, False)
     assert not codec.takes([fitted(replace(LAYOUT, kv_heads=2), "deep")])

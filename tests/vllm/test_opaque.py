@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.families import EXACT, LOSSY, checkpoint, draft_checkpoint, families
+from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
 from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
 
 from kvtide_lab.bench.engine_nursery import EngineNursery
@@ -81,7 +81,7 @@ DAMAGED = {"gemma4", "granite4"}
 
 
 def test_matrix_of_support_is_what_is_tested_here() -> None:
-    assert {*GROUPED, *(case.family for case in CASES.values())} == set(families("connector", EXACT, LOSSY))
+    assert {*GROUPED, *(case.family for case in CASES.values())} == set(families("connector", EXACT, TIDE, LOSSY))
 
 
 @pytest.mark.parametrize("family", GROUPED)

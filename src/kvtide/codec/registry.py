@@ -230,14 +230,11 @@ class CodecRegistry:
             raise ValueError(f"codec {spec!r} needs a profile of this model: make one with `kvtide calibrate`")
         return kind.make(arguments, fitting)
 
-    def make_awaiting(self, spec: str, layout: BlockLayout) -> Codec | AwaitingCodec:
-        """Return the codec as `make` does; tide and packed take a profile that is found later. ValueError as there."""
-        return self.make_by_group(spec, [ProfileShape(layout)])
-
     def make_by_group(self, spec: str, shapes: Sequence[ProfileShape]) -> Codec | AwaitingCodec:
-        """Return the codec as `make_awaiting` does, for a model with groups of these shapes, one at least.
+        """Return the codec as `make` does, for a model with groups of these shapes, one at least.
 
-        What takes no profile by group is made for the first one. ValueError as in `make`.
+        tide and packed take profiles that are found later; what takes no profile by group is made for the first one.
+        ValueError as in `make`.
         """
         kind, arguments = _parsed(spec)
         if kind.codec_id not in _PROFILED or kind.profile_kind is None:

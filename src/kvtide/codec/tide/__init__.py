@@ -2,8 +2,9 @@
 
 from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
 from kvtide.codec.tide.encoder import APART_TOKENS
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile, joint_power
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 from kvtide.codec.tide.grid import THIRD
+from kvtide.codec.tide.joint import AllRows, joined_draft, joint_power, joint_stages
 from kvtide.codec.tide.section import Steps
 
 __all__ = [
@@ -12,11 +13,14 @@ __all__ = [
     "DEFAULT_QUALITY",
     "DEFAULT_REFINEMENTS",
     "THIRD",
+    "AllRows",
     "Moments",
     "Steps",
     "TideCodec",
     "TideCounts",
     "draft_profile",
     "finished_profile",
+    "joined_draft",
     "joint_power",
+    "joint_stages",
 ]

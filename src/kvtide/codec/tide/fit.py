@@ -6,7 +6,7 @@ counted. Memory is bounded by the groups' covariances, whatever the number of te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +133,11 @@ class _Spread(NamedTuple):
         """Return the mean square of weighted values."""
         return float((self.weight**2 * self.variance.reshape(self.weight.shape)).mean())
 
+    def weights(self, power: float | None) -> NDArray[np.float64]:
+        """Return the weights over the root of a power, by default their own."""
+        found: NDArray[np.float64] = self.weight / np.sqrt(self.power if power is None else power)
+        return found
+
 
 def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread:
     tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
@@ -152,14 +157,33 @@ def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread
     return _Spread(mean, variance, _weights(by_channel, sensitivity, wanted, not is_full), octaves)
 
 
-def joint_power(groups: Sequence[tuple[BlockLayout, Mapping[str, NDArray[Any]]]]) -> float:
-    """Return the power of all values of a model of several groups, by which `draft_profile` scales each one's alike.
+def weighted_power(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> float:
+    """Return the mean square of weighted values before weights have a unit. ValueError without moments."""
+    return _spread(layout, moments).power
 
-    groups: layout and moments of each. ValueError without moments.
-    """
-    values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
-    powers = [_spread(*each).power for each in groups]
-    return float(np.average(powers, weights=values))
+
+def weighted_moments(
+    layout: BlockLayout, moments: Mapping[str, NDArray[Any]], power: float | None = None
+) -> Callable[[int], NDArray[np.float64]]:
+    """Return what returns the second moments of a group's weighted values. power: as for `draft_profile`."""
+    spread, squares, tokens = _spread(layout, moments), moments["square"], float(moments["tokens"][0])
+    by_value = spread.weights(power).reshape(len(spread.mean), -1)
+
+    def weighted(group: int) -> NDArray[np.float64]:
+        square = _centred(squares[group].astype(np.float64) / tokens, spread.mean[group])
+        found: NDArray[np.float64] = square * by_value[group][:, None] * by_value[group]
+        return found
+
+    return weighted
+
+
+def stages_for(
+    layout: BlockLayout, cost: Cost, has_all: bool, weighted: Callable[[int], NDArray[np.float64]]
+) -> Stages | None:
+    """Return the stages of a transform of these layers, None for one stage. has_all: moments are of all pairs."""
+    if not _is_staged(cost, layout):
+        return None
+    return choose_stages(layout, weighted) if has_all else Stages(block_sizes(layout)[0], 0)
 
 
 def draft_profile(
@@ -169,30 +193,23 @@ def draft_profile(
     rotary: Rotary | None,
     moments: Mapping[str, NDArray[Any]],
     power: float | None = None,
+    stages: Stages | None = None,
 ) -> Profile:
     """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments.
 
-    power: `joint_power` for one group of a model of several, so that one step means the same for all.
+    power, stages: `joint_power` and `joint_stages` for one group of a model of several, so that one step means the same
+    for all.
     """
     cost = COSTS[cost_name]
-    tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
     spread = _spread(layout, moments)
-    mean, variance = spread.mean, spread.variance
+    mean, weight, weighted = spread.mean, spread.weights(power), weighted_moments(layout, moments, power)
     span, channels, squares = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim, moments["square"]
-    is_full = squares.ndim > 2
-    weight = spread.weight / np.sqrt(spread.power if power is None else power)
-    by_value = weight.reshape(len(mean), -1)
-
-    def weighted(group: int) -> NDArray[np.float64]:
-        square = _centred(squares[group].astype(np.float64) / tokens, mean[group])
-        found: NDArray[np.float64] = square * by_value[group][:, None] * by_value[group]
-        return found
-
     groups = range(len(mean))
-    if not is_full:
-        arrays = _ordered(variance, by_value)
-    elif _is_staged(cost, layout):
-        stages = choose_stages(layout, weighted) if squares.ndim == 3 else Stages(squares.shape[-1], 0)
+    if stages is None and squares.ndim > 2:
+        stages = stages_for(layout, cost, squares.ndim == 3, weighted)
+    if squares.ndim == 2:
+        arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
+    elif stages is not None:
         arrays = staged(map(weighted, groups), stages, _units)
     else:
         arrays = _transform(map(weighted, groups), cost)
@@ -205,7 +222,8 @@ def draft_profile(
         "tables": _tables(np.zeros((TABLES, 32), dtype=np.uint64)),
         "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
     }
-    return Profile.make(f"tide-{cost_name}", model, layout, (int(texts), int(tokens)), arrays)
+    calibrated_on = (int(moments["texts"][0]), int(moments["tokens"][0]))
+    return Profile.make(f"tide-{cost_name}", model, layout, calibrated_on, arrays)
 
 
 def _line(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -29,7 +29,9 @@ from kvtide.codec.tide import (
     TideCounts,
     draft_profile,
     finished_profile,
+    joined_draft,
     joint_power,
+    joint_stages,
 )
 from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes
 from kvtide.engines.transformers import Context, ModelContexts
@@ -51,7 +53,7 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
 
@@ -158,6 +160,7 @@ class TideCalibration:
         self._contexts = ModelContexts(model, block_tokens)
         self._rotaries = self._contexts.rotaries()
         self._job = _Job(name, cost, self._contexts.shapes)
+        self._all_rows = self._contexts.all_rows()
         self._partial = partial
         is_enough = len(self._texts) >= HELD_OUT_EVERY
         held_out = range(HELD_OUT_EVERY - 1, len(self._texts), HELD_OUT_EVERY) if is_enough else range(0)
@@ -167,7 +170,7 @@ class TideCalibration:
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
         """Fit and judge; `progress` is told of each text. The partial state is removed at the end.
 
-        Returns a profile for each group of rows, one for a plain model.
+        Returns a profile for each group of rows, and one of all rows if they have one shape; one for a plain model.
         """
         done = self._read()
         drafts = self._drafts(self._moments(done, progress))
@@ -176,7 +179,7 @@ class TideCalibration:
         points, ratio = self._curve(middle, done, progress)
         rising = _rising(points)
         curve = np.array([[p.step_units, p.bits_per_element, p.kl] for p in rising], dtype=np.float32)
-        profiles = self._finished(drafts, counts, curve)
+        profiles = [*self._finished(drafts, counts, curve), *self._joined(drafts, counts, curve)]
         if profiles[0].group:
             together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
             profiles = [each.with_arrays({"calibration": np.frombuffer(together, dtype=np.uint8)}) for each in profiles]
@@ -191,8 +194,9 @@ class TideCalibration:
         # Of a plain model it would be its own, but for rounding.
         pairs = [(shape.layout, state) for shape, state in zip(shapes, moments, strict=True)]
         power = joint_power(pairs) if len(pairs) > 1 else None
+        stages = joint_stages(self._all_rows, cost, pairs) if self._all_rows is not None else None
         drafts = [
-            draft_profile(name, layout, cost, rotary, state, power)
+            draft_profile(name, layout, cost, rotary, state, power, stages)
             for (layout, state), rotary in zip(pairs, self._rotaries, strict=True)
         ]
         return [
@@ -205,6 +209,14 @@ class TideCalibration:
     ) -> list[Profile]:
         layouts = [shape.layout for shape in self._job.shapes]
         return [finished_profile(*each, curve) for each in zip(drafts, layouts, counts, strict=True)]
+
+    def _joined(self, drafts: Sequence[Profile], counts: Sequence[State], curve: NDArray[np.float32]) -> list[Profile]:
+        """Return the profile of all rows, for engines that keep them together; none where there can't be one."""
+        draft = joined_draft(self._all_rows, drafts) if self._all_rows is not None else None
+        if draft is None or self._all_rows is None:
+            return []
+        summed = {name: sum(each[name] for each in counts[1:]) + counts[0][name] for name in counts[0]}
+        return [finished_profile(draft, self._all_rows.layout, summed, curve)]
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
         moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvtide.block import BlockBits, BlockMeta
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import ProfileShape
 from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide import AllRows
 from kvtide.engines.transformers.fingerprint import groups_of
 from kvtide.engines.transformers.groups import (
     ModelGroup,
@@ -61,6 +62,21 @@ class ModelContexts:
         """Return how the keys of each group of rows turn. UnsupportedModel where that is not known."""
         config = self.model.config.to_dict()
         return [_rotary(each, config) for each in self._rows]
+
+    def all_rows(self) -> AllRows | None:
+        """Return the rows of all groups as one block of all layers has them; None for a plain model, or of many shapes.
+
+        UnsupportedModel as in `rotaries`.
+        """
+        groups = [each.group for each in self._rows]
+        shapes = {(each.layout.kv_heads, each.layout.head_dim, each.kind) for each in groups}
+        if not self.shapes[0].group or len(shapes) > 1 or groups[0].kind is not GroupKind.KV:
+            return None
+        numbers = sorted(number for each in groups for number in each.layers)
+        places = tuple(tuple(map(numbers.index, each.layers)) for each in groups)
+        layout = groups[0].layout
+        whole = BlockLayout(len(numbers), layout.tokens, layout.kv_heads, layout.head_dim, layout.dtype)
+        return AllRows(whole, places, _rotary_of(self.model.config.to_dict(), numbers))
 
     def capture(self, ids: Sequence[int]) -> Context:
         """Prefill token ids, whole blocks of them, and return what is kept."""
@@ -118,10 +134,7 @@ def _metas(ids: Sequence[int], group: ModelGroup) -> list[BlockMeta]:
 
 
 def _rotary(group: ModelGroup, config: dict[str, Any]) -> Rotary | None:
-    try:
-        found = Rotary.from_config(config, group.group.layers)
-    except ValueError as error:
-        raise UnsupportedModel(f"keys can't be turned back: {error}") from error
+    found = _rotary_of(config, group.group.layers)
     if found is None or group.group.kind is GroupKind.KV:
         return found
     rows, dims = group.rows, found.dim_stop - found.dim_start
@@ -129,3 +142,10 @@ def _rotary(group: ModelGroup, config: dict[str, Any]) -> Rotary | None:
         raise UnsupportedModel(f"keys can't be turned back: {group.group.name} is no latent beside {dims} rotated dims")
     # They come first in a row.
     return Rotary(found.pairs, 0, dims, found.kinds, found.layer_kinds)
+
+
+def _rotary_of(config: dict[str, Any], layers: Sequence[int]) -> Rotary | None:
+    try:
+        return Rotary.from_config(config, layers)
+    except ValueError as error:
+        raise UnsupportedModel(f"keys can't be turned back: {error}") from error

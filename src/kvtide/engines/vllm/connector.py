@@ -27,7 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
-from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec, OrderingCodec
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec, OrderingCodec, ProfileShape
 from kvtide.config import Limits
 from kvtide.engines import calibrate_command
 from kvtide.engines.paged import (
@@ -46,7 +46,7 @@ from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.request import ServedRequest
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
 from kvtide.engines.vllm.watch import SchedulerWatch
-from kvtide.group import state_every
+from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, Moves, cache_for, profile_name
 from kvtide.tier.ram import DeviceMemory
 
@@ -94,7 +94,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._model = served_model(
             vllm_config, kv_cache_config, self._settings, registry.make(self._settings.codec).is_lossless
         )
-        self._codec = registry.make_awaiting(self._settings.codec, self._model.layout)
+        # Where there are several groups their rows are one block, and need the profile of such.
+        shape = ProfileShape(self._model.layout, "" if self._model.slots is None else ALL_ROWS)
+        self._codec = registry.make_by_group(self._settings.codec, [shape])
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
         has_layers = isinstance(self._codec, LayeredCodec) and vllm_config.device_config.device_type == "cpu"
@@ -292,8 +294,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # All ranks store a block at once, so that the first one speaks for all.
         moves = Moves() if self._tells_events and rank == 0 else None
         cache = self._cache(encoder, limits, device, moves)
-        # Its joined pages are of several groups, a profile is of one.
-        if isinstance(codec, AwaitingCodec) and self._model.slots is None:
+        if isinstance(codec, AwaitingCodec):
             folder, given = str(self._vllm_config.model_config.model), self._settings.fingerprint.encode()
             salt = self._settings.tenant_salt.encode()
             command = calibrate_command(folder, self._settings.store, codec.profile_kind, given, bool(salt))

@@ -85,11 +85,12 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     opaque = " and ".join(sorted({_opaque_order(vllm_config, each, not is_uniform) for each in layers.specs}))
     layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
     states = _states_of(kv_cache_config, layers)
+    # Of states each bit is kept, whatever the rows' codec.
     text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
-    if text and not is_exact:
-        raise UnsupportedModel(f"pages of {text} are kept as they are: the codec must be lossless or raw")
-    if text and settings.importance < 1:
-        raise UnsupportedModel(f"pages of {text} are kept as they are: importance has no rough values of them")
+    if opaque and not is_exact:
+        raise UnsupportedModel(f"pages of {opaque} are kept as they are: the codec must be lossless or raw")
+    if opaque and settings.importance < 1:
+        raise UnsupportedModel(f"pages of {opaque} are kept as they are: importance has no rough values of them")
     name = str(vllm_config.model_config.model)
     label = f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}"
     is_replicated = type(spec) is MLAAttentionSpec
@@ -205,7 +206,7 @@ def _check_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
     if settings.load == "layers":
         raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
     if settings.importance < 1:
-        raise UnsupportedModel("importance needs a profile, which models with windows can't have yet")
+        raise UnsupportedModel("importance takes models whose layers all attend to everything")
 
 
 def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
@@ -276,6 +277,8 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
         if type(group.kv_cache_spec) is not MambaSpec
         for name in group.layer_names
     ]
+    # As the model has them: a profile knows nothing of vLLM's grouping.
+    rows.sort(key=lambda row: [int(part) for part in row[0].split(".") if part.isdecimal()])
     names, checked, slots = zip(*rows, strict=True)
     is_plain = len(specs) == 1 and type(specs[0]) not in _WINDOWS
     return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, firsts)
