@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -34,8 +34,8 @@ STEPS = Steps(-20, 1)
 
 
 def part_of(bits: BlockBits, group: int) -> BlockBits:
-    part: BlockBits = np.ascontiguousarray(bits[list(PLACES[group])])
-    return part
+    part: Any = np.ascontiguousarray(bits[list(PLACES[group])])
+    return cast(BlockBits, part)
 
 
 def layout_of(group: int) -> BlockLayout:
