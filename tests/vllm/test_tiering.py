@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
 
 pytestmark = pytest.mark.timeout(900)
+
+CHUNK_BYTES = 4096
 
 
 def _transfer(store: Path) -> dict[str, Any]:
@@ -64,3 +67,45 @@ def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
     assert engine_environment({})["PYTHONHASHSEED"] == "0"
     assert engine_environment({"X": "1"})["X"] == "1"
     assert engine_environment({}).keys() >= os.environ.keys()
+
+
+def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
+    """A tier of an engine with so many tensor-parallel ranks."""
+    import numpy as np
+    from vllm.v1.kv_offload import config as offloading
+
+    from kvtide.engines.vllm.tiering import KVTideTier
+
+    parallel = offloading.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
+    config = offloading.OffloadingConfig(
+        groups=(offloading.OffloadingGroupConfig(16, ("a", "b"), 0),),
+        worker_kv_bytes_per_block=CHUNK_BYTES // ranks,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="e",
+        model=offloading.OffloadingModelConfig(str(folder), "float32"),
+        cache=offloading.OffloadingCacheConfig(16, 1),
+        parallel=parallel,
+        canonical_layout=is_canonical,
+        kv_cache_layout="LBHNC",
+    )
+    view = memoryview(np.zeros((2, CHUNK_BYTES), dtype=np.uint8))
+    return KVTideTier(SimpleNamespace(config=config), view, "KVTideTier", store=str(store), fingerprint="f")
+
+
+def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Path) -> None:
+    import numpy as np
+    from vllm.v1.kv_offload.base import LookupResult
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    store = tmp_path / "store"
+    for is_canonical, shared in ((False, {(1, False)}), (True, {(1, True), (2, True), (1, False)})):
+        tier = _tier(tmp_path, store, 1, is_canonical=is_canonical)
+        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
+        tier.shutdown()
+        for ranks in (1, 2):
+            for other in (False, True):
+                reader = _tier(tmp_path, store, ranks, is_canonical=other)
+                found = reader.lookup(b"key", None) is LookupResult.HIT
+                reader.shutdown()
+                assert found == ((ranks, other) in shared), (ranks, other)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -28,6 +29,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     Chunks are opaque: keys and values of any kind of layer, windows, latents, states, whatever their element type. A
     chunk's name says its group of layers, and a hit is vLLM's to judge.
+    Ranks of any number share chunks in vLLM's portable order (`canonical_layout`).
     vLLM names chunks by its own hashes: set PYTHONHASHSEED, or a restarted engine finds nothing.
     """
 
@@ -49,7 +51,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             settings,
             _layout(config, self.block_size_bytes),
             settings.fingerprint.encode() or _fingerprint(config),
-            f"vllm chunks of {self.block_size_bytes} bytes, world={config.parallel.world_size}",
+            f"vllm chunks of {self.block_size_bytes} bytes, {_order(config)}",
         )
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), dtype=np.uint8).reshape(-1, self.block_size_bytes)
         self._store.cache.open()
@@ -123,6 +125,16 @@ def _layout(config: Any, chunk_bytes: int) -> BlockLayout:
         return chunk_layout(chunk_bytes, 1, 1)
     (group,) = config.groups
     return chunk_layout(chunk_bytes, len(group.layer_names), group.tokens_per_block * config.cache.blocks_per_chunk)
+
+
+def _order(config: Any) -> str:
+    """Return what decides the order of a chunk's bytes: vLLM's portable order, or its ranks' own."""
+    parallel = config.parallel
+    own = f"tp={parallel.tp_size} pp={parallel.pp_size} pcp={parallel.pcp_size} dcp={parallel.dcp_size}"
+    if not config.canonical_layout:
+        return f"direct {own}{' of one rank' if config.replicated_layout else ''}"
+    format_id = canonical_format_id(config.kv_cache_layout)
+    return f"canonical {format_id} {'of any ranks' if parallel.is_parallelism_agnostic else own}"
 
 
 def _fingerprint(config: Any) -> bytes:
