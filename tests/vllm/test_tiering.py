@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.families import EXACT, checkpoint, families
@@ -89,7 +89,7 @@ def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
         canonical_layout=is_canonical,
         kv_cache_layout="LBHNC",
     )
-    view = memoryview(np.zeros((2, CHUNK_BYTES), dtype=np.uint8))
+    view = memoryview(cast(Any, np.zeros((2, CHUNK_BYTES), dtype=np.uint8)))
     return KVTideTier(SimpleNamespace(config=config), view, "KVTideTier", store=str(store), fingerprint="f")
 
 
