@@ -119,7 +119,7 @@ TideStage stage_of(const Stage& stage, const TideShape& shape, std::size_t coeff
   const TideStage found{span_of(panels), block, span_of(mixed), span_of(places)};
   if (block == 0) return {};
   const std::size_t values = shape.values();
-  want(block % 2 == 0 && shape.channels() % block == 0, "tide: want blocks of an even number of values");
+  want(block % 2 == 0 && shape.head_dim % block == 0, "tide: want blocks that are even parts of a head");
   want(panels.size() == values / block * found.panel_size(), "tide: want whole panels of all blocks");
   want(std::ranges::all_of(found.mixed, [&](std::size_t place) { return place < values; }), "tide: bad place");
   want(places.size() == coefficients, "tide: want a place for each coefficient");

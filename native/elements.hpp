@@ -48,9 +48,9 @@ inline std::uint16_t to_bfloat(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// One load and store for each element type, chosen outside the loops.
+// One load and store for each element type, chosen outside the loops, which are vector code only if these are in them.
 template <ElementType type>
-float load(const std::uint8_t* source) {
+[[gnu::always_inline]] inline float load(const std::uint8_t* source) {
   if constexpr (type == ElementType::float32) {
     float value;
     std::memcpy(&value, source, sizeof value);
@@ -63,7 +63,7 @@ float load(const std::uint8_t* source) {
 }
 
 template <ElementType type>
-void store(float value, std::uint8_t* target) {
+[[gnu::always_inline]] inline void store(float value, std::uint8_t* target) {
   if constexpr (type == ElementType::float32) {
     value = clamped(value, float_max);
     std::memcpy(target, &value, sizeof value);

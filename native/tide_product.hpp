@@ -31,41 +31,41 @@ struct Tile {
   std::size_t sums_stride;
 };
 
-// Sums of a block of tokens: (block_tokens, columns padded). `Isa::multiply<n>` takes a tile of n panels, n to `Isa::panels_max`.
+// Columns that a product writes: whole panels of them.
+constexpr std::size_t panel_columns(std::size_t columns) { return tide_panels(columns) * tide_panel_columns; }
+
+// Tokens times a matrix. `Isa::multiply<n>` takes a tile of n panels, n to `Isa::panels_max`.
 template <class Isa>
 class Product {
  public:
   explicit Product(const TideMatrix& matrix)
-      : matrix_(matrix), columns_(tide_panels(matrix.used_columns) * tide_panel_columns),
-        pairs_(tide_pairs(matrix.used_rows)), sums_(block_tokens * columns_),
-        listed_(block_tokens / tide_panel_tokens * pairs_) {}
+      : matrix_(matrix), pairs_(tide_pairs(matrix.used_rows)), listed_(block_tokens / tide_panel_tokens * pairs_) {}
 
   std::size_t pairs() const { return pairs_; }
 
-  // tokens: panels of [pairs][4][2]; count is a multiple of 4.
-  void run(const std::int16_t* tokens, std::size_t count) {
+  // tokens: panels of [pairs][4][2]; count is a multiple of 4, up to block_tokens. sums: of (count, panel_columns), a token's `stride`
+  // behind those of the one before.
+  void run(const std::int16_t* tokens, std::size_t count, std::int32_t* sums, std::size_t stride) {
     std::array<std::size_t, block_tokens / tide_panel_tokens> listed;
     for (std::size_t i = 0; i < count / tide_panel_tokens; ++i) {
       listed[i] = list_pairs(tokens + i * tide_panel_tokens * pairs_ * 2, listed_.data() + i * pairs_);
     }
-    const std::size_t stride = tide_pairs(matrix_.rows) * tide_panel_columns * 2, panels = columns_ / tide_panel_columns;
+    const std::size_t panel_size = tide_pairs(matrix_.rows) * tide_panel_columns * 2, panels = tide_panels(matrix_.used_columns);
     for (std::size_t panel = 0; panel < panels;) {
       const std::size_t width = std::min(Isa::panels_max, panels - panel);
       for (std::size_t first = 0; first < count; first += tide_panel_tokens) {
         const std::size_t i = first / tide_panel_tokens;
         const Tile tile = {tokens + first * pairs_ * 2,
-                           matrix_.panels.data() + panel * stride,
-                           stride,
+                           matrix_.panels.data() + panel * panel_size,
+                           panel_size,
                            {listed_.data() + i * pairs_, listed[i]},
-                           sums_.data() + first * columns_ + panel * tide_panel_columns,
-                           columns_};
+                           sums + first * stride + panel * tide_panel_columns,
+                           stride};
         multiply(tile, width);
       }
       panel += width;
     }
   }
-
-  const std::int32_t* of(std::size_t token) const { return sums_.data() + token * columns_; }
 
  private:
   static void multiply(const Tile& tile, std::size_t width) {
@@ -93,8 +93,7 @@ class Product {
   }
 
   const TideMatrix& matrix_;
-  std::size_t columns_, pairs_;
-  std::vector<std::int32_t> sums_;
+  std::size_t pairs_;
   std::vector<std::uint32_t> listed_;  // for each panel of tokens, room for all pairs
 };
 

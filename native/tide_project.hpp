@@ -235,42 +235,111 @@ inline bool to_sixteenths(const std::int32_t* sums, std::size_t count, int halvi
   return largest <= most;
 }
 
-// A transform in two stages: products of each block, the strongest of all blocks mixed, then both in coded order.
+// Rounds a token's sums to steps and adds up what that loses; false if one does not fit.
+inline bool code_sums(std::span<const std::int32_t> sums, int halvings, double square, std::int16_t* steps, Seen& seen) {
+  if (!round_steps(sums, halvings, steps)) return false;
+  seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings, square);
+  return true;
+}
+
+// The three transforms take a block of tokens: `put` each one's whole values, `run`, then `code` each: its steps, and what they lose.
+// `run` and `code` find tokens that are too loud: those get halvings of -1, and false.
+
+// No transform: values are coded as they are.
+template <class Isa>
+class Values {
+ public:
+  explicit Values(const TideProject& job)
+      : job_(job), whole_(block_tokens * job.shape.values()), exact_(job.shape.values()), coded_(exact_.size()) {}
+
+  void put(std::span<const std::int16_t> whole, std::size_t token) {
+    std::copy_n(whole.begin(), exact_.size(), whole_.begin() + static_cast<std::ptrdiff_t>(token * exact_.size()));
+  }
+  void run(std::size_t, int*) {}
+
+  bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
+    const std::span<const std::int16_t> whole = std::span(whole_).subspan(token * exact_.size(), exact_.size());
+    if (!round_values(whole, job_.is_coded, halvings, steps)) return false;
+    for (std::size_t v = 0; v < whole.size(); ++v) {
+      const bool is_coded = job_.is_coded[v] != 0;
+      exact_[v] = is_coded ? whole[v] * (1 << halvings) : 0;
+      coded_[v] = static_cast<std::int16_t>(is_coded ? steps[v] : 0);
+    }
+    seen.add(exact_, coded_.data(), tide_step_bits, square);
+    return true;
+  }
+
+ private:
+  const TideProject& job_;
+  std::vector<std::int16_t> whole_;
+  std::vector<std::int32_t> exact_;  // in sixteenths, of those that are coded
+  std::vector<std::int16_t> coded_;
+};
+
+// One matrix.
+template <class Isa>
+class OneProduct {
+ public:
+  explicit OneProduct(const TideProject& job)
+      : columns_(job.matrix.used_columns), stride_(panel_columns(columns_)), product_(job.matrix),
+        panels_(block_tokens * padded(job.shape.values(), 2)), sums_(block_tokens * stride_) {}
+
+  void put(std::span<const std::int16_t> whole, std::size_t token) {
+    put_token(whole, panels_.data() + token / tide_panel_tokens * tide_panel_tokens * whole.size(), token % tide_panel_tokens);
+  }
+  void run(std::size_t count, int*) { product_.run(panels_.data(), padded(count, tide_panel_tokens), sums_.data(), stride_); }
+
+  bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
+    return code_sums(std::span(sums_).subspan(token * stride_, columns_), halvings, square, steps, seen);
+  }
+
+ private:
+  std::size_t columns_, stride_;
+  Product<Isa> product_;
+  std::vector<std::int16_t> panels_;
+  std::vector<std::int32_t> sums_;
+};
+
+// Two stages: products of each block, the strongest of all blocks mixed, then both in coded order.
 template <class Isa>
 class BlockProducts {
  public:
   explicit BlockProducts(const TideProject& job)
       : job_(job), block_(job.stage.block), matrix_{{}, block_, block_, block_, block_}, product_(matrix_), mix_(job.matrix),
-        of_blocks_(block_tokens * job.shape.values()), mixed_(block_tokens * mix_.pairs() * 2), strongest_(padded(job.matrix.rows, 2)),
-        exact_(job.stage.places.size()) {}
+        width_(job.shape.values() + tide_panel_columns), mixed_width_(panel_columns(job.matrix.used_columns)),
+        panels_(block_tokens * job.shape.values()), of_blocks_(block_tokens * width_), of_mix_(block_tokens * mixed_width_),
+        mixed_(block_tokens * mix_.pairs() * 2), strongest_(padded(job.matrix.rows, 2)), exact_(job.stage.places.size()) {}
 
-  // whole: panels of tokens for each block. halvings: of each token, -1 if it is too loud, which it may become here.
-  void run(const std::int16_t* whole, std::size_t count, int* halvings) {
-    const std::size_t values = job_.shape.values();
-    for (std::size_t b = 0; b < values / block_; ++b) {
-      matrix_.panels = job_.stage.block_panels.subspan(b * job_.stage.panel_size(), job_.stage.panel_size());
-      product_.run(whole + b * block_tokens * block_, padded(count, tide_panel_tokens));
-      for (std::size_t t = 0; t < count; ++t) {
-        std::copy(product_.of(t), product_.of(t) + block_, of_blocks_.data() + t * values + b * block_);
-      }
+  void put(std::span<const std::int16_t> whole, std::size_t token) {
+    for (std::size_t first = 0; first < job_.shape.values(); first += block_) {
+      std::int16_t* to = panels_.data() + first * block_tokens + token / tide_panel_tokens * tide_panel_tokens * block_;
+      put_token(whole.subspan(first, block_), to, token % tide_panel_tokens);
+    }
+  }
+
+  void run(std::size_t count, int* halvings) {
+    const std::size_t padded_count = padded(count, tide_panel_tokens);
+    // The last panel of a block may reach beyond it, into the next one's columns, which are written later.
+    for (std::size_t first = 0; first < job_.shape.values(); first += block_) {
+      matrix_.panels = job_.stage.block_panels.subspan(first / block_ * job_.stage.panel_size(), job_.stage.panel_size());
+      product_.run(panels_.data() + first * block_tokens, padded_count, of_blocks_.data() + first, width_);
     }
     std::vector<std::int32_t> sums(job_.matrix.rows);
     for (std::size_t t = 0; t < count; ++t) {
-      for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = of_blocks_[t * values + job_.stage.mixed[i]];
+      for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = of_blocks_[t * width_ + job_.stage.mixed[i]];
       if (!to_sixteenths(sums.data(), sums.size(), std::max(halvings[t], 0), strongest_.data())) halvings[t] = -1;
       put_token(strongest_, mixed_.data() + t / tide_panel_tokens * tide_panel_tokens * strongest_.size(), t % tide_panel_tokens);
     }
-    mix_.run(mixed_.data(), padded(count, tide_panel_tokens));
+    mix_.run(mixed_.data(), padded_count, of_mix_.data(), mixed_width_);
   }
 
-  // Sums of a token in coded order.
-  std::span<const std::int32_t> of(std::size_t token) {
+  bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
     const std::size_t values = job_.shape.values();
     for (std::size_t k = 0; k < exact_.size(); ++k) {
       const std::size_t place = job_.stage.places[k];
-      exact_[k] = place < values ? of_blocks_[token * values + place] : mix_.of(token)[place - values];
+      exact_[k] = place < values ? of_blocks_[token * width_ + place] : of_mix_[token * mixed_width_ + place - values];
     }
-    return exact_;
+    return code_sums(exact_, halvings, square, steps, seen);
   }
 
  private:
@@ -278,18 +347,18 @@ class BlockProducts {
   const std::size_t block_;
   TideMatrix matrix_;
   Product<Isa> product_, mix_;
-  std::vector<std::int32_t> of_blocks_;  // (block_tokens, values)
+  std::size_t width_, mixed_width_;
+  std::vector<std::int16_t> panels_;
+  std::vector<std::int32_t> of_blocks_, of_mix_;
   std::vector<std::int16_t> mixed_, strongest_;
-  std::vector<std::int32_t> exact_;
+  std::vector<std::int32_t> exact_;  // sums of a token in coded order
 };
 
-template <class Isa, ElementType type>
-bool project_blocks(const TideProject& job) {
+template <class Transform, ElementType type>
+bool project_by(const TideProject& job, std::size_t columns) {
   const TideShape& shape = job.shape;
-  const std::size_t columns = job.stage.places.size(), block = job.stage.block;
+  Transform transform(job);
   TokenReader<type> reader(job);
-  BlockProducts<Isa> products(job);
-  std::vector<std::int16_t> panels(block_tokens * shape.values());
   Seen seen(columns);
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
@@ -299,79 +368,12 @@ bool project_blocks(const TideProject& job) {
       if (!reader.read(start + t)) return false;
       halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
       squares[t] = reader.square();
-      const std::span<const std::int16_t> whole = reader.whole(halvings[t]);
-      for (std::size_t first = 0; first < shape.values(); first += block) {
-        std::int16_t* to = panels.data() + first * block_tokens + t / tide_panel_tokens * tide_panel_tokens * block;
-        put_token(whole.subspan(first, block), to, t % tide_panel_tokens);
-      }
+      transform.put(reader.whole(halvings[t]), t);
     }
-    products.run(panels.data(), count, halvings);
+    transform.run(count, halvings);
     for (std::size_t t = 0; t < count; ++t) {
       std::int16_t* steps = job.out.data() + (start + t) * columns;
-      const std::span<const std::int32_t> sums = products.of(t);
-      if (halvings[t] >= 0 && round_steps(sums, halvings[t], steps)) {
-        seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings[t], squares[t]);
-        seen.add_halved(shape.values(), halvings[t]);
-        continue;
-      }
-      job.apart[start + t] = 1;
-      std::fill(steps, steps + columns, std::int16_t{0});
-    }
-  }
-  job.seen = seen.found();
-  return true;
-}
-
-template <class Isa, ElementType type>
-bool project_as(const TideProject& job) {
-  if (job.stage.block != 0) return project_blocks<Isa, type>(job);
-  const TideShape& shape = job.shape;
-  const bool is_product = job.is_coded.empty();
-  const std::size_t columns = is_product ? job.matrix.used_columns : shape.values();
-  Product<Isa> product(job.matrix);
-  TokenReader<type> reader(job);
-  std::vector<std::int16_t> panels(is_product ? block_tokens * padded(shape.values(), 2) : 0);
-  // Without a matrix: values in sixteenths and their steps, of those that are coded.
-  std::vector<std::int32_t> exact(is_product ? 0 : columns);
-  std::vector<std::int16_t> coded(exact.size());
-  Seen seen(columns);
-  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
-    const std::size_t count = std::min(block_tokens, shape.tokens - start);
-    int halvings[block_tokens];
-    double squares[block_tokens];
-    for (std::size_t t = 0; t < count; ++t) {
-      if (!reader.read(start + t)) return false;
-      halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
-      squares[t] = reader.square();
-      const std::span<const std::int16_t> whole = reader.whole(halvings[t]);
-      if (is_product) {
-        put_token(whole, panels.data() + t / tide_panel_tokens * tide_panel_tokens * whole.size(), t % tide_panel_tokens);
-      } else if (halvings[t] >= 0) {
-        std::int16_t* steps = job.out.data() + (start + t) * columns;
-        if (!round_values(whole, job.is_coded, halvings[t], steps)) {
-          halvings[t] = -1;
-          continue;
-        }
-        for (std::size_t v = 0; v < columns; ++v) {
-          const bool is_coded = job.is_coded[v] != 0;
-          exact[v] = is_coded ? whole[v] * (1 << halvings[t]) : 0;
-          coded[v] = static_cast<std::int16_t>(is_coded ? steps[v] : 0);
-        }
-        seen.add(exact, coded.data(), tide_step_bits, squares[t]);
-      }
-    }
-    if (is_product) product.run(panels.data(), padded(count, tide_panel_tokens));
-    for (std::size_t t = 0; t < count; ++t) {
-      std::int16_t* steps = job.out.data() + (start + t) * columns;
-      const std::span<const std::int32_t> sums = is_product ? std::span(product.of(t), columns) : std::span<const std::int32_t>();
-      if (is_product && halvings[t] >= 0) {
-        if (round_steps(sums, halvings[t], steps)) {
-          seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings[t], squares[t]);
-        } else {
-          halvings[t] = -1;
-        }
-      }
-      if (halvings[t] >= 0) {
+      if (halvings[t] >= 0 && transform.code(t, halvings[t], squares[t], steps, seen)) {
         seen.add_halved(shape.values(), halvings[t]);
         continue;
       }
@@ -385,7 +387,11 @@ bool project_as(const TideProject& job) {
 
 template <class Isa>
 bool project_tokens(const TideProject& job) {
-  return with_type(job.shape.type, [&]<ElementType type>() { return project_as<Isa, type>(job); });
+  return with_type(job.shape.type, [&]<ElementType type>() {
+    if (job.stage.block != 0) return project_by<BlockProducts<Isa>, type>(job, job.stage.places.size());
+    if (job.is_coded.empty()) return project_by<OneProduct<Isa>, type>(job, job.matrix.used_columns);
+    return project_by<Values<Isa>, type>(job, job.shape.values());
+  });
 }
 
 }  // namespace

@@ -34,23 +34,39 @@ void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
   }
 }
 
+// The even row's values each before the odd one's.
+inline void interleave(const std::int16_t* __restrict even, const std::int16_t* __restrict odd, std::size_t count,
+                       std::uint32_t* __restrict both) {
+  for (std::size_t t = 0; t < count; ++t) {
+    both[t] = static_cast<std::uint16_t>(even[t]) | static_cast<std::uint32_t>(static_cast<std::uint16_t>(odd[t])) << 16;
+  }
+}
+
+// Pairs of rows that are put into panels at a time: what they have of four tokens fills a line of the nearest cache.
+constexpr std::size_t panel_pairs = 4;
+
 // Rows as panels of tokens: [tokens / 4][pairs][4][2]. `write(row, to)` writes a row; the last pair may have one.
 template <class Write>
 void token_panels(std::size_t tokens, std::size_t rows, std::int16_t* panels, Write write) {
-  const std::size_t pairs = tide_pairs(rows);
-  std::vector<std::int16_t> even(padded(tokens, tide_panel_tokens)), odd(even.size());
-  for (std::size_t pair = 0; pair < pairs; ++pair) {
-    write(2 * pair, even.data());
-    if (2 * pair + 1 < rows) {
-      write(2 * pair + 1, odd.data());
-    } else {
-      std::ranges::fill(odd, std::int16_t{0});
+  const std::size_t pairs = tide_pairs(rows), stride = padded(tokens, tide_panel_tokens);
+  std::vector<std::int16_t> even(stride), odd(stride);
+  std::vector<std::uint32_t> both(panel_pairs * stride);
+  for (std::size_t pair = 0; pair < pairs; pair += panel_pairs) {
+    const std::size_t count = std::min(panel_pairs, pairs - pair);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t row = 2 * (pair + i);
+      write(row, even.data());
+      if (row + 1 < rows) {
+        write(row + 1, odd.data());
+      } else {
+        std::ranges::fill(odd, std::int16_t{0});
+      }
+      interleave(even.data(), odd.data(), stride, both.data() + i * stride);
     }
-    for (std::size_t first = 0; first < even.size(); first += tide_panel_tokens) {
+    for (std::size_t first = 0; first < stride; first += tide_panel_tokens) {
       std::int16_t* to = panels + (first * pairs + pair * tide_panel_tokens) * 2;
-      for (std::size_t t = 0; t < tide_panel_tokens; ++t) {
-        to[2 * t] = even[first + t];
-        to[2 * t + 1] = odd[first + t];
+      for (std::size_t i = 0; i < count; ++i) {
+        std::memcpy(to + i * tide_panel_tokens * 2, both.data() + i * stride + first, tide_panel_tokens * sizeof both[0]);
       }
     }
   }
@@ -114,6 +130,12 @@ class TokenWriter {
     write(stream, token, Coded<Number>{numbers, scale + first, job_.mean.data() + first});
   }
 
+  // numbers: of one head of that.
+  void write_head(std::size_t stream, std::size_t token, std::size_t head, const std::int32_t* numbers) const {
+    const std::size_t values = head * job_.shape.head_dim, first = stream * job_.shape.channels() + values;
+    write_heads(stream, token, head, head + 1, Coded<std::int32_t>{numbers, job_.scale.data() + first, job_.mean.data() + first});
+  }
+
   // Writes the tokens that were kept whole where they belong.
   void write_apart() const {
     const TideShape& shape = job_.shape;
@@ -133,18 +155,25 @@ class TokenWriter {
  private:
   template <class Number>
   void write(std::size_t stream, std::size_t token, Coded<Number> coded) const {
+    write_heads(stream, token, 0, job_.shape.heads, coded);
+  }
+
+  // Heads [start, stop); `coded` is of the first of them.
+  template <class Number>
+  void write_heads(std::size_t stream, std::size_t token, std::size_t start, std::size_t stop, Coded<Number> coded) const {
     const TideShape& shape = job_.shape;
-    std::uint8_t* to = job_.bits.data() + (stream * shape.tokens + token) * shape.row_bytes();
-    if (stream % 2 != 0 || shape_.pairs == 0) return store_plain<type>(coded, shape.channels(), to);
+    const std::size_t head_bytes = shape.head_dim * element_bytes(type);
+    std::uint8_t* to = job_.bits.data() + (stream * shape.tokens + token) * shape.row_bytes() + start * head_bytes;
+    if (stream % 2 != 0 || shape_.pairs == 0) return store_plain<type>(coded, (stop - start) * shape.head_dim, to);
     const std::size_t angles = angles_of(shape, job_.turns, stream, token);
     const float *cos = job_.turns.cos.data() + angles, *sin = job_.turns.sin.data() + angles;
-    for (std::size_t head = 0; head < shape.heads; ++head) {
-      write_head(coded.from(head * shape.head_dim), cos, sin, to + head * shape.head_dim * element_bytes(type));
+    for (std::size_t i = 0; i < stop - start; ++i) {
+      store_head(coded.from(i * shape.head_dim), cos, sin, to + i * head_bytes);
     }
   }
 
   template <class Number>
-  void write_head(Coded<Number> coded, const float* cos, const float* sin, std::uint8_t* to) const {
+  void store_head(Coded<Number> coded, const float* cos, const float* sin, std::uint8_t* to) const {
     const std::size_t start = shape_.dim_start, pairs = shape_.pairs, stop = start + 2 * pairs;
     if (start != 0) store_plain<type>(coded, start, to);
     std::uint8_t* turned = to + start * element_bytes(type);
@@ -215,14 +244,16 @@ template <class Isa, ElementType type>
 void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
   const TideShape& shape = job.shape;
   Product<Isa> product(job.matrix);
+  const std::size_t stride = panel_columns(job.matrix.used_columns);
   std::vector<std::int16_t> panels(padded(shape.tokens, tide_panel_tokens) * product.pairs() * 2);
+  std::vector<std::int32_t> sums(block_tokens * stride);
   token_panels(shape.tokens, job.matrix.used_rows, panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, row, to); });
   for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
     const std::size_t count = std::min(block_tokens, shape.tokens - start);
-    product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens));
+    product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens), sums.data(), stride);
     for (std::size_t stream = 0; stream < shape.streams(); ++stream) {
       for (std::size_t t = 0; t < count; ++t) {
-        writer.write(stream, job.places[start + t], product.of(t) + stream * shape.channels(), job.scale.data());
+        writer.write(stream, job.places[start + t], sums.data() + t * stride + stream * shape.channels(), job.scale.data());
       }
     }
   }
@@ -231,8 +262,9 @@ void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
 // The strongest coefficients of all blocks, in 16ths: (mixed, stride), from those that were coded in their place.
 template <class Isa>
 std::vector<std::int16_t> unmixed(const TideRestore& job, std::span<const std::uint32_t> coded, std::size_t stride) {
-  const std::size_t tokens = job.shape.tokens, count = job.matrix.used_columns;
+  const std::size_t tokens = job.shape.tokens, count = job.matrix.used_columns, width = panel_columns(count);
   Product<Isa> product(job.matrix);
+  std::vector<std::int32_t> sums(block_tokens * width);
   std::vector<std::int16_t> panels(stride * product.pairs() * 2), rows(count * stride), tile(block_tokens * count);
   token_panels(tokens, coded.size(), panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, coded[row], to); });
   std::array<const std::int16_t*, block_tokens> from;
@@ -240,8 +272,8 @@ std::vector<std::int16_t> unmixed(const TideRestore& job, std::span<const std::u
   for (std::size_t t = 0; t < block_tokens; ++t) from[t] = tile.data() + t * count;
   for (std::size_t start = 0; start < tokens; start += block_tokens) {
     const std::size_t here = std::min(block_tokens, tokens - start);
-    product.run(panels.data() + start * product.pairs() * 2, padded(here, tide_panel_tokens));
-    for (std::size_t t = 0; t < here; ++t) to_sixteenths(product.of(t), count, 0, tile.data() + t * count);
+    product.run(panels.data() + start * product.pairs() * 2, padded(here, tide_panel_tokens), sums.data(), width);
+    for (std::size_t t = 0; t < here; ++t) to_sixteenths(sums.data() + t * width, count, 0, tile.data() + t * count);
     for (std::size_t c = 0; c < count; ++c) to[c] = rows.data() + c * stride + start;
     transpose<Isa>(from.data(), here, count, to.data());
   }
@@ -266,14 +298,17 @@ void restore_blocks(const TideRestore& job, TokenWriter<type>& writer) {
   const std::vector<std::int16_t> inner = unmixed<Isa>(job, coded, stride);
   std::vector<const std::int16_t*> inner_of(shape.values());
   for (std::size_t i = 0; i < job.stage.mixed.size(); ++i) inner_of[job.stage.mixed[i]] = inner.data() + i * stride;
-  const std::size_t blocks = shape.channels() / block, panel_size = stride * tide_pairs(block) * 2;
+  // A head at a time, so that what is between coefficients and stored values stays in a core's own cache.
+  const std::size_t blocks = shape.head_dim / block, panel_size = stride * tide_pairs(block) * 2;
+  // The last panel of a block may reach beyond it, into the next one's columns, which are written later, or into these.
+  const std::size_t width = shape.head_dim + tide_panel_columns;
   std::vector<std::int16_t> panels(blocks * panel_size);
-  std::vector<std::int32_t> sums(block_tokens * shape.channels());
+  std::vector<std::int32_t> sums(block_tokens * width);
   TideMatrix matrix{{}, block, block, block, block};
   Product<Isa> product(matrix);
-  for (std::size_t stream = 0; stream < shape.streams(); ++stream) {
+  for (std::size_t i = 0; i < shape.streams() * shape.heads; ++i) {
     for (std::size_t b = 0; b < blocks; ++b) {
-      const std::size_t first = stream * shape.channels() + b * block;
+      const std::size_t first = i * shape.head_dim + b * block;
       token_panels(tokens, block, panels.data() + b * panel_size, [&](std::size_t row, std::int16_t* to) {
         if (row + rows_ahead < block) fetch_row(job, row_of[first + row + rows_ahead]);
         if (const std::int16_t* from = inner_of[first + row]; from != nullptr) {
@@ -288,14 +323,12 @@ void restore_blocks(const TideRestore& job, TokenWriter<type>& writer) {
     for (std::size_t start = 0; start < tokens; start += block_tokens) {
       const std::size_t count = std::min(block_tokens, tokens - start);
       for (std::size_t b = 0; b < blocks; ++b) {
-        matrix.panels = job.stage.block_panels.subspan((stream * blocks + b) * job.stage.panel_size(), job.stage.panel_size());
-        product.run(panels.data() + b * panel_size + start * product.pairs() * 2, padded(count, tide_panel_tokens));
-        for (std::size_t t = 0; t < count; ++t) {
-          std::copy(product.of(t), product.of(t) + block, sums.data() + t * shape.channels() + b * block);
-        }
+        matrix.panels = job.stage.block_panels.subspan((i * blocks + b) * job.stage.panel_size(), job.stage.panel_size());
+        const std::int16_t* from = panels.data() + b * panel_size + start * product.pairs() * 2;
+        product.run(from, padded(count, tide_panel_tokens), sums.data() + b * block, width);
       }
       for (std::size_t t = 0; t < count; ++t) {
-        writer.write(stream, job.places[start + t], sums.data() + t * shape.channels(), job.scale.data());
+        writer.write_head(i / shape.heads, job.places[start + t], i % shape.heads, sums.data() + t * width);
       }
     }
   }

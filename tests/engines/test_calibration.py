@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.codec import Profile
-from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide import Steps, TideCodec
 from kvtide.engines.calibrate.calibration import TideCalibration, cache_sensitivity
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
@@ -62,6 +62,15 @@ def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) 
     fine, coarse = (TideCodec(fitted[0][0], quality, 1) for quality in (1e-5, 1e-2))
     kls = [judge.judge(0, judge.code(0, codec).decoded).kl for codec in (fine, coarse)]
     assert 0 <= kls[0] < kls[1] < 0.1
+
+
+def test_curve_of_one_held_out_text_allows_for_others(fitted: Any, tiny_model: Any) -> None:
+    (profile,), report = fitted
+    judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), 48, 128, 2)
+    judge.add(texts(6)[-1])
+    point = report.points[len(report.points) // 2]
+    codec = TideCodec(profile).with_steps(Steps(point.step_units, 0))
+    assert point.kl > 1.6 * judge.judge(0, judge.code(0, codec).decoded).kl
 
 
 @pytest.mark.parametrize("stop_at", [("moments", 3), ("counts", 2), ("curve", 0)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,29 @@ def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
     assert len({text.content for text in found}) == 200
     assert len({text.kind for text in found}) >= 5
     assert not any(text.content[:2000] in judged for text in found)
+
+
+def message_file(originals: list[str], translations: list[str]) -> bytes:
+    """GNU gettext's .mo: two tables of lengths and offsets, then all strings."""
+    strings = [each.encode() for each in (*originals, *translations)]
+    start = 28 + 8 * len(strings)
+    offsets = [start + sum(len(each) + 1 for each in strings[:i]) for i in range(len(strings))]
+    tables = b"".join(struct.pack("<II", len(each), at) for each, at in zip(strings, offsets, strict=True))
+    head = struct.pack("<7I", 0x950412DE, 0, len(originals), 28, 28 + 4 * len(strings), 0, start)
+    return head + tables + b"".join(each + b"\0" for each in strings)
+
+
+def test_messages_are_the_translations_of_short_scripts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    originals, translations = ["", *["a message"] * 2000], ["Language: zh", *["\u6d88\u606f"] * 2000]
+    (tmp_path / "zh.mo").write_bytes(message_file(originals, translations))
+    monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("chinese", f"{tmp_path}/*.mo"),))
+    (found,) = snippets(1, ["chinese"])
+    assert set(found.content) == {"\u6d88", "\u606f", "\n"}
+
+
+def test_snippets_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no texts of kind klingon, expected some of .*chinese"):
+        snippets(1, ["klingon"])
 
 
 def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ class TideModel:
         if "order" in arrays:
             per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
         elif "place" in arrays:
-            per_group = _staged(arrays, (count, values), self.profile.kv_heads * self.profile.head_dim)
+            per_group = _staged(arrays, (count, values), self.profile.head_dim)
         else:
             per_group = _rows(arrays, "", (count, kept, values))
         found = []
@@ -292,12 +292,12 @@ def _rows(arrays: Mapping[str, NDArray[Any]], prefix: str, shape: tuple[int, ...
     }
 
 
-def _staged(arrays: Mapping[str, NDArray[Any]], extent: tuple[int, int], channels: int) -> dict[str, NDArray[Any]]:
+def _staged(arrays: Mapping[str, NDArray[Any]], extent: tuple[int, int], head_dim: int) -> dict[str, NDArray[Any]]:
     """Return the arrays of transforms in two stages, of (groups, values)."""
     count, values = extent
     block, mixed = arrays["block_unit"].shape[-1], arrays["mixed"].shape[-1]
-    if block == 0 or block % 2 or channels % block or mixed > values:
-        raise CorruptPayload(f"the profile mixes {mixed} components of blocks of {block} values, {channels} in a layer")
+    if block == 0 or block % 2 or head_dim % block or mixed > values:
+        raise CorruptPayload(f"the profile mixes {mixed} components of blocks of {block} values, {head_dim} in a head")
     places = _shaped(arrays, "place", (count, values)).astype(np.uint16)
     chosen = _shaped(arrays, "mixed", (count, mixed)).astype(np.uint16)
     if not all(check_places(*pair, values) for pair in zip(places.tolist(), chosen.tolist(), strict=True)):

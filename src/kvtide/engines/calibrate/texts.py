@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -55,6 +55,10 @@ _SNIPPETS = (
     ("words of many languages", "/usr/share/i18n/locales/*_*"),
     ("manual in other languages", "/usr/share/man/[a-z][a-z]*/man[1-8]/*.gz"),
     ("messages in many languages", "/usr/share/locale/*/LC_MESSAGES/*.mo"),
+    ("chinese", "/usr/share/locale/zh*/LC_MESSAGES/*.mo"),
+    ("chinese", "/usr/share/man/zh*/man[1-8]/*.gz"),
+    ("japanese", "/usr/share/locale/ja/LC_MESSAGES/*.mo"),
+    ("korean", "/usr/share/locale/ko/LC_MESSAGES/*.mo"),
     ("c header", "/usr/include/**/*.h"),
     ("change log", "/usr/share/doc/*/changelog*.gz"),
     ("c++ header", "site/torch/include/ATen/*.h"),
@@ -69,6 +73,7 @@ _SNIPPETS = (
 )
 SNIPPET_CHARACTERS = 6000
 _SNIPPET_CHARACTERS_MIN = 2500
+_MO_MAGIC = (0x950412DE).to_bytes(4, "little")
 # A folder may hold any number of files.
 _FILES_MAX = 4000
 
@@ -91,14 +96,18 @@ def calibration_texts() -> list[Text]:
     return [*_found(_CALIBRATION), _reference(evaluation=False)]
 
 
-def snippets(count: int) -> list[Text]:
+def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
     """Return at most so many pieces of files, all kinds in turn, the same each time on one machine.
 
-    None is of a file that codecs are judged on.
+    None is of a file that codecs are judged on. kinds: these alone; empty for all. ValueError for an unknown one.
     """
+    known = {kind for kind, _ in _SNIPPETS}
+    if unknown := sorted(set(kinds) - known):
+        raise ValueError(f"no texts of kind {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
     judged = {path for _, pattern in _EVALUATION for path in _paths(pattern)}
     # Files of a kind that are far apart come first.
-    files = [(kind, sorted(set(_paths(pattern)) - judged, key=_scattered)) for kind, pattern in _SNIPPETS]
+    wanted = [each for each in _SNIPPETS if not kinds or each[0] in kinds]
+    files = [(kind, sorted(set(_paths(pattern)) - judged, key=_scattered)) for kind, pattern in wanted]
     turns = zip_longest(*([(kind, path) for path in paths] for kind, paths in files))
     pairs = (pair for turn in turns for pair in turn if pair is not None)
     found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)
@@ -115,15 +124,23 @@ def _scattered(path: Path) -> bytes:
 def _snippet(kind: str, path: Path) -> Text | None:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(TEXT_BYTES_MAX).decode("utf-8", errors="ignore")
+            data = file.read(TEXT_BYTES_MAX)
     except (OSError, EOFError):
         return None
-    if path.suffix == ".mo":
-        # Originals come first, translations behind them.
-        content = content[len(content) // 2 :].replace("\0", "\n")
+    content = (_translations(data) if path.suffix == ".mo" else data).decode("utf-8", errors="ignore")
     start = max(0, len(content) // 3 - SNIPPET_CHARACTERS // 2)
     piece = content[start : start + SNIPPET_CHARACTERS]
     return Text(path.name, kind, piece) if len(piece) >= _SNIPPET_CHARACTERS_MIN and "\0" not in piece else None
+
+
+def _translations(data: bytes) -> bytes:
+    """Return the translated messages of a GNU .mo file in lines, nothing if it is none: they follow the originals."""
+    if data[:4] != _MO_MAGIC:
+        return b""
+    table = int.from_bytes(data[16:20], "little")
+    # Lengths and offsets in turn; the first message is the file's own header.
+    second = int.from_bytes(data[table + 12 : table + 16], "little")
+    return data[second:].replace(b"\0", b"\n")
 
 
 def read_texts(paths: list[Path]) -> list[Text]:
