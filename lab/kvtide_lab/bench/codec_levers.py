@@ -25,6 +25,7 @@ from kvtide_lab.bench.levers_classes import LoudClasses
 from kvtide_lab.bench.levers_levels import BlockCoefficients, Levels, Quantised, coefficients_of
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
 from kvtide_lab.bench.levers_trellis import Trellis
+from kvtide_lab.bench.levers_weights import Reweighed
 from kvtide_lab.bench.quality_goals import Point, bits_of_points
 from kvtide_lab.bench.quality_state import Inputs, Partial
 
@@ -34,6 +35,8 @@ KLS = (4.5e-3, 7.1e-3)
 # Tables are fitted at the step in the middle, transforms on all blocks and tables on some of them.
 _FITTED_QUALITY, TABLE_BLOCKS = 7e-3, 16
 FIT_TOKENS = 1024
+# Texts by which the model says what each stream's errors are to it.
+WEIGHED_TEXTS = 6
 PRICE = 0.12
 TODAY = "rounded"
 
@@ -96,8 +99,9 @@ class CodecLevers(msgspec.Struct, frozen=True):
     rows: list[LeverRow]
 
 
-def levers() -> list[Lever]:
+def levers(model: TideModel) -> list[Lever]:
     """Return rounding, as tide does it, then each lever alone, then together."""
+    span = model.groups[0].layer_stop
     return [
         Lever(TODAY, None, Levels(0)),
         Lever("levels by rate and distortion", None, Levels(PRICE)),
@@ -107,6 +111,7 @@ def levers() -> list[Lever]:
         Lever("trellis of 8 states", None, Trellis(8)),
         Lever("128 of each 5 layers, 10 layers mixed", Mixed(2, 128), Levels(0)),
         Lever("128 of each 5 layers, all layers mixed", Mixed(0, 128), Levels(0)),
+        Lever("weights by what the model says", Reweighed(model, span), Levels(0)),
         Lever("first layers less what embeddings predict", Predicted(1), Levels(0)),
         Lever("all layers mixed, levels by rate and distortion", Mixed(0, 128), Levels(PRICE)),
         Lever("all layers mixed, trellis of 8 states", Mixed(0, 128), Trellis(8)),
@@ -171,10 +176,43 @@ class _Bench:
                 kept.append(found[-1])
         for transform in transforms.values():
             transform.fit()
+            if isinstance(transform, Reweighed):
+                today = Levels(0).fit([block.coefficients for block in kept], [self._loud_units])
+                transform.weigh(self._kl_shares(fit_on[:WEIGHED_TEXTS], today, transform.span), self._loud_units)
         for number, lever in enumerate(chosen):
             progress("levers", number, len(chosen))
             turned = [_turned(lever, block) for block in kept]
             lever.choice.fit(turned, [self._loud_units])
+
+    def _kl_shares(self, texts: Sequence[Sequence[int]], today: Choice, span: int) -> NDArray[np.float64]:
+        """Return by how much the KL falls where a stream's squared error is halved: K and V of each `span` layers."""
+        subject, layers = self._subject, self._model.profile.layers
+        shares = np.zeros((layers // span, 2))
+        for ids in texts:
+            tokens = (len(ids) - subject.size.continuation - 1) // subject.layout.tokens * subject.layout.tokens
+            judge = QualityJudge(subject.model, subject.layout, tokens, subject.size.continuation, 1)
+            judge.add(ids)
+            pairs = list(zip(judge.contexts[0].metas, judge.contexts[0].blocks, strict=True))
+            decoded = []
+            for meta, bits in pairs:
+                block = self._tokens(ids, meta, bits)
+                values = today.code(block.coefficients, self._loud_units).values
+                decoded.append(self._stored(meta, bits, block.coefficients, values))
+            lost = judge.judge(0, decoded).kl
+            for stream, half in np.ndindex(shares.shape):
+                here = (slice(stream * span, (stream + 1) * span), half)
+                nearer = [_nearer(bits, out, here) for (_, bits), out in zip(pairs, decoded, strict=True)]
+                shares[stream, half] += lost - judge.judge(0, nearer).kl
+        return shares
+
+    def _stored(
+        self, meta: BlockMeta, exact: BlockBits, block: BlockCoefficients, values: NDArray[np.float32]
+    ) -> BlockBits:
+        """Return a block as a decoder would, from coefficients; tokens that are kept apart are exact."""
+        out = exact.copy()
+        self._channel.store(meta, block.by_token(values), out)
+        out[:, :, block.is_apart] = exact[:, :, block.is_apart]
+        return out
 
     def measure(self, chosen: Sequence[Lever], partial: Partial[Inputs, JudgedLever], progress: Progress) -> None:
         """Judge each context through each lever at each step."""
@@ -208,10 +246,7 @@ class _Bench:
             coefficients = block.coefficients
             bits += coded.bits + _kept_bits(coefficients.is_apart, exact)
             error += float(np.square(values - coefficients.values).sum())
-            out = exact.copy()
-            self._channel.store(meta, coefficients.by_token(values), out)
-            out[:, :, coefficients.is_apart] = exact[:, :, coefficients.is_apart]
-            decoded.append(out)
+            decoded.append(self._stored(meta, exact, coefficients, values))
         elements = sum(exact.size for _, exact in pairs)
         return JudgedLever(bits / elements, judge.judge(0, decoded).kl, error / elements)
 
@@ -221,6 +256,13 @@ class _Bench:
         judged = [each[0] for each in by_context if each]
         assert len(judged) == len(by_context), "measured before"
         return JudgedLever(*(fmean(getattr(each, name) for each in judged) for name in JudgedLever.__struct_fields__))
+
+
+def _nearer(exact: BlockBits, decoded: BlockBits, here: tuple[slice, int]) -> BlockBits:
+    """Return a decoded block of float32 whose squared error is halved in a stream."""
+    found, right = decoded.view(np.float32).copy(), exact.view(np.float32)
+    found[here] = right[here] + np.sqrt(np.float32(0.5)) * (found[here] - right[here])
+    return found.view(decoded.dtype)
 
 
 def _name(lever: Lever, units: int) -> str:

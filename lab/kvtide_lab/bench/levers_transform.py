@@ -79,7 +79,7 @@ class Mixed:
     def fit(self) -> None:
         """Take the principal components of what was added."""
         for square in self._squares:
-            turn, scales = _principal(square / self._tokens)
+            turn, scales = principal(square / self._tokens)
             self._turns.append(turn)
             self._scales.append(scales.reshape(-1, self._strongest))
         self.mflop = 2 * sum(turn.size for turn in self._turns) / 1e6
@@ -137,7 +137,7 @@ class Predicted:
         scales = []
         for crossed, square in zip(self._sums["crossed"], self._sums["square"], strict=True):
             weights = np.linalg.solve(known, crossed)
-            turn, units = _principal((square - weights.T @ crossed) / self._tokens)
+            turn, units = principal((square - weights.T @ crossed) / self._tokens)
             self._weights.append(weights.T.astype(np.float32))
             self._turns.append(turn)
             scales.append(units)
@@ -161,7 +161,7 @@ class Predicted:
         return out
 
 
-def _principal(square: _Doubles) -> tuple[_Floats, NDArray[np.int64]]:
+def principal(square: _Doubles) -> tuple[_Floats, NDArray[np.int64]]:
     """Return the principal components of a covariance, one a row, the strongest first, and their scales in units."""
     powers, basis = np.linalg.eigh((square + square.T) / 2)
     scales = np.rint(UNITS / 2 * np.log2(np.maximum(powers[::-1], _POWER_MIN))).astype(np.int64)

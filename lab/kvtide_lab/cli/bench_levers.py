@@ -26,6 +26,7 @@ def bench_codec_levers(
     as_json: JsonOption = False,
 ) -> None:
     """Bits at equal KL by other ways to choose levels, code lengths and transforms, each beside tide's own."""
+    from kvtide.codec.tide.model import TideModel
     from kvtide.engines import installed_profiles
     from kvtide.engines.calibrate import texts
     from kvtide.engines.transformers import BLOCK_TOKENS, converted_folder, load_model, load_tokenizer, model_layout
@@ -43,13 +44,14 @@ def bench_codec_levers(
     tokens = BLOCK_TOKENS if quick else codec_levers.FIT_TOKENS
     fit_on = [tokenizer(each.content).input_ids[:tokens] for each in texts.snippets(4 if quick else pieces)]
     names = ("rounded", "levels") if quick else tuple(lever or ())
-    levers = [each for each in codec_levers.levers() if each.name.startswith(names) or each.name == codec_levers.TODAY]
+    every = codec_levers.levers(TideModel(profile))
+    levers = [each for each in every if each.name.startswith(names) or each.name == codec_levers.TODAY]
     with progress_bars() as show:
         result = codec_levers.run(
             subject,
             profile,
             [ids for ids in fit_on if len(ids) == tokens],
-            levers if names else codec_levers.levers(),
+            levers if names else every,
             codec_levers.partial_of(subject, profile, partial),
             show,
         )

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted_on
+from tests.codec.tide_profiles import LAYOUT, fitted, fitted_on
 
 from kvtide.codec.tide.grid import UNITS
+from kvtide.codec.tide.model import TideModel
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import codec_levers, codec_levers_show
 from kvtide_lab.bench.codec_levers import JudgedLever, Lever
@@ -17,6 +18,7 @@ from kvtide_lab.bench.levers_classes import LoudClasses
 from kvtide_lab.bench.levers_levels import BlockCoefficients, Levels
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
 from kvtide_lab.bench.levers_trellis import STATES, Trellis
+from kvtide_lab.bench.levers_weights import Reweighed, possible_kl, rate_shares
 
 GROUPS, COMPONENTS, TOKENS = 3, 24, 64
 # Steps of the middle scale to about three times it.
@@ -114,6 +116,28 @@ def test_prediction_takes_away_what_embeddings_say() -> None:
         assert float(np.square(predicted.forth(whole).values[0]).mean()) < 0.05 * power
 
 
+def test_streams_that_the_model_minds_get_finer_steps() -> None:
+    """The error of all values of a stream falls with its weight, by the share of the KL that it has too much."""
+    model = TideModel(fitted(LAYOUT, "layer"))
+    rates, reweighed = rate_shares(model, -40, 1), Reweighed(model, 1)
+    minded = rates.copy()
+    minded[0, 0] *= 4
+    reweighed.weigh(minded / minded.sum(), -40)
+    rng, scales = np.random.default_rng(6), np.stack([group.scales for group in model.groups])
+    values = rng.standard_normal((*scales.shape, TOKENS)).astype(np.float32) * 2.0 ** (scales[:, :, None] / UNITS)
+    whole = (values.astype(np.float32), scales, np.zeros(4, dtype=np.int64))
+    block = TokenBlock(
+        BlockCoefficients(*whole, np.arange(TOKENS), np.zeros(TOKENS, dtype=bool)), np.zeros((1, TOKENS))
+    )
+    turned = reweighed.forth(block)
+    assert reweighed.back(block, turned.values) == pytest.approx(block.coefficients.values, abs=2e-3)
+    noise = rng.standard_normal(turned.values.shape).astype(np.float32) / 100
+    lost = reweighed.back(block, turned.values + noise) - block.coefficients.values
+    assert np.square(lost[0]).mean() < 0.9 * np.square(lost[1]).mean()
+    assert possible_kl(minded / minded.sum(), rates) < 0.95
+    assert possible_kl(rates, rates) == pytest.approx(1)
+
+
 class Stopped(Exception):
     pass
 
@@ -134,6 +158,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
             Lever(codec_levers.TODAY, None, Levels(0)),
             Lever("priced", None, Levels(0.12)),
             Lever("mixed", Mixed(0, 8), Trellis(4)),
+            Lever("reweighed", Reweighed(TideModel(profile), 1), Levels(0)),
         ]
         partial = codec_levers.partial_of(subject, profile, path)
         return codec_levers.run(subject, profile, [each[:32] for each in ids], levers, partial, stop)
@@ -142,7 +167,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
         judged(tmp_path / "partial", contexts_max=1)
     found = judged(tmp_path / "partial", contexts_max=2)
     assert found == judged(tmp_path / "whole", contexts_max=2)
-    assert [row.lever for row in found.rows] == 2 * [codec_levers.TODAY, "priced", "mixed"]
+    assert [row.lever for row in found.rows] == 2 * [codec_levers.TODAY, "priced", "mixed", "reweighed"]
     assert codec_levers_show.render(found).row_count == len(found.rows)
 
 
