@@ -161,6 +161,14 @@ LAB = (
         "tests/lab/bench/test_codec_bound.py::test_bench_goes_on_from_its_file_and_draws",
     ),
     Capability(
+        "what would bring tide nearer to the bound",
+        "kvtide-lab bench codec-levers",
+        _MEASURE,
+        _TINY,
+        Source.OURS,
+        "tests/lab/bench/test_codec_levers.py::test_bench_goes_on_from_its_file_and_each_lever_has_a_row",
+    ),
+    Capability(
         "bits of what a window does not predict",
         "kvtide-lab bench local-window",
         _MEASURE,

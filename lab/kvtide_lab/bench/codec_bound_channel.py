@@ -77,6 +77,7 @@ class TestChannel:
     def __init__(self, model: TideModel, loud_units: int) -> None:
         """loud_units: the step whose components say how loud a token is."""
         self._model = model
+        self.groups = model.groups
         self._loud_units = loud_units
         self._squares = np.zeros((len(model.groups), PARTS, len(model.groups[0].scales)))
         self._tokens = np.zeros(PARTS)
@@ -86,7 +87,7 @@ class TestChannel:
 
     def add(self, meta: BlockMeta, bits: BlockBits) -> None:
         """Take a block of the texts that are judged."""
-        coefficients = self._coefficients(meta, bits)
+        coefficients = self.coefficients(meta, bits)
         parts, is_coded = self._parts(meta, coefficients), first_apart(meta) == 0
         for group, found in enumerate(coefficients):
             for part in range(PARTS):
@@ -118,14 +119,14 @@ class TestChannel:
         shapes = np.zeros((len(powers), CLASSES, BINS + 2))
         found: list[list[BlockBits]] = [[] for _ in errors]
         for meta, bits in blocks:
-            coefficients = self._coefficients(meta, bits)
+            coefficients = self.coefficients(meta, bits)
             parts, is_coded = self._parts(meta, coefficients), first_apart(meta) == 0
             for group, exact in enumerate(coefficients):
                 shapes[group] += _shape_of(powers[group], exact[is_coded], parts[is_coded])
             for error, decoded in zip(errors, found, strict=True):
                 out = bits.copy()
                 said = [_noisy(*pair, error, parts, rng) for pair in zip(coefficients, powers, strict=True)]
-                self._store(meta, said, out)
+                self.store(meta, said, out)
                 out[:, :, ~is_coded] = bits[:, :, ~is_coded]
                 decoded.append(out)
         pairs = zip(shapes, powers, strict=True)
@@ -133,7 +134,7 @@ class TestChannel:
         bounds = [self._bits(shannon_bound(powers, error, entropies)) for error in errors]
         return [Reproduced(*pair) for pair in zip(found, bounds, strict=True)]
 
-    def _coefficients(self, meta: BlockMeta, bits: BlockBits) -> list[_Floats32]:
+    def coefficients(self, meta: BlockMeta, bits: BlockBits) -> list[_Floats32]:
         """Return the weighted components of each group: (tokens, components)."""
         back = KeyRotation(meta, self._model.rotary, is_back=True)
         found = []
@@ -146,7 +147,8 @@ class TestChannel:
             found.append(rows[:, group.order] if matrix is None else rows @ matrix.T)
         return found
 
-    def _store(self, meta: BlockMeta, said: Sequence[_Floats32], out: BlockBits) -> None:
+    def store(self, meta: BlockMeta, said: Sequence[_Floats32], out: BlockBits) -> None:
+        """Write a block from weighted components, (tokens, components) of each group."""
         forth = KeyRotation(meta, self._model.rotary, is_back=False)
         for group, matrix, components in zip(self._model.groups, self._to_components, said, strict=True):
             mean, weight = self._model.mean_and_weight(group)

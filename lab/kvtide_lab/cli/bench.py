@@ -16,6 +16,7 @@ from kvtide_lab.cli.bench_calibrate import bench_calibrate
 from kvtide_lab.cli.bench_derived import bench_derived
 from kvtide_lab.cli.bench_engine import bench_completion, bench_engine, bench_follow, bench_offload, bench_prompts
 from kvtide_lab.cli.bench_importance import bench_importance
+from kvtide_lab.cli.bench_levers import bench_codec_levers
 from kvtide_lab.cli.bench_local import bench_local_window
 from kvtide_lab.cli.bench_position import bench_position
 from kvtide_lab.cli.bench_stream import bench_stream
@@ -38,6 +39,7 @@ app.command("follow")(bench_follow)
 ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
 
 app.command("codec-bound")(bench_codec_bound)
+app.command("codec-levers")(bench_codec_levers)
 app.command("codec-width")(bench_codec_width)
 app.command("calibrate")(bench_calibrate)
 app.command("local-window")(bench_local_window)
