@@ -86,7 +86,7 @@ def _row(trace: Trace, policy: str, share: float, state_tokens: int, state_block
     state_bytes, every = int(state_blocks * _BLOCK_BYTES), -(-state_tokens // trace.block_tokens)
     asked = hits = rows_hits = cuts = 0
     state_share = 0.0
-    for at_s, tenant, keys in trace.requests:
+    for at_s, tenant, keys, _ in trace.requests:
         clock.advance(at_s - clock.monotonic_s())
         rows_space = tenant_namespace(tenant)
         states_space = Namespace(bytes(each ^ 0xFF for each in rows_space))
