@@ -62,9 +62,10 @@ def said_of(trace: Trace, kind: str) -> list[Said]:
 
 
 def carries(trace: Trace, fact: str) -> bool:
-    """Tell whether a trace's requests differ in a fact."""
-    name = "session" if fact in ("turn", "left") else fact
-    return len({request.facts.get(name) for request in trace.requests}) > 1
+    """Tell whether a trace's requests say a fact, and not all the same; of sessions one is enough."""
+    if fact in ("turn", "left"):
+        return all("session" in request.facts for request in trace.requests)
+    return len({request.facts.get(fact) for request in trace.requests}) > 1
 
 
 def _left(trace: Trace) -> list[Said]:
