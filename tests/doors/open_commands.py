@@ -377,6 +377,14 @@ LAB = (
         "tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each",
     ),
     Capability(
+        "what a ranking could be told, each thing alone",
+        "kvtide-lab sim features FILE",
+        _MEASURE,
+        "a made-up trace",
+        Source.OURS,
+        "tests/lab/test_sim.py::test_features_prints_what_each_saves_alone",
+    ),
+    Capability(
         "refinements leave before blocks, simulated",
         "kvtide-lab sim shrink FILE",
         _MEASURE,

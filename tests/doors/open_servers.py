@@ -69,6 +69,14 @@ STORES = (
         "::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk",
     ),
     Capability(
+        "objects of unlike size, by what they take",
+        "?policy=mix",
+        _LEAVES,
+        "memory, two tenants",
+        Source.OURS,
+        "tests/evict/test_sizes.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more",
+    ),
+    Capability(
         "a hybrid model's states, with the blocks that need them",
         "?policy=mix",
         _LEAVES,

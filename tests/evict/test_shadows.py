@@ -9,12 +9,15 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.evict.policies.shadows import AGREEMENT, Agreement, Shadows
-from kvtide.index import RadixIndex
+from kvtide.index import RadixIndex, Run
 from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
 from kvtide.types import BlockKey
 
 NAMES = ["lru", "lfu"]
+_ROOT = Run([], None, 0)
+_ROOT.state = namespace()
+LIKE = Run([], _ROOT, 0)
 
 
 def shadows_of(blocks_max: int) -> Shadows:
@@ -35,7 +38,7 @@ def test_blocks_by_which_two_are_apart_are_counted_exactly(seed: int) -> None:
         keys = chain(rng.randrange(12), *(rng.randrange(2) for _ in range(rng.randrange(6))))
         known.update(keys)
         shadows.learn(shadows.lengths(keys), 0.999)
-        shadows.insert(namespace(), keys, None, 1.0, None)
+        shadows.insert(keys, None, LIKE)
         if not number % 50:
             shadows.shrink()
         sets = {name: held(shadows, name, known) for name in shadows.names}
@@ -54,6 +57,6 @@ def test_agreement_keeps_what_is_asked_for_though_the_first_shadow_gives_it_up()
             lengths = shadows.lengths(keys)
             hits = {name: hits[name] + length for name, length in zip(shadows.names, lengths, strict=True)}
             shadows.learn(lengths, 0.999)
-            shadows.insert(namespace(), keys, None, 1.0, None)
+            shadows.insert(keys, None, LIKE)
     assert hits["lfu"] > 1.8 * hits["lru"]
     assert hits[AGREEMENT] > 1.6 * hits["lru"]

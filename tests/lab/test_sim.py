@@ -41,6 +41,17 @@ def test_compare_draws_every_policy(trace_file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_features_prints_what_each_saves_alone() -> None:
+    arguments = ["features", "made:tenants", "--capacity", "40", "--feature", "cost", "--feature", "retain", "--json"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--policy", "reuse"]).stdout)
+    assert [(row["feature"], row["measure"]) for row in report["rows"]] == [
+        ("cost", "hit rate"),
+        ("cost", "prefill time saved"),
+        ("retain", "hit rate"),
+    ]
+    assert [mean["gain"] for mean in report["means"]] == [row["told"] - row["without"] for row in report["rows"]]
+
+
 def test_prompts_prints_both_figures() -> None:
     report = json.loads(CliRunner().invoke(app, ["prompts", "--json"]).stdout)
     assert len(report["rows"]) == 10

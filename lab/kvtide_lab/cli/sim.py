@@ -28,6 +28,7 @@ from kvtide_lab.sim import (
     standing,
 )
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
+from kvtide_lab.sim.features import KNOWS, render_features, run_features
 from kvtide_lab.sim.groups import STATE_BLOCKS, render_groups, run_groups
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
@@ -122,6 +123,28 @@ def _standings(
     fixed = [each for each in STANDING if each != policy]
     shares = [(trace, _share(each, trace.unique_blocks)) for trace in traces for each in capacity]
     return standing_report(policy, [standing(trace, policy, fixed, share, room, hints) for trace, share in shares])
+
+
+@app.command("features")
+def features(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="As for `trace`. Default: made:sessions and made:tenants.")
+    ] = None,
+    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    feature: Annotated[
+        list[str] | None, typer.Option("--feature", help=f"Repeats; by default all: {'; '.join(KNOWS)}.")
+    ] = None,
+    capacity: Annotated[list[str] | None, typer.Option("--capacity", help="As for `trace`; repeats.")] = None,
+    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell a ranking one thing more, of all that there is to know: what each saves alone."""
+    names = files or [MADE_PREFIX + name for name in ("tenants", "sessions")][: 1 if quick else None]
+    loads = [_trace(name, sessions) for name in names]
+    sizes = capacity or SHARES_QUICK[: 1 if quick else None]
+    pairs = [(loaded, _share(each, loaded.unique_blocks)) for loaded in loads for each in sizes]
+    emit(run_features(pairs, policy, feature), render_features, as_json)
 
 
 @app.command("shrink")

@@ -51,7 +51,7 @@ class GroupsReport(msgspec.Struct, frozen=True):
     rows: list[GroupsRow]
 
 
-class _Held:
+class Held:
     """Objects under a bound of bytes, and the order in which they leave."""
 
     def __init__(self, order: EvictionOrder, bytes_max: int) -> None:
@@ -72,27 +72,37 @@ class _Held:
         self.order.enter(object_id, parent, size)
 
 
-def run_groups(trace: Trace, policy: str, shares: Sequence[float], state_blocks: float = STATE_BLOCKS) -> GroupsReport:
-    """Replay a trace for every capacity and distance between states. ValueError unless `state_blocks` is positive."""
+def run_groups(
+    trace: Trace,
+    policy: str,
+    shares: Sequence[float],
+    state_blocks: float = STATE_BLOCKS,
+    state_tokens: Sequence[int] = STATE_TOKENS,
+    are_named: bool = True,
+) -> GroupsReport:
+    """Replay a trace for every capacity and distance between states. ValueError unless `state_blocks` is positive.
+
+    are_named: whether requests tell the order which state goes on from which block.
+    """
     if not state_blocks > 0:
         raise ValueError(f"a state's size must be positive, got {state_blocks}")
-    rows = [_row(trace, policy, share, tokens, state_blocks) for share in shares for tokens in STATE_TOKENS]
+    rows = [_row(trace, policy, share, tokens, state_blocks, are_named) for share in shares for tokens in state_tokens]
     return GroupsReport(trace.name, policy, state_blocks, rows)
 
 
-def _row(trace: Trace, policy: str, share: float, state_tokens: int, state_blocks: float) -> GroupsRow:
+def _row(trace: Trace, policy: str, share: float, state_tokens: int, state_blocks: float, are_named: bool) -> GroupsRow:
     clock, bytes_max = ManualClock(trace.requests[0].at_s), capacity_blocks(trace, share) * _BLOCK_BYTES
-    held = _Held(order_named(policy, clock, bytes_max), bytes_max)
+    held = Held(order_named(policy, clock, bytes_max), bytes_max)
     state_bytes, every = int(state_blocks * _BLOCK_BYTES), -(-state_tokens // trace.block_tokens)
     asked = hits = rows_hits = cuts = 0
     state_share = 0.0
-    for at_s, tenant, keys in trace.requests:
+    for at_s, tenant, keys, _ in trace.requests:
         clock.advance(at_s - clock.monotonic_s())
         rows_space = tenant_namespace(tenant)
         states_space = Namespace(bytes(each ^ 0xFF for each in rows_space))
         rows = [ObjectId(rows_space, key) for key in keys]
         states = [ObjectId(states_space, key) for key in part_keys(states_space, keys)]
-        held.order.note_request(rows_space, keys, states=[states])
+        held.order.note_request(rows_space, keys, states=[states] if are_named else ())
         hit = hit_of([[each in held.sizes for each in group] for group in (rows, states)], [0, 1], [0])
         for used in [*rows[: hit.blocks], *states[max(0, hit.blocks - 1) : hit.blocks]]:
             held.order.note_use(used)

@@ -13,7 +13,7 @@ from kvtide.evict import AdvisedPolicy
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide_lab.sim.belady import belady_hits
-from kvtide_lab.sim.hints import hints_of
+from kvtide_lab.sim.hints import LEFT_MARK, said_of
 from kvtide_lab.sim.learned import LEARNED
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
@@ -113,16 +113,16 @@ def replay(
     clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
     ranks = (LEARNED.get(policy) or policy_named(policy))(blocks_max)
     index = RadixIndex(clock, lambda _: ranks, blocks_max)
-    marks = [hint.mark for hint in hints_of(trace, hints)] if hints else []
+    said = said_of(trace, hints) if hints else []
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
     requests: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
     hits: Counter[str] = Counter()
     saved = total = 0.0
-    for number, (at_s, tenant, keys) in enumerate(trace.requests):
+    for number, (at_s, tenant, keys, _) in enumerate(trace.requests):
         clock.advance(at_s - clock.monotonic_s())
-        if marks and isinstance(ranks, AdvisedPolicy):
-            ranks.hear(marks[number])
+        if said and isinstance(ranks, AdvisedPolicy):
+            ranks.hear(said[number].mark)
         requests[tenant] += 1
         blocks[tenant] += len(keys)
         hit, length = len(index.match(keys).blocks), len(keys)
@@ -131,6 +131,9 @@ def replay(
         total += prefill_cost(length, trace.block_tokens)
         cost = 1 + (hit + length) * trace.block_tokens / (2 * TOKENS_OF_EQUAL_COST) if weighs_cost else None
         index.insert(namespaces[tenant], keys, cost=cost)
+        if said and (left := said[number].left) is not None and isinstance(ranks, AdvisedPolicy):
+            ranks.hear(LEFT_MARK)
+            index.advise(left)
     index.check()
     tenants = tuple(TenantResult(name, requests[name], blocks[name], hits[name]) for name in sorted(requests))
     return ReplayResult(policy, blocks_max, blocks.total(), hits.total(), saved / max(total, 1.0), tenants)

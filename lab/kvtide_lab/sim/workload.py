@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -24,12 +26,18 @@ REQUEST_BLOCKS_MAX = 1 << 20
 _DEFAULT_TENANT = "default"
 
 
+# What a request says of itself beside its tokens, by name: a class or a name each.
+Facts = Mapping[str, str]
+NO_FACTS: Facts = MappingProxyType({})
+
+
 class TraceRequest(NamedTuple):
-    """One request: when it comes, whose it is, the keys of its prompt's blocks."""
+    """One request: when it comes, whose it is, the keys of its prompt's blocks, what else it says."""
 
     at_s: float
     tenant: str
     keys: list[BlockKey]
+    facts: Facts = NO_FACTS
 
 
 class Trace(NamedTuple):
@@ -47,6 +55,7 @@ class TraceSource(NamedTuple):
     at_s: float
     tenant: str
     blocks: Sequence[Hashable]
+    facts: Facts = NO_FACTS
 
 
 class WekaReplay(NamedTuple):
@@ -64,11 +73,15 @@ class WekaReplay(NamedTuple):
 # Sessions of texts: a block is this much of one, as many tokens as English has in it.
 TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 256, 64
 _TEXT_GAP_S = 30.0
+_ROLE = re.compile(r"^(user|assistant|system|tool):", re.MULTILINE)
+# A call of a tool: JSON, or a command in a fence.
+_TOOL_CALL = re.compile(r"^\s*\{|```")
 
 
 class _Text(msgspec.Struct):
     timestamp: int
     input: str
+    output: str = ""
 
 
 class _HashIds(msgspec.Struct):
@@ -76,6 +89,7 @@ class _HashIds(msgspec.Struct):
     hash_ids: list[int]
     chat_id: int | None = None
     type: str = _DEFAULT_TENANT
+    output_length: int | None = None
 
 
 class _Weka(msgspec.Struct):
@@ -83,6 +97,9 @@ class _Weka(msgspec.Struct):
     t: float
     model: str
     h: list[tuple[int, int]]
+    depth: int = 0
+    out: int = 0
+    think: float | None = None
 
 
 def tenant_namespace(tenant: str) -> Namespace:
@@ -109,7 +126,7 @@ def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
         is_bailian = "chat_id" in head
         rows = (_decode(line, _HashIds, path) for line in everything)
         unit_s, block_tokens = (1.0, 16) if is_bailian else (1e-3, 512)
-        sources = [TraceSource(row.timestamp * unit_s, row.type, row.hash_ids) for row in rows]
+        sources = [TraceSource(row.timestamp * unit_s, row.type, row.hash_ids, _answer(row)) for row in rows]
         return build_trace(path.name, block_tokens, sources)
     if "sid" in head and "h" in head:
         replay = weka or WekaReplay()
@@ -126,7 +143,23 @@ def _text_sources(folder: Path) -> Iterator[TraceSource]:
             text, at_s = row.input.encode(), number * _TEXT_GAP_S + (row.timestamp - rows[0].timestamp) / 1e6
             stop = len(text) - len(text) % TEXT_BLOCK_BYTES
             blocks = [text[i : i + TEXT_BLOCK_BYTES] for i in range(0, stop, TEXT_BLOCK_BYTES)]
-            yield TraceSource(at_s, _DEFAULT_TENANT, blocks)
+            roles = _ROLE.findall(row.input)
+            facts = {
+                "session": path.name,
+                "role": roles[-1] if roles else "none",
+                "answer": "tool" if _TOOL_CALL.search(row.output) else "text" if row.output.strip() else "none",
+                "template": row.input[:TEXT_BLOCK_BYTES],
+            }
+            yield TraceSource(at_s, _DEFAULT_TENANT, blocks, facts)
+
+
+def _answer(row: _HashIds) -> Facts:
+    return NO_FACTS if row.output_length is None else {"answer": _magnitude(row.output_length)}
+
+
+def _magnitude(number: float) -> str:
+    """Return the power of four below a number, of which each is a class of its own."""
+    return f"{4 ** (int(number).bit_length() // 2)}"
 
 
 def _chained_lines(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -141,9 +174,9 @@ def joined(traces: Sequence[Trace]) -> Trace:
         raise ValueError(f"traces must have blocks of one size to share a cache, got {sorted(sizes)} tokens")
     spans_s = [max(1e-9, trace.requests[-1].at_s - trace.requests[0].at_s) for trace in traces]
     sources = (
-        TraceSource((at_s - trace.requests[0].at_s) * spans_s[0] / span_s, f"{number} {tenant}", keys)
+        TraceSource((at_s - trace.requests[0].at_s) * spans_s[0] / span_s, f"{number} {tenant}", keys, facts)
         for number, (trace, span_s) in enumerate(zip(traces, spans_s, strict=True))
-        for at_s, tenant, keys in trace.requests
+        for at_s, tenant, keys, facts in trace.requests
     )
     return build_trace("+".join(trace.name for trace in traces), sizes.pop(), sources)
 
@@ -183,7 +216,9 @@ def _weka_sources(rows: Iterable[_Weka], replay: WekaReplay) -> list[TraceSource
                 ids.extend(range(start, start + count))
             stop = len(ids) - len(ids) % replay.join
             blocks = [(sid, *ids[i : i + replay.join]) for i in range(0, stop, replay.join)]
-            sources.append(TraceSource(start_s + row.t, row.model, blocks))
+            pause = "unknown" if row.think is None else _magnitude(row.think)
+            facts = {"session": sid, "depth": f"{row.depth}", "pause": pause, "answer": _magnitude(row.out)}
+            sources.append(TraceSource(start_s + row.t, row.model, blocks, facts))
     return sources
 
 
@@ -194,7 +229,7 @@ def build_trace(name: str, block_tokens: int, sources: Iterable[TraceSource]) ->
     """
     keys: dict[tuple[Hashable, Hashable], BlockKey] = {}
     requests = []
-    for at_s, tenant, blocks in sources:
+    for at_s, tenant, blocks, facts in sources:
         if len(blocks) > REQUEST_BLOCKS_MAX:
             raise ValueError(f"a request has {len(blocks)} blocks, at most {REQUEST_BLOCKS_MAX} are replayed")
         parent: Hashable = tenant
@@ -206,6 +241,6 @@ def build_trace(name: str, block_tokens: int, sources: Iterable[TraceSource]) ->
             chain.append(key)
             parent = key
         if chain:
-            requests.append(TraceRequest(at_s, tenant, chain))
+            requests.append(TraceRequest(at_s, tenant, chain, facts))
     requests.sort(key=lambda request: request.at_s)
     return Trace(name, block_tokens, requests, len(keys))

@@ -1,10 +1,13 @@
-"""The index: which blocks are known and which are in use. It knows keys, never bytes."""
+"""The index: which blocks are known and which are in use. It knows keys and sizes, never bytes."""
 
-from kvtide.index.radix import ListedBlock, RadixIndex, RestoreReport
-from kvtide.index.tree import TIERS_MAX, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
+from kvtide.index.policy import EvictionPolicy, HeapPolicy, LruPolicy, Use
+from kvtide.index.radix import RadixIndex, RestoreReport
+from kvtide.index.rebuild import ListedBlock
+from kvtide.index.tree import TIERS_MAX, USUAL_SIZE, Run
 
 __all__ = [
     "TIERS_MAX",
+    "USUAL_SIZE",
     "EvictionPolicy",
     "HeapPolicy",
     "ListedBlock",

@@ -2,48 +2,21 @@
 
 A key names its whole prefix, so that one table from key to run finds any prefix, and, since what is known is closed
 under prefixes, bisection finds the longest one in O(log n) look-ups.
-Invariant: a block is held only if all blocks before it are; held <= blocks_max unless more than that is pinned.
+Invariant: a block is held only if all blocks before it are; what is held has room unless more than that is pinned.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.index.tree import TIERS_MAX, Anchor, EvictionPolicy, Run, Tree, Use, mark_tier, tier_bit_of, tier_blocks
+from kvtide.index.policy import EvictionPolicy, Use
+from kvtide.index.rebuild import ListedBlock, Rebuild
+from kvtide.index.tree import TIERS_MAX, USUAL_SIZE, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
 from kvtide.types import BlockKey, Namespace
-
-_Edge = tuple[Namespace, BlockKey]
-
-
-class Rebuild:
-    """The blocks of a listing, in any order, as chains that an index can insert. `listed` counts them, each once."""
-
-    def __init__(self, records: Iterable[ListedBlock]) -> None:
-        self._children: defaultdict[_Edge, set[BlockKey]] = defaultdict(set)
-        for namespace, key, parent in records:
-            self._children[namespace, parent].add(key)
-        self.listed = sum(map(len, self._children.values()))
-
-    def chains(self) -> Iterator[tuple[Namespace, BlockKey, list[BlockKey]]]:
-        """Yield (namespace, parent, chain), parents before their children; blocks that hang nowhere are left out. Once.
-
-        A chain is as long as its blocks have one child each.
-        """
-        children = self._children
-        pending = [edge for edge in children if bytes(edge[0]) == edge[1]]
-        while pending:
-            namespace, parent = pending.pop()
-            for key in children.pop((namespace, parent)):
-                chain = [key]
-                while len(children.get((namespace, chain[-1]), ())) == 1:
-                    chain += children.pop((namespace, chain[-1]))
-                yield namespace, parent, chain
-                if (namespace, chain[-1]) in children:
-                    pending.append((namespace, chain[-1]))
 
 
 class Match(NamedTuple):
@@ -55,14 +28,6 @@ class Match(NamedTuple):
     blocks: tuple[BlockKey, ...]
     tier_blocks: tuple[int, ...]
     tiers: bytes
-
-
-class ListedBlock(NamedTuple):
-    """One block as a tier lists it: enough to hang it into the tree."""
-
-    namespace: Namespace
-    key: BlockKey
-    parent: BlockKey
 
 
 class RestoreReport(NamedTuple):
@@ -89,15 +54,16 @@ class RadixIndex:
     """
 
     def __init__(self, clock: Clock, policy_of: Callable[[int], EvictionPolicy], blocks_max: int) -> None:
+        """blocks_max: the room, in blocks of `USUAL_SIZE`. ValueError if it is negative."""
         if blocks_max < 0:
             raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
         self._clock = clock
-        self._blocks_max = blocks_max
+        self._room = blocks_max * USUAL_SIZE
         self._policy = policy_of(blocks_max)
         self._lock = threading.Lock()
         self._tree = Tree()
-        self._held = 0
-        # Runs that have remembered blocks, those that lost one longest ago first.
+        self._held = self._held_size = 0
+        # Runs with remembered blocks, those that lost one longest ago first.
         self._ghosts: OrderedDict[Run, None] = OrderedDict()
         self._ghost_blocks = 0
         self._pins: dict[BlockKey, int] = {}
@@ -132,6 +98,7 @@ class RadixIndex:
         tier: int = 0,
         value: float = 1.0,
         cost: float | None = None,
+        size: int = USUAL_SIZE,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
@@ -139,11 +106,14 @@ class RadixIndex:
         whose parent is not held is not inserted: nothing could match it. Blocks of the prefix itself may be among what
         had to go: those that have no place or are worth less than all others. `value` is the mean number of important
         tokens of the new blocks. `cost` is what recomputing one of the blocks costs beside a prompt's first; None
-        leaves it to the index. ValueError if the keys are no chain, or for a cost that is not positive.
+        leaves it to the index. `size` is the room that each of the new blocks takes. ValueError if the keys are no
+        chain, or for a cost or size that is not positive.
         """
         tier_bit = tier_bit_of(tier)
-        if cost is not None and not cost > 0:
+        if not (cost is None or cost > 0):
             raise ValueError(f"cost must be positive, got {cost}")
+        if size < 1:
+            raise ValueError(f"size must be positive, got {size}")
         evicted: list[BlockKey] = []
         with self._lock:
             anchor = self._tree.anchor(namespace, parent) if keys else None
@@ -159,13 +129,14 @@ class RadixIndex:
                 self._hold(last)
                 self._offer(last)
             else:
-                path = self._path(anchor, keys, known, value, cost)
+                path = self._path(anchor, keys, known, value, cost, size)
                 self._use(path, anchor.depth, known, tier_bit)
-            self._collect(self._held - self._blocks_max, evicted)
+            while (surplus := self._held_size - self._room) > 0 and (victim := self._policy.victim()) is not None:
+                evicted += self._shrink(victim, -(-surplus // victim.size))
         return evicted
 
     def _path(
-        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, value: float, cost: float | None
+        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, value: float, cost: float | None, size: int
     ) -> list[Run]:
         """Return the runs from the namespace's first block to the last key, the new ones made."""
         end = keys[known - 1] if known else anchor.key
@@ -179,7 +150,7 @@ class RadixIndex:
         for part in [fresh[:-1], fresh[-1:]] if self._policy.splits_tail else [fresh]:
             if part:
                 run = self._tree.grow(path[-1] if path else anchor.root, part)
-                run.value, run.given_cost = value, cost
+                run.value, run.given_cost, run.size = value, cost, size
                 self._policy.adopt(run, len(part))
                 path.append(run)
         return path
@@ -227,6 +198,7 @@ class RadixIndex:
     def _add_held(self, run: Run, delta: int) -> None:
         run.held += delta
         self._held += delta
+        self._held_size += delta * run.size
         self._policy.resize(run, delta)
 
     def _offer(self, run: Run) -> None:
@@ -239,13 +211,6 @@ class RadixIndex:
         run.is_candidate = False
         self._policy.leave(run)
 
-    def _collect(self, count: int, evicted: list[BlockKey]) -> None:
-        """Evict up to `count` blocks in the policy's order."""
-        while count > 0 and (run := self._policy.victim()) is not None:
-            keys = self._shrink(run, count)
-            evicted += keys
-            count -= len(keys)
-
     def _shrink(self, run: Run, count: int) -> list[BlockKey]:
         """Evict up to `count` blocks from the end of a candidate, deepest first; none if the last one is pinned."""
         stop = run.held
@@ -257,9 +222,12 @@ class RadixIndex:
             self._parked[run.keys[stop - 1]] = run
             return []
         evicted = self._drop(run, start)
+        self._forget_surplus()
+        return evicted
+
+    def _forget_surplus(self) -> None:
         while self._ghost_blocks > self._policy.ghost_blocks_max:
             self._forget(next(iter(self._ghosts)))
-        return evicted
 
     def _drop(self, run: Run, start: int) -> list[BlockKey]:
         """Stop holding blocks `[start, held)` of a run without held children; they are remembered. Deepest first."""
@@ -289,8 +257,24 @@ class RadixIndex:
         """Evict up to `count` blocks in the policy's order and return them; fewer if the others are in use."""
         evicted: list[BlockKey] = []
         with self._lock:
-            self._collect(count, evicted)
+            while len(evicted) < count and (run := self._policy.victim()) is not None:
+                evicted += self._shrink(run, count - len(evicted))
         return evicted
+
+    def measure(self, key: BlockKey, size: int) -> None:
+        """Note what room a block takes, and with it those that came by one request. One that is unknown is ignored."""
+        with self._lock:
+            run = self._tree.run_of(key)
+            if run is not None and run.size != size:
+                self._held_size += run.held * (size - run.size)
+                run.size = size
+                self._policy.measure(run, key)
+
+    def plan(self, blocks_max: int) -> None:
+        """Tell the policy that so many blocks fit by now, of the sizes that they have."""
+        with self._lock:
+            self._policy.plan(blocks_max)
+            self._forget_surplus()
 
     def place(self, key: BlockKey, tier: int) -> None:
         """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
@@ -379,6 +363,7 @@ class RadixIndex:
             self._tree.check()
             runs = list(self._tree.runs())
             assert self._held == sum(run.held for run in runs)
+            assert self._held_size == sum(run.held * run.size for run in runs)
             assert self._ghosts.keys() == {run for run in runs if run.held < len(run.keys)}
             assert self._ghost_blocks == sum(len(run.keys) - run.held for run in self._ghosts)
             assert self._ghost_blocks <= self._policy.ghost_blocks_max

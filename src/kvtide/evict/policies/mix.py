@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtide.clock import ManualClock
 from kvtide.evict.hint import AdvisedPolicy
-from kvtide.evict.policies.reuse import ReusePolicy, namespace_of
-from kvtide.evict.policies.shadows import AGREEMENT, Agreement, Shadows
+from kvtide.evict.policies.reuse import ReusePolicy
+from kvtide.evict.policies.shadows import AGREEMENT, Agreement, Shadows, insert_like
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
 from kvtide.types import BlockKey
 
@@ -122,10 +122,15 @@ class MixPolicy(AdvisedPolicy):
         agreement = Agreement(list(fixed.values()))
         self._shadows = Shadows(fixed, agreement, RadixIndex(self._clock, lambda _: agreement, blocks_max))
         self._hits = dict.fromkeys(self._shadows.names, 0.0)
-        self._half_life_blocks = max(1, _HALF_LIFE_CACHES * blocks_max)
         self.ruler = "reuse"
         self._follower = _Follower(self.ruler, self._shadows)
         self.trust = reuse.trust
+        self.plan(blocks_max)
+
+    def plan(self, blocks_max: int) -> None:
+        """Tell the shadows how many blocks fit by now."""
+        self._half_life_blocks = max(1, _HALF_LIFE_CACHES * blocks_max)
+        self._shadows.plan(blocks_max)
 
     def hear(self, mark: int) -> None:
         """Pass advice on to who takes it."""
@@ -134,6 +139,10 @@ class MixPolicy(AdvisedPolicy):
     def advise(self, path: Sequence[Run]) -> None:
         """Pass advice about an earlier request on."""
         self._shadows["reuse"].advise(path[-1].keys[-1])
+
+    def measure(self, run: Run, key: BlockKey) -> None:
+        """Have the shadows measure it too."""
+        self._shadows.measure(key, run.size)
 
     def adopt(self, run: Run, count: int) -> None:
         """Let the shadows grow a run that grows."""
@@ -159,7 +168,7 @@ class MixPolicy(AdvisedPolicy):
 
     def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         """Tell the shadows of keys that end with a run: what is new of them is like it."""
-        given_up = self._shadows.insert(namespace_of(end), keys, parent, end.value, end.given_cost)
+        given_up = self._shadows.insert(keys, parent, end)
         self._follower.give_up(given_up[self.ruler])
 
     def resize(self, run: Run, delta: int) -> None:
@@ -191,7 +200,6 @@ class SampledMixPolicy(AdvisedPolicy):
     def __init__(self, others_of: Mapping[str, Callable[[int], EvictionPolicy]], blocks_max: int) -> None:
         """others_of: makers of the policies beside `reuse`, which rules until another one proves better."""
         super().__init__()
-        self._blocks_max = blocks_max
         self._others_of = others_of
         self._clock = ManualClock()
         # `reuse` learns from all runs while it rules, from the sample while it does not and others remember less.
@@ -206,9 +214,16 @@ class SampledMixPolicy(AdvisedPolicy):
         self.ruler = "reuse"
         # What follows the runs, the ruler last. `reuse` always does: its history can't be made up later.
         self._live: list[EvictionPolicy] = [self._reuse]
-        self.ghost_blocks_max = self._reuse.ghost_blocks_max
         # Who ranks all runs judges tenants; the small cache hears a part of them.
         self.trust = self._reuse.trust
+        self.plan(blocks_max)
+
+    def plan(self, blocks_max: int) -> None:
+        """Tell those who follow the runs how many blocks fit by now."""
+        self._blocks_max = blocks_max
+        for policy in self._live:
+            policy.plan(blocks_max)
+        self.ghost_blocks_max = max(policy.ghost_blocks_max for policy in self._live)
 
     def hear(self, mark: int) -> None:
         """Pass advice on to those who take it."""
@@ -220,6 +235,11 @@ class SampledMixPolicy(AdvisedPolicy):
         self._reuse.advise(path)
         if self._runs[path[-1]]:
             self._sample.advise(path[-1].keys[-1])
+
+    def measure(self, run: Run, key: BlockKey) -> None:
+        """Have the sample measure it too."""
+        if self._runs[run]:
+            self._sample.measure(key, run.size)
 
     def adopt(self, run: Run, count: int) -> None:
         """Sample a new run or not; let the sample grow with one that grows."""
@@ -247,7 +267,7 @@ class SampledMixPolicy(AdvisedPolicy):
     def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         """Use keys that end with a run in the sample: what is new of them is like it."""
         try:
-            self._sample.insert(namespace_of(end), keys, parent, value=end.value, cost=end.given_cost)
+            insert_like(self._sample, keys, parent, end)
         except ValueError as error:
             # The sample remembers other blocks than the cache: keys that are no chain can come to light here alone.
             _log.debug("no prefix: %s", error)

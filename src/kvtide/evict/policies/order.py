@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from kvtide.clock import Clock
 from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
+from kvtide.evict.policies.sizes import Sizes
 from kvtide.evict.policies.states import LinkedStates
 from kvtide.evict.ranking import EvictionOrder, MayGo, States
 from kvtide.index import EvictionPolicy, RadixIndex
@@ -32,10 +33,11 @@ class PolicyOrder(EvictionOrder):
     from the request on, and what must go for them loses its own: objects then, which leave when room is needed, or
     blocks of that request, which are refused when they come. Objects whose prefix is not here leave first too.
     States that a request names leave just before their block, or first if another one is in their place.
+    Room is bytes: where objects of different namespaces differ in size, worth is told by the byte.
     """
 
     def __init__(self, policy_of: PolicyOf, clock: Clock, bytes_max: int, blocks_max: int | None = None) -> None:
-        """blocks_max: how many objects fit, for policies that plan with it; by default as many as the first one."""
+        """blocks_max: how many objects fit, for policies that plan with it; by default as their sizes say."""
         self._policy_of = policy_of
         self._clock = clock
         self._bytes_max = bytes_max
@@ -44,6 +46,9 @@ class PolicyOrder(EvictionOrder):
         self._advised: AdvisedPolicy | None = None
         self._sessions = Sessions[BlockKey]()
         self._parents: dict[ObjectId, BlockKey] = {}
+        self._sizes = Sizes(bytes_max)
+        # How many objects the tree has room for, if that goes by their sizes.
+        self._planned_blocks: int | None = None
         # The object that the tree's block is. Of two namespaces with one key it is that of the newest.
         self._blocks: dict[BlockKey, ObjectId] = {}
         # Objects that the tree does not hold: the first ones leave first.
@@ -154,7 +159,7 @@ class PolicyOrder(EvictionOrder):
         self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> None:
         try:
-            self._orphan(tree.insert(namespace, keys, parent))
+            self._orphan(tree.insert(namespace, keys, parent, size=self._sizes.of(namespace)))
         except ValueError as error:
             # A client whose keys are no chain has no prefixes; its objects leave first.
             _log.debug("no prefix: %s", error)
@@ -191,7 +196,8 @@ class PolicyOrder(EvictionOrder):
                 self._enter_state(object_id, parent)
                 return
             if tree is None:
-                tree = self._tree = self._planted(max(1, self._bytes_max // max(1, size)))
+                self._planned_blocks = max(1, self._bytes_max // max(1, size))
+                tree = self._tree = self._planted(self._planned_blocks)
             if key in self._blocks:
                 self._orphans[self._blocks[key]] = None
             self._parents[object_id] = parent
@@ -205,6 +211,17 @@ class PolicyOrder(EvictionOrder):
                     self._waiting.setdefault(parent, set()).add(object_id)
             if not tree.is_held(key):
                 self._orphans[object_id] = None
+            if self._planned_blocks is not None:
+                self._planned_blocks = self._measure(tree, object_id, size, self._planned_blocks)
+
+    def _measure(self, tree: RadixIndex, object_id: ObjectId, size: int, planned: int) -> int:
+        """Take in an object's size; return how many objects to plan for."""
+        self._sizes.enter(object_id, size)
+        tree.measure(object_id.key, self._sizes.measured(size))
+        fitting = self._sizes.fitting(planned)
+        if fitting != planned:
+            tree.plan(fitting)
+        return fitting
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object; those after it in its prefix stay, as objects without one."""
@@ -219,6 +236,7 @@ class PolicyOrder(EvictionOrder):
     def _forget(self, object_id: ObjectId) -> bool:
         """Drop what is known of an object; tell whether it was its block's."""
         parent = self._parents.pop(object_id)
+        self._sizes.leave(object_id)
         self._orphans.pop(object_id, None)
         if object_id in self._states:
             self._states.leave(object_id)

@@ -36,9 +36,13 @@ class SlruPolicy(HeapPolicy):
 
     def __init__(self, blocks_max: int) -> None:
         super().__init__()
-        self._protected_max = int(_PROTECTED_SHARE * blocks_max)
         self._protected: OrderedDict[Run, None] = OrderedDict()
         self._protected_blocks = 0
+        self.plan(blocks_max)
+
+    def plan(self, blocks_max: int) -> None:
+        """Protect a share of what fits now."""
+        self._protected_max = int(_PROTECTED_SHARE * blocks_max)
 
     def priority(self, run: Run) -> float:
         """Return the latest use, raised for a protected run."""
@@ -100,11 +104,15 @@ class FadingPolicy(HeapPolicy):
 
     def __init__(self, blocks_max: int) -> None:
         super().__init__()
-        self.ghost_blocks_max = min(_FADING_GHOSTS * blocks_max, blocks_max // 2 + _FADING_GHOSTS_MAX)
+        self.plan(blocks_max)
         self._known_blocks = 0
         self._age = 0.0
         # Logarithms of the sums of the uses' weights. A run's `state` may be that of another policy beside this one.
         self._weights: dict[Run, float] = {}
+
+    def plan(self, blocks_max: int) -> None:
+        """Remember some times what fits now."""
+        self.ghost_blocks_max = min(_FADING_GHOSTS * blocks_max, blocks_max // 2 + _FADING_GHOSTS_MAX)
 
     def adopt(self, run: Run, count: int) -> None:
         """Count new blocks."""
@@ -160,11 +168,15 @@ class S3FifoPolicy(EvictionPolicy):
     """Two queues of candidates in order of arrival; a run's uses since it was queued are counted, up to three."""
 
     def __init__(self, blocks_max: int) -> None:
-        self.ghost_blocks_max = blocks_max
-        self._small_max = max(1, int(_SMALL_SHARE * blocks_max))
+        self.plan(blocks_max)
         self._small: OrderedDict[Run, None] = OrderedDict()
         self._main: OrderedDict[Run, None] = OrderedDict()
         self._small_blocks = 0
+
+    def plan(self, blocks_max: int) -> None:
+        """Remember as much as fits now, and give the small queue its share of that."""
+        self.ghost_blocks_max = blocks_max
+        self._small_max = max(1, int(_SMALL_SHARE * blocks_max))
 
     def adopt(self, run: Run, count: int) -> None:
         """Put a new run into the small queue, one of another policy that was used again into the main one."""
@@ -286,12 +298,15 @@ class ArcPolicy(EvictionPolicy):
     """
 
     def __init__(self, blocks_max: int) -> None:
-        self.ghost_blocks_max = blocks_max
-        self._blocks_max = blocks_max
+        self.plan(blocks_max)
         self._once_target = 0.0
         self._lists = (LruPolicy(), LruPolicy())
         self._held = [0, 0]
         self._ghosts = [0, 0]
+
+    def plan(self, blocks_max: int) -> None:
+        """Remember as much as fits now, of which the target is a part."""
+        self.ghost_blocks_max = self._blocks_max = blocks_max
 
     def adopt(self, run: Run, count: int) -> None:
         """Count the blocks with those of their run."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from kvtide.evict.hint import AdvisedPolicy
 from kvtide.evict.policies.hazard import HazardModel, Kind, size_bucket
-from kvtide.index import Run, Use
+from kvtide.index import USUAL_SIZE, Run, Use
 from kvtide.types import Namespace
 
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
@@ -84,7 +84,7 @@ class ReusePolicy(AdvisedPolicy):
     def __init__(self, blocks_max: int, model: HazardModel | None = None) -> None:
         """model: one that is shared; what this policy sees is counted there while `counts`."""
         super().__init__()
-        self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
+        self.plan(blocks_max)
         self.model = model or HazardModel(HALF_LIFE_RUNS, blocks_max)
         self._edges_s = self.model.ages.edges_s
         self.counts = True
@@ -98,6 +98,10 @@ class ReusePolicy(AdvisedPolicy):
         self._clock_s = self._now_s = 0.0
         # When to look again for runs that leave an age bin.
         self._age_next_s = [0.0] * len(self._edges_s)
+
+    def plan(self, blocks_max: int) -> None:
+        """Remember some times what fits now."""
+        self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
 
     def adopt(self, run: Run, count: int) -> None:
         """Queue a new run as one of no session until its first use says more."""
@@ -254,7 +258,7 @@ class ReusePolicy(AdvisedPolicy):
             age_bin = bisect_right(self._edges_s, self._now_s - trace.at_s) - 1
             queue = trace.queue = self._queues[queue.row][age_bin]
             queue.runs[run] = None
-        trace.cost_class = _cost_class(run.given_cost)
+        trace.cost_class = _cost_class(run)
         self._line_up([run], trace.cost_class, queue)
 
     def leave(self, run: Run) -> None:
@@ -282,10 +286,12 @@ class ReusePolicy(AdvisedPolicy):
             run.state.queue.runs.pop(run, None)
 
 
-def _cost_class(cost: float | None) -> int:
-    if cost is None:
+def _cost_class(run: Run) -> int:
+    """Return the class of what recomputing a block costs for the room that it takes."""
+    if run.given_cost is None and run.size == USUAL_SIZE:
         return 0
-    return max(-_COST_CLASS_MAX, min(round(_COST_CLASSES_PER_OCTAVE * math.log2(cost)), _COST_CLASS_MAX))
+    octaves = math.log2((run.given_cost or 1.0) * USUAL_SIZE / run.size)
+    return max(-_COST_CLASS_MAX, min(round(_COST_CLASSES_PER_OCTAVE * octaves), _COST_CLASS_MAX))
 
 
 def namespace_of(run: Run) -> Namespace:

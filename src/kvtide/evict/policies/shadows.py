@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from kvtide.evict.policies.reuse import namespace_of
 from kvtide.index import EvictionPolicy, RadixIndex, Run
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey
 
 _log = logging.getLogger(__name__)
 
@@ -136,14 +137,15 @@ class Shadows:
         held = map(sum, zip(self._counts[half:], self._counts[:half], strict=True))
         self._agreement.learn(lengths[:-1], list(held), faded)
 
-    def insert(
-        self, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None, value: float, cost: float | None
-    ) -> dict[str, list[BlockKey]]:
-        """Note a use in each of them; return what each gave up, blocks of the prompt that it does not hold too."""
+    def insert(self, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> dict[str, list[BlockKey]]:
+        """Note a use in each of them; return what each gave up, blocks of the prompt that it does not hold too.
+
+        like: the run whose namespace, value, cost and size new blocks have.
+        """
         given_up = {}
         for at, (name, shadow) in enumerate(zip(self.names, self._shadows, strict=True)):
             try:
-                gone = shadow.insert(namespace, keys, parent, value=value, cost=cost)
+                gone = insert_like(shadow, keys, parent, like)
             except ValueError as error:
                 # A shadow remembers other blocks than the cache: keys that are no chain can come to light here alone.
                 _log.debug("no prefix: %s", error)
@@ -153,6 +155,16 @@ class Shadows:
             given_up[name] = gone
             self._note(at, keys, gone)
         return given_up
+
+    def plan(self, blocks_max: int) -> None:
+        """Tell all policies that so many blocks fit by now."""
+        for shadow in self._shadows:
+            shadow.plan(blocks_max)
+
+    def measure(self, key: BlockKey, size: int) -> None:
+        """Tell all of them what room a block takes."""
+        for shadow in self._shadows:
+            shadow.measure(key, size)
 
     def shrink(self) -> dict[str, list[BlockKey]]:
         """Have each of them give a block up, for want of bytes; return which."""
@@ -187,3 +199,8 @@ class Shadows:
         """Return how many blocks one of them holds and the other does not."""
         here, there = 1 << self.names.index(one), 1 << self.names.index(other)
         return sum(count for held, count in enumerate(self._counts) if held & here and not held & there)
+
+
+def insert_like(index: RadixIndex, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> list[BlockKey]:
+    """Note a use in another index, whose new blocks are what those of a run are; return what it gave up."""
+    return index.insert(namespace_of(like), keys, parent, value=like.value, cost=like.given_cost, size=like.size)
