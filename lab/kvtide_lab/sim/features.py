@@ -160,7 +160,7 @@ def _hit_rate_of_bytes(trace: Trace, policy: str, share: float, is_told: bool) -
 
 
 class _Oldest(HeapPolicy):
-    """What came first leaves first, as a disk's segments do."""
+    """First come, first to leave, as a disk's segments do."""
 
     def __init__(self) -> None:
         super().__init__()

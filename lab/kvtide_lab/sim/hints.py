@@ -1,4 +1,4 @@
-"""What clients could say with the requests of a trace: advice, true, useless or false, and what the trace has of facts.
+"""Words that clients could add to a trace: advice, true, useless or false, and the facts that its requests have.
 
 `ends`: each client says which request is its session's last; it knows its own plans, so that this looks ahead in the
 trace. `retain`: the time within which nine of ten sessions of that turn have gone on so far; the past alone.
@@ -44,7 +44,7 @@ def hints_of(trace: Trace, kind: str) -> list[Hint]:
 
 
 class Said(NamedTuple):
-    """What comes with a request: a mark, and the end of what its session has left behind."""
+    """Advice or a fact that comes with a request: a mark, and the end of what its session has left behind."""
 
     mark: int = 0
     left: BlockKey | None = None
