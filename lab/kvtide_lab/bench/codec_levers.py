@@ -276,7 +276,7 @@ def _turned(lever: Lever, block: TokenBlock) -> BlockCoefficients:
 def _kept_bits(is_apart: NDArray[np.bool_], bits: BlockBits) -> int:
     """Return the bits of tokens that are kept apart: a byte a value and two a head."""
     layers, two, _, heads, dims = bits.shape
-    kept = int(is_apart.sum()) * layers * two * heads * (2 + dims)
+    kept: int = int(is_apart.sum()) * layers * two * heads * (2 + dims)
     return 8 * kept
 
 

@@ -28,8 +28,9 @@ def rate_shares(model: TideModel, units: int, span: int) -> _Doubles:
         rows = np.square(_rows(group.matrix))[4.0 ** (group.scales / UNITS) > error]
         layers = group.layer_stop - group.layer_start
         active[group.layer_start : group.layer_stop] += rows.sum(axis=0).reshape(layers, 2, -1).sum(axis=-1)
-    found = active.reshape(-1, span, 2).sum(axis=1)
-    return found / float(found.sum())
+    found: NDArray[np.float64] = active.reshape(-1, span, 2).sum(axis=1)
+    found /= found.sum()
+    return found
 
 
 def possible_kl(kl_shares: _Doubles, rates: _Doubles) -> float:

@@ -47,8 +47,8 @@ def bits_at_error(choice: Levels | Trellis, error: float) -> float:
         coded = [choice.code(block, units) for block in judged]
         errors = [np.square(c.values - block.values).mean() for c, block in zip(coded, judged, strict=True)]
         points.append((float(np.mean(errors)), sum(c.bits for c in coded) / sum(b.values.size for b in judged)))
-    errors, bits = zip(*sorted(points), strict=True)
-    return float(np.interp(np.log(error), np.log(errors), bits))
+    rising = np.array(sorted(points))
+    return float(np.interp(np.log(error), np.log(rising[:, 0]), rising[:, 1]))
 
 
 def test_priced_levels_take_fewer_bits_at_equal_error_and_a_trellis_fewer_again() -> None:
@@ -124,15 +124,16 @@ def test_streams_that_the_model_minds_get_finer_steps() -> None:
     minded[0, 0] *= 4
     reweighed.weigh(minded / minded.sum(), -40)
     rng, scales = np.random.default_rng(6), np.stack([group.scales for group in model.groups])
-    values = rng.standard_normal((*scales.shape, TOKENS)).astype(np.float32) * 2.0 ** (scales[:, :, None] / UNITS)
+    values = rng.standard_normal((*scales.shape, TOKENS)) * 2.0 ** (scales[:, :, None] / UNITS)
     whole = (values.astype(np.float32), scales, np.zeros(4, dtype=np.int64))
     block = TokenBlock(
-        BlockCoefficients(*whole, np.arange(TOKENS), np.zeros(TOKENS, dtype=bool)), np.zeros((1, TOKENS))
+        BlockCoefficients(*whole, np.arange(TOKENS), np.zeros(TOKENS, dtype=bool)),
+        np.zeros((1, TOKENS), dtype=np.float32),
     )
     turned = reweighed.forth(block)
     assert reweighed.back(block, turned.values) == pytest.approx(block.coefficients.values, abs=2e-3)
     noise = rng.standard_normal(turned.values.shape).astype(np.float32) / 100
-    lost = reweighed.back(block, turned.values + noise) - block.coefficients.values
+    lost = reweighed.back(block, (turned.values + noise).astype(np.float32)) - block.coefficients.values
     assert np.square(lost[0]).mean() < 0.9 * np.square(lost[1]).mean()
     assert possible_kl(minded / minded.sum(), rates) < 0.95
     assert possible_kl(rates, rates) == pytest.approx(1)
