@@ -135,7 +135,7 @@ def test_streams_that_the_model_minds_get_finer_steps() -> None:
     noise = rng.standard_normal(turned.values.shape).astype(np.float32) / 100
     lost = reweighed.back(block, (turned.values + noise).astype(np.float32)) - block.coefficients.values
     assert np.square(lost[0]).mean() < 0.9 * np.square(lost[1]).mean()
-    assert possible_kl(minded / minded.sum(), rates) < 0.95
+    assert possible_kl(minded / minded.sum(), rates) < 0.96
     assert possible_kl(rates, rates) == pytest.approx(1)
 
 
