@@ -162,7 +162,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
             Lever("reweighed", Reweighed(TideModel(profile), 1), Levels(0)),
         ]
         partial = codec_levers.partial_of(subject, profile, path)
-        return codec_levers.run(subject, profile, [each[:32] for each in ids], levers, partial, stop)
+        return codec_levers.run(subject, profile, [each[:64] for each in ids], levers, partial, stop)
 
     with pytest.raises(Stopped):
         judged(tmp_path / "partial", contexts_max=1)
