@@ -1,4 +1,4 @@
-"""What each lever would bring to tide: bits at equal KL beside rounding, by ideal code lengths, alone and together.
+"""Judges each lever of tide: bits at equal KL beside rounding, by ideal code lengths, alone and together.
 
 A lever is a transform behind tide's own, a way to choose levels, or both. Same contexts and judge as `codec-quality`;
 tables, transforms and pulls are fitted on other texts, of which profiles may have been fitted, too.

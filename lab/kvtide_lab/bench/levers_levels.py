@@ -52,7 +52,7 @@ class BlockCoefficients(NamedTuple):
         return self.scales - units >= ENTER_UNITS
 
     def by_token(self, values: _Floats) -> list[_Floats]:
-        """Return what became of the values as (tokens, components) of each group, tokens as they stand in the block."""
+        """Return values as (tokens, components) of each group, tokens as they stand in the block."""
         back = np.empty_like(values)
         back[:, :, self.order] = values
         return [np.ascontiguousarray(group.T) for group in back]

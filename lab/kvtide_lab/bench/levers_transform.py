@@ -29,7 +29,7 @@ class TokenBlock(NamedTuple):
 
 
 class Transform(Protocol):
-    """What `forth` does `back` undoes. `mflop`: a decoder's products of a token, in millions."""
+    """Coefficients turned `forth`, and `back` again. `mflop`: a decoder's products of a token, in millions."""
 
     mflop: float
 
