@@ -22,7 +22,7 @@ from kvtide.engines.calibrate.judge import QualityJudge, block_metas, capture_bl
 from kvtide_lab.bench.codec_bound_channel import TestChannel
 from kvtide_lab.bench.codec_quality import Progress, Subject, inputs_of
 from kvtide_lab.bench.levers_classes import LoudClasses
-from kvtide_lab.bench.levers_levels import BlockCoefficients, Levels, Quantised, coefficients_of
+from kvtide_lab.bench.levers_levels import BlockCoefficients, LevelChoice, Quantised, coefficients_of
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
 from kvtide_lab.bench.levers_trellis import Trellis
 from kvtide_lab.bench.levers_weights import Reweighed
@@ -41,10 +41,10 @@ PRICE = 0.12
 TODAY = "rounded"
 
 
-class Choice(Protocol):
+class LeverChoice(Protocol):
     """A way to choose levels, fitted on blocks at some steps."""
 
-    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int]) -> Choice:
+    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int]) -> LeverChoice:
         """Take lengths and what levels stand for."""
         ...
 
@@ -58,7 +58,7 @@ class Lever(NamedTuple):
 
     name: str
     transform: Transform | None
-    choice: Choice
+    choice: LeverChoice
 
 
 _Pair = tuple[BlockMeta, BlockBits]
@@ -103,17 +103,17 @@ def levers(model: TideModel) -> list[Lever]:
     """Return rounding, as tide does it, then each lever alone, then together."""
     span = model.groups[0].layer_stop
     return [
-        Lever(TODAY, None, Levels(0)),
-        Lever("levels by rate and distortion", None, Levels(PRICE)),
+        Lever(TODAY, None, LevelChoice(0)),
+        Lever("levels by rate and distortion", None, LevelChoice(PRICE)),
         Lever("lengths by what was coded before", None, LoudClasses(0)),
         Lever("levels and lengths, both", None, LoudClasses(PRICE)),
         Lever("trellis of 4 states", None, Trellis(4)),
         Lever("trellis of 8 states", None, Trellis(8)),
-        Lever("128 of each 5 layers, 10 layers mixed", Mixed(2, 128), Levels(0)),
-        Lever("128 of each 5 layers, all layers mixed", Mixed(0, 128), Levels(0)),
-        Lever("weights by what the model says", Reweighed(model, span), Levels(0)),
-        Lever("first layers less what embeddings predict", Predicted(1), Levels(0)),
-        Lever("all layers mixed, levels by rate and distortion", Mixed(0, 128), Levels(PRICE)),
+        Lever("128 of each 5 layers, 10 layers mixed", Mixed(2, 128), LevelChoice(0)),
+        Lever("128 of each 5 layers, all layers mixed", Mixed(0, 128), LevelChoice(0)),
+        Lever("weights by what the model says", Reweighed(model, span), LevelChoice(0)),
+        Lever("first layers less what embeddings predict", Predicted(1), LevelChoice(0)),
+        Lever("all layers mixed, levels by rate and distortion", Mixed(0, 128), LevelChoice(PRICE)),
         Lever("all layers mixed, trellis of 8 states", Mixed(0, 128), Trellis(8)),
     ]
 
@@ -177,14 +177,14 @@ class _Bench:
         for transform in transforms.values():
             transform.fit()
             if isinstance(transform, Reweighed):
-                today = Levels(0).fit([block.coefficients for block in kept], [self._loud_units])
+                today = LevelChoice(0).fit([block.coefficients for block in kept], [self._loud_units])
                 transform.weigh(self._kl_shares(fit_on[:WEIGHED_TEXTS], today, transform.span), self._loud_units)
         for number, lever in enumerate(chosen):
             progress("levers", number, len(chosen))
             turned = [_turned(lever, block) for block in kept]
             lever.choice.fit(turned, [self._loud_units])
 
-    def _kl_shares(self, texts: Sequence[Sequence[int]], today: Choice, span: int) -> NDArray[np.float64]:
+    def _kl_shares(self, texts: Sequence[Sequence[int]], today: LeverChoice, span: int) -> NDArray[np.float64]:
         """Return by how much the KL falls where a stream's squared error is halved: K and V of each `span` layers."""
         subject, layers = self._subject, self._model.profile.layers
         shares = np.zeros((layers // span, 2))

@@ -15,7 +15,7 @@ from kvtide_lab.bench.levers_levels import (
     MAGNITUDES,
     BlockCoefficients,
     Chosen,
-    Levels,
+    LevelChoice,
     Quantised,
     lengths_of,
 )
@@ -28,8 +28,8 @@ _LOUD_CLASSES, _LEAN = 16, 20
 _ROUNDS, _NOISE = 25, 0.3
 
 
-class LoudClasses(Levels):
-    """Levels as `Levels` chooses them, with lengths by class and by how loud the token was so far."""
+class LoudClasses(LevelChoice):
+    """Levels as `LevelChoice` chooses them, with lengths by class and by how loud the token was so far."""
 
     def __init__(self, price: float) -> None:
         super().__init__(price)

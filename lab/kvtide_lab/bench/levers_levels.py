@@ -104,7 +104,7 @@ def lengths_of(counts: NDArray[np.float64]) -> _Floats:
     return found
 
 
-class Levels:
+class LevelChoice:
     """Rounding (`price` 0), or the level of the least squared error plus `price` times bits, in steps squared."""
 
     def __init__(self, price: float) -> None:
@@ -113,7 +113,7 @@ class Levels:
         self._pulls: _Floats = np.zeros((CLASSES, _FITTED + 1), dtype=np.float32)
         self._thresholds = self._rounding()
 
-    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int], rounds: int = 3) -> Levels:
+    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int], rounds: int = 3) -> LevelChoice:
         """Take lengths, pulls and thresholds from blocks at some steps. The levels follow from them: several rounds."""
         for _ in range(rounds if self._price else 1):
             self._fit_once(blocks, units)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.codec.tide.grid import step_of
-from kvtide_lab.bench.levers_levels import CLASSES, MAGNITUDES, BlockCoefficients, Levels, Quantised, lengths_of
+from kvtide_lab.bench.levers_levels import CLASSES, MAGNITUDES, BlockCoefficients, LevelChoice, Quantised, lengths_of
 
 _Floats = NDArray[np.float32]
 _FITTED = 3
@@ -53,7 +53,7 @@ class Trellis:
 
     def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int], rounds: int = 4) -> Trellis:
         """Take lengths and pulls from blocks at some steps; paths follow from them: several rounds."""
-        known = Levels(0.12).fit(blocks, [each + _WIDER_UNITS for each in units], 2).lengths
+        known = LevelChoice(0.12).fit(blocks, [each + _WIDER_UNITS for each in units], 2).lengths
         self._lengths = np.repeat(known[:, None], 2, axis=1)
         for _ in range(rounds):
             self._fit_once(blocks, units)

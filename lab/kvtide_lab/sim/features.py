@@ -19,7 +19,7 @@ from kvtide.evict.policies import PolicyOrder, policy_named
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import HeapPolicy, RadixIndex, Run
 from kvtide.types import BlockKey, ObjectId
-from kvtide_lab.sim.groups import STATE_BLOCKS, Held, run_groups
+from kvtide_lab.sim.groups import STATE_BLOCKS, OrderedRoom, run_groups
 from kvtide_lab.sim.hints import FACTS, carries
 from kvtide_lab.sim.replay import capacity_blocks, prefill_cost, replay
 from kvtide_lab.sim.workload import Trace, tenant_namespace
@@ -145,7 +145,7 @@ def _hit_rate_of_bytes(trace: Trace, policy: str, share: float, is_told: bool) -
     unique = {key: sizes[request.tenant] for request in trace.requests for key in request.keys}
     clock, bytes_max = ManualClock(trace.requests[0].at_s), int(share * sum(unique.values()))
     planned = None if is_told else capacity_blocks(trace, share)
-    held = Held(PolicyOrder(policy_named(policy), clock, bytes_max, planned), bytes_max)
+    held = OrderedRoom(PolicyOrder(policy_named(policy), clock, bytes_max, planned), bytes_max)
     asked = hits = 0
     for at_s, tenant, keys, _ in trace.requests:
         clock.advance(at_s - clock.monotonic_s())

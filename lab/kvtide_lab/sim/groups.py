@@ -51,7 +51,7 @@ class GroupsReport(msgspec.Struct, frozen=True):
     rows: list[GroupsRow]
 
 
-class Held:
+class OrderedRoom:
     """Objects under a bound of bytes, and the order in which they leave."""
 
     def __init__(self, order: EvictionOrder, bytes_max: int) -> None:
@@ -92,7 +92,7 @@ def run_groups(
 
 def _row(trace: Trace, policy: str, share: float, state_tokens: int, state_blocks: float, are_named: bool) -> GroupsRow:
     clock, bytes_max = ManualClock(trace.requests[0].at_s), capacity_blocks(trace, share) * _BLOCK_BYTES
-    held = Held(order_named(policy, clock, bytes_max), bytes_max)
+    held = OrderedRoom(order_named(policy, clock, bytes_max), bytes_max)
     state_bytes, every = int(state_blocks * _BLOCK_BYTES), -(-state_tokens // trace.block_tokens)
     asked = hits = rows_hits = cuts = 0
     state_share = 0.0

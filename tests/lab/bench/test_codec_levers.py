@@ -15,7 +15,7 @@ from kvtide_lab.bench import codec_levers, codec_levers_show
 from kvtide_lab.bench.codec_levers import JudgedLever, Lever
 from kvtide_lab.bench.codec_quality import QualitySize, Subject
 from kvtide_lab.bench.levers_classes import LoudClasses
-from kvtide_lab.bench.levers_levels import BlockCoefficients, Levels
+from kvtide_lab.bench.levers_levels import BlockCoefficients, LevelChoice
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
 from kvtide_lab.bench.levers_trellis import STATES, Trellis
 from kvtide_lab.bench.levers_weights import Reweighed, possible_kl, rate_shares
@@ -39,7 +39,7 @@ def normal_blocks(count: int, seed: int = 1, is_loud: bool = False) -> list[Bloc
     return found
 
 
-def bits_at_error(choice: Levels | Trellis, error: float) -> float:
+def bits_at_error(choice: LevelChoice | Trellis, error: float) -> float:
     """Fit on blocks, code others, and return bits a coefficient at a squared error."""
     choice.fit(normal_blocks(6), UNITS_TRIED)
     judged, points = normal_blocks(4, seed=2), []
@@ -52,7 +52,7 @@ def bits_at_error(choice: Levels | Trellis, error: float) -> float:
 
 
 def test_priced_levels_take_fewer_bits_at_equal_error_and_a_trellis_fewer_again() -> None:
-    rounded, priced, trellis = (bits_at_error(each, 0.4) for each in (Levels(0), Levels(0.12), Trellis(8)))
+    rounded, priced, trellis = (bits_at_error(each, 0.4) for each in (LevelChoice(0), LevelChoice(0.12), Trellis(8)))
     assert priced < 0.98 * rounded
     assert trellis < 0.93 * rounded
 
@@ -74,7 +74,7 @@ def test_a_decoder_knows_each_state_by_the_levels_so_far(states: int) -> None:
 
 def test_rounding_rounds_and_a_price_only_lowers_magnitudes() -> None:
     blocks = normal_blocks(3)
-    rounded, priced = (Levels(price).fit(blocks, [0]).chosen(blocks[0], 0)[0] for price in (0.0, 0.2))
+    rounded, priced = (LevelChoice(price).fit(blocks, [0]).chosen(blocks[0], 0)[0] for price in (0.0, 0.2))
     assert (rounded.levels == np.rint(rounded.exact)).all()
     assert (np.abs(priced.levels) <= np.abs(rounded.levels)).mean() > 0.99
     assert (priced.levels == 0).sum() > (rounded.levels == 0).sum()
@@ -82,7 +82,7 @@ def test_rounding_rounds_and_a_price_only_lowers_magnitudes() -> None:
 
 def test_lengths_that_follow_loudness_are_shorter_where_tokens_differ_and_change_no_value() -> None:
     blocks = normal_blocks(16, is_loud=True)
-    plain, follows = (each.fit(blocks[:12], [0]) for each in (Levels(0), LoudClasses(0)))
+    plain, follows = (each.fit(blocks[:12], [0]) for each in (LevelChoice(0), LoudClasses(0)))
     for block in blocks[12:]:
         one, other = plain.code(block, 0), follows.code(block, 0)
         assert (one.values == other.values).all()
@@ -156,10 +156,10 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
                 raise Stopped
 
         levers = [
-            Lever(codec_levers.TODAY, None, Levels(0)),
-            Lever("priced", None, Levels(0.12)),
+            Lever(codec_levers.TODAY, None, LevelChoice(0)),
+            Lever("priced", None, LevelChoice(0.12)),
             Lever("mixed", Mixed(0, 8), Trellis(4)),
-            Lever("reweighed", Reweighed(TideModel(profile), 1), Levels(0)),
+            Lever("reweighed", Reweighed(TideModel(profile), 1), LevelChoice(0)),
         ]
         partial = codec_levers.partial_of(subject, profile, path)
         return codec_levers.run(subject, profile, [each[:64] for each in ids], levers, partial, stop)
@@ -173,7 +173,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
 
 
 def test_bits_are_compared_at_equal_kl_and_at_equal_error() -> None:
-    levers = [Lever(name, None, Levels(0)) for name in ("rounded", "half")]
+    levers = [Lever(name, None, LevelChoice(0)) for name in ("rounded", "half")]
 
     def found(lever: Lever, units: int) -> JudgedLever:
         bits = 2.0 - units / 12
