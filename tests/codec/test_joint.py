@@ -63,7 +63,8 @@ def drafts_of(cost: str, is_loud: bool, is_split: bool) -> tuple[AllRows, list[P
         moments.add_sensitivity(felt * np.ones(shape))
         pairs.append((layout_of(group), moments.state))
     rows = AllRows(WHOLE, PLACES, None)
-    stages, power = joint_stages(rows, cost, pairs), joint_power(pairs)
+    power = joint_power(pairs)
+    stages = joint_stages(rows, cost, pairs, power)
     return rows, [draft_profile("m", layout, cost, None, state, power, stages) for layout, state in pairs]
 
 

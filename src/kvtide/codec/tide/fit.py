@@ -166,7 +166,13 @@ def weighted_moments(
     layout: BlockLayout, moments: Mapping[str, NDArray[Any]], power: float | None = None
 ) -> Callable[[int], NDArray[np.float64]]:
     """Return what returns the second moments of a group's weighted values. power: as for `draft_profile`."""
-    spread, squares, tokens = _spread(layout, moments), moments["square"], float(moments["tokens"][0])
+    return _weighted_moments(_spread(layout, moments), moments, power)
+
+
+def _weighted_moments(
+    spread: _Spread, moments: Mapping[str, NDArray[Any]], power: float | None
+) -> Callable[[int], NDArray[np.float64]]:
+    squares, tokens = moments["square"], float(moments["tokens"][0])
     by_value = spread.weights(power).reshape(len(spread.mean), -1)
 
     def weighted(group: int) -> NDArray[np.float64]:
@@ -202,7 +208,7 @@ def draft_profile(
     """
     cost = COSTS[cost_name]
     spread = _spread(layout, moments)
-    mean, weight, weighted = spread.mean, spread.weights(power), weighted_moments(layout, moments, power)
+    mean, weight, weighted = spread.mean, spread.weights(power), _weighted_moments(spread, moments, power)
     span, channels, squares = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim, moments["square"]
     groups = range(len(mean))
     if stages is None and squares.ndim > 2:

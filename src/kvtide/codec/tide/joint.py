@@ -43,9 +43,13 @@ def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
     return float(np.average(powers, weights=values))
 
 
-def joint_stages(rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]]) -> Stages | None:
-    """Return the stages of all groups' transforms, None for one stage; by all layers, which share a profile's bytes."""
-    power = joint_power(groups)
+def joint_stages(
+    rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]], power: float | None
+) -> Stages | None:
+    """Return the stages of all groups' transforms, None for one stage; by all layers, which share a profile's bytes.
+
+    power: `joint_power`, None for a lone group's own.
+    """
     homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
     moments = [weighted_moments(*each, power) for each in groups]
 

@@ -197,7 +197,7 @@ class TideCalibration:
         # Of a plain model it would be its own, but for rounding.
         pairs = [(shape.layout, state) for shape, state in zip(shapes, moments, strict=True)]
         power = joint_power(pairs) if len(pairs) > 1 else None
-        stages = joint_stages(self._all_rows, cost, pairs) if self._all_rows is not None else None
+        stages = joint_stages(self._all_rows, cost, pairs, power) if self._all_rows is not None else None
         drafts = [
             draft_profile(name, layout, cost, rotary, state, power, stages)
             for (layout, state), rotary in zip(pairs, self._rotaries, strict=True)
@@ -218,7 +218,7 @@ class TideCalibration:
         draft = joined_draft(self._all_rows, drafts) if self._all_rows is not None else None
         if draft is None or self._all_rows is None:
             return []
-        summed = {name: sum(each[name] for each in counts[1:]) + counts[0][name] for name in counts[0]}
+        summed = {name: np.sum([each[name] for each in counts], axis=0) for name in counts[0]}
         return [finished_profile(draft, self._all_rows.layout, summed, curve)]
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
