@@ -162,13 +162,18 @@ class TestChannel:
             values = (rows / weight + mean).reshape(tokens, layers, two, *heads).transpose(1, 2, 0, 3, 4)
             store_values(np.ascontiguousarray(values), here)
 
-    def _parts(self, meta: BlockMeta, coefficients: list[_Floats32]) -> NDArray[np.int64]:
-        """Return the quarter of a block that each token is in by loudness, as the encoder has it of all layers."""
+    def loudness(self, meta: BlockMeta, coefficients: list[_Floats32]) -> _Floats:
+        """Return how loud each token of a block is, of all layers; zeros for those that are kept apart."""
         loud = np.zeros(meta.layout.tokens)
         for group, found in zip(self._model.groups, coefficients, strict=True):
             loud += np.abs(found) @ loudness_weights(group.scales, self._loud_units)
-        parts = np.empty(len(loud), dtype=np.int64)
         loud[first_apart(meta) == 1] = 0
+        return loud
+
+    def _parts(self, meta: BlockMeta, coefficients: list[_Floats32]) -> NDArray[np.int64]:
+        """Return the quarter of a block that each token is in by loudness, as the encoder has it of all layers."""
+        loud = self.loudness(meta, coefficients)
+        parts = np.empty(len(loud), dtype=np.int64)
         parts[np.argsort(loud, kind="stable")] = np.repeat(np.arange(PARTS), np.diff(part_bounds(len(loud))))
         return parts
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec.tide.encoder import first_apart, loudness_weights
+from kvtide.codec.tide.encoder import first_apart
 from kvtide.codec.tide.grid import CLASS_UNITS, ENTER_UNITS, PARTS, TOP_UNITS_MIN, UNITS, part_bounds, step_of
 from kvtide_lab.bench.codec_bound_channel import TestChannel
 
@@ -59,13 +59,10 @@ class BlockCoefficients(NamedTuple):
 
 
 def coefficients_of(channel: TestChannel, meta: BlockMeta, bits: BlockBits, loud_units: int) -> BlockCoefficients:
-    """Return a block's coefficients. loud_units: the step whose components say how loud a token is."""
+    """Return a block's coefficients. loud_units: those of the channel."""
     found, is_apart = channel.coefficients(meta, bits), first_apart(meta) == 1
     scales = np.stack([group.scales for group in channel.groups])
-    loud = np.zeros(len(is_apart))
-    for group, values in zip(scales, found, strict=True):
-        loud += np.abs(values) @ loudness_weights(group, loud_units) / (step_of(loud_units, 0) * len(scales))
-    loud[is_apart] = 0
+    loud = channel.loudness(meta, found) / (step_of(loud_units, 0) * len(scales))
     order, bounds = np.argsort(loud, kind="stable"), part_bounds(len(loud))
     means = [loud[order[bounds[part] : bounds[part + 1]]].mean() for part in range(PARTS)]
     gains = np.rint(UNITS * np.log2(np.maximum(means, 1e-9))).astype(np.int64)
