@@ -78,7 +78,7 @@ class TestChannel:
         """loud_units: the step whose components say how loud a token is."""
         self._model = model
         self.groups = model.groups
-        self._loud_units = loud_units
+        self.loud_units = loud_units
         self._squares = np.zeros((len(model.groups), PARTS, len(model.groups[0].scales)))
         self._tokens = np.zeros(PARTS)
         self._values = 0
@@ -166,7 +166,7 @@ class TestChannel:
         """Return how loud each token of a block is, of all layers; zeros for those that are kept apart."""
         loud = np.zeros(meta.layout.tokens)
         for group, found in zip(self._model.groups, coefficients, strict=True):
-            loud += np.abs(found) @ loudness_weights(group.scales, self._loud_units)
+            loud += np.abs(found) @ loudness_weights(group.scales, self.loud_units)
         loud[first_apart(meta) == 1] = 0
         return loud
 

@@ -153,7 +153,7 @@ class _Bench:
         self._embeddings: NDArray[np.float32] = subject.model.get_input_embeddings().weight.detach().float().numpy()
 
     def _tokens(self, ids: Sequence[int], meta: BlockMeta, bits: BlockBits) -> TokenBlock:
-        found = coefficients_of(self._channel, meta, bits, self._loud_units)
+        found = coefficients_of(self._channel, meta, bits)
         here = np.array(ids[meta.start : meta.start + meta.layout.tokens])[found.order]
         rows = self._embeddings[here]
         rows = rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + 1e-5)

@@ -58,11 +58,11 @@ class BlockCoefficients(NamedTuple):
         return [np.ascontiguousarray(group.T) for group in back]
 
 
-def coefficients_of(channel: TestChannel, meta: BlockMeta, bits: BlockBits, loud_units: int) -> BlockCoefficients:
-    """Return a block's coefficients. loud_units: those of the channel."""
+def coefficients_of(channel: TestChannel, meta: BlockMeta, bits: BlockBits) -> BlockCoefficients:
+    """Return a block's coefficients."""
     found, is_apart = channel.coefficients(meta, bits), first_apart(meta) == 1
     scales = np.stack([group.scales for group in channel.groups])
-    loud = channel.loudness(meta, found) / (step_of(loud_units, 0) * len(scales))
+    loud = channel.loudness(meta, found) / (step_of(channel.loud_units, 0) * len(scales))
     order, bounds = np.argsort(loud, kind="stable"), part_bounds(len(loud))
     means = [loud[order[bounds[part] : bounds[part + 1]]].mean() for part in range(PARTS)]
     gains = np.rint(UNITS * np.log2(np.maximum(means, 1e-9))).astype(np.int64)
