@@ -9,6 +9,7 @@ import torch
 
 from kvtide.codec import Profile
 from kvtide.codec.tide import Steps, TideCodec
+from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate.calibration import TideCalibration, cache_sensitivity
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
@@ -37,7 +38,7 @@ class Watch:
 
 
 def calibration(model: Any, partial: Path, count: int = 6, cost: str = "layer") -> TideCalibration:
-    return TideCalibration(model, "tiny", cost, texts(count), 16, partial)
+    return TideCalibration(model, "tiny", cost, split_texts(texts(count)), 16, partial)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,12 @@ def fitted(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
     (profile,), report = fitted
-    assert report.held_out_texts == 1
+    assert report.held_out_texts == 2
     assert len(report.points) >= 5
     for fine, coarse in zip(report.points, report.points[1:], strict=False):
         assert fine.kl < coarse.kl
         assert fine.bits_per_element > coarse.bits_per_element
-    assert profile.texts == 5
+    assert profile.texts == 4
     assert np.array_equal(profile.arrays["curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
 
 
@@ -64,16 +65,26 @@ def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) 
     assert 0 <= kls[0] < kls[1] < 0.1
 
 
-def test_curve_of_one_held_out_text_allows_for_others(fitted: Any, tiny_model: Any) -> None:
+def test_curve_of_few_held_out_texts_allows_for_others(fitted: Any, tiny_model: Any) -> None:
     (profile,), report = fitted
-    judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), 48, 128, 2)
-    judge.add(texts(6)[-1])
     point = report.points[len(report.points) // 2]
     codec = TideCodec(profile).with_steps(Steps(point.step_units, 0))
-    assert point.kl > 1.6 * judge.judge(0, judge.code(0, codec).decoded).kl
+    kls = []
+    for ids in split_texts(texts(6)).held_out:
+        judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), (len(ids) - 129) // 16 * 16, 128, 2)
+        judge.add(ids)
+        kls.append(judge.judge(0, judge.code(0, codec).decoded).kl)
+    assert point.kl > 1.5 * np.mean(kls)
 
 
-@pytest.mark.parametrize("stop_at", [("moments", 3), ("counts", 2), ("curve", 0)])
+@pytest.mark.parametrize(("count", "held_out"), [(5, 0), (6, 2), (12, 4), (18, 6), (36, 6), (200, 33)])
+def test_one_text_in_three_is_held_out_and_of_many_one_in_six(count: int, held_out: int) -> None:
+    split = split_texts([[number] for number in range(count)])
+    assert len(split.held_out) == held_out
+    assert sorted(split.fitted + split.held_out) == [[number] for number in range(count)]
+
+
+@pytest.mark.parametrize("stop_at", [("moments", 3), ("shares", 2), ("counts", 2), ("curve", 0)])
 def test_stopped_calibration_goes_on_to_the_same_profile(
     fitted: Any, tiny_model: Any, tmp_path: Path, stop_at: tuple[str, int]
 ) -> None:
@@ -108,9 +119,9 @@ def test_few_texts_still_make_a_profile(tiny_model: Any, tmp_path: Path, cost: s
 
 def test_bad_calibrations_are_refused(tiny_model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="full block"):
-        TideCalibration(tiny_model, "tiny", "layer", [[1] * 100], 16, tmp_path / "p")
+        TideCalibration(tiny_model, "tiny", "layer", split_texts([[1] * 100]), 16, tmp_path / "p")
     with pytest.raises(ValueError, match="light"):
-        TideCalibration(tiny_model, "tiny", "cheap", texts(1), 16, tmp_path / "p")
+        TideCalibration(tiny_model, "tiny", "cheap", split_texts(texts(1)), 16, tmp_path / "p")
 
 
 def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None:

@@ -23,7 +23,7 @@ from kvtide.codec.rotary import Rotary
 from kvtide.codec.rotary.families import FAMILIES
 from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import read_profile
-from kvtide.engines.calibrate import TideCalibration, restored_kl
+from kvtide.engines.calibrate import TideCalibration, restored_kl, split_texts
 from kvtide.engines.calibrate.calibration import JUDGED_TOKENS
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import evaluation_texts
@@ -85,7 +85,7 @@ def ids_of(tokens: int, seed: int) -> list[int]:
 def profiles_of(family: str) -> tuple[Profile, ...]:
     given = [ids_of(TEXT_TOKENS, seed) for seed in range(12)]
     partial = Path("never-written")
-    calibration = TideCalibration(model_of(family), family, "layer", given, BLOCK, partial)
+    calibration = TideCalibration(model_of(family), family, "layer", split_texts(given), BLOCK, partial)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TideCalibration, "_write", lambda *state: None)
         profiles, _ = calibration.run(lambda step, done, total: None)
@@ -258,4 +258,6 @@ def _turns(rotary: Rotary) -> Any:
 def test_what_can_not_be_calibrated_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(FAMILIES, "gemma3_text")
     with pytest.raises(UnsupportedModel, match="not known how models of type 'gemma3_text' rotate"):
-        TideCalibration(model_of("gemma3"), "tiny", "layer", [ids_of(TEXT_TOKENS, 1)], BLOCK, tmp_path / "p")
+        TideCalibration(
+            model_of("gemma3"), "tiny", "layer", split_texts([ids_of(TEXT_TOKENS, 1)]), BLOCK, tmp_path / "p"
+        )

@@ -80,6 +80,18 @@ def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
     index.check()
 
 
+def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, clock = policy_named("mix")(40), ManualClock()
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 40)
+    monkeypatch.setattr(policy._shadows, "lengths", lambda keys: [int(name == "lru") for name in policy._shadows.names])
+    rulers = []
+    for _ in range(3):
+        hits(index, clock, [(1,)])
+        rulers.append(policy.ruler)
+    assert rulers == ["reuse", "reuse", "lru"]
+
+
 def test_costs_and_values_reach_the_shadows() -> None:
     policy = policy_named("mix")(8)
     assert isinstance(policy, mix.MixPolicy)
@@ -136,3 +148,13 @@ def test_sample_is_a_cache_of_whole_sessions_that_learns_with_the_large_one(monk
     assert policy._sample.stats().held_blocks <= 128
     assert policy._small._reuse.model is policy._reuse.model
     policy._sample.check()
+
+
+def test_policies_of_the_sample_hear_how_many_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
+    policy = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40)
+    index = RadixIndex(ManualClock(), partial(_the, policy), 40)
+    for fitting, share in ((40, 8), (400, 80), (20, 4)):
+        index.plan(fitting)
+        remembered = {name: policy._small._shadows[name]._policy.ghost_blocks_max for name in ("s3fifo", "arc")}
+        assert remembered == {"s3fifo": share, "arc": share}

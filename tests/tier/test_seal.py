@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.servers import running_server
+from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import stored_records
@@ -18,6 +18,7 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.evict import Hint
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.store import Cache
 from kvtide.store.load import Whole
@@ -83,6 +84,24 @@ class TestSealedServer(TierSuite):
         with running_server(tiers=("memory://",), limits=_small()) as server:
             url = f"{server.url}?seal=file:{tmp_path / 'keys'}"
             yield from opened(open_tier(url, Limits(), SystemClock(), lambda key: False))
+
+
+def test_advice_reaches_the_server_below_a_seal(ring: Keyring) -> None:
+    with running_server(tiers=("memory://",), limits=_small()) as server:
+        tier = SealedTier(open_tier(server.url, Limits(), SystemClock(), lambda key: False), ring)
+        assert advised(tier)
+        assert hints_heard(server) == 1
+    assert not advised(SealedTier(memory(), ring))
+
+
+def advised(tier: SealedTier) -> bool:
+    """Tell whether a prompt's advice is taken."""
+    stack = TierStack([tier])
+    stack.open()
+    try:
+        return stack.note_request([object_id(1)], Hint(is_last=True)) and stack.flush(20)
+    finally:
+        stack.close()
 
 
 def _small() -> Any:

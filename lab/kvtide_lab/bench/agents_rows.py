@@ -13,6 +13,8 @@ BEFORE, AFTER = "before", "after"
 # Of two that are this close one is not better: a row of a few answers says no more.
 TIE = 0.97
 NATIVE_RATIO_MIN = 1.3
+# The seconds of a shorter answer over its tokens are its wait over next to nothing: among few answers they are the p90.
+ANSWER_TOKENS_MIN = 8
 EXACT = ("kvtide", "kvtide lossless")
 
 
@@ -41,7 +43,8 @@ class AgentPhase(msgspec.Struct, frozen=True):
 class AgentsRow(msgspec.Struct, frozen=True):
     """One contender, so many sessions at once, before or after the restart; `no reuse`: nothing shared, one at a time.
 
-    p90_interactivity: 1 / p90 of (seconds of an answer / its tokens), as InferenceX has it, in tokens a second.
+    p90_interactivity: 1 / p90 of (seconds of an answer / its tokens), as InferenceX has it, in tokens a second, over
+    answers of ANSWER_TOKENS_MIN tokens and more; all other figures are over all answers.
     answers_changed: answers that differ from plain vLLM's to the same prompt in a token.
     """
 
@@ -140,7 +143,8 @@ def _row(
     answers = [answer for each in phases for answer in each.answers]
     expected = [answer for each in found[row, "plain"] for answer in each[number].answers]
     tokens = sum(each.prompt_tokens for each in phases) + sum(len(answer.ids) for answer in answers)
-    slowest = float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in answers], 90))
+    spoken = [answer for answer in answers if len(answer.ids) >= ANSWER_TOKENS_MIN] or answers
+    slowest = float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in spoken], 90))
     ttfts = [answer.ttft_s for answer in answers]
     return AgentsRow(
         engine=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from kvtide_lab.bench.agents_rows import NATIVE_RATIO_MIN, NO_REUSE, TIE, AgentsBench
+from kvtide_lab.bench.agents_rows import ANSWER_TOKENS_MIN, NATIVE_RATIO_MIN, NO_REUSE, TIE, AgentsBench
 
 
 def render(result: AgentsBench) -> Group:
@@ -14,7 +14,7 @@ def render(result: AgentsBench) -> Group:
     rows = Table(
         *("sessions, restart", "engine", "p90 int.", "TTFT p50, p90", "hits", "CPU s/1k", "changed"),
         title=f"{result.model}, {result.sessions} agent sessions, {memory}",
-        caption="p90 int.: 1 / p90 of (seconds of an answer / its tokens), tokens/s",
+        caption=f"p90 int.: 1 / p90 of (seconds / tokens of an answer of {ANSWER_TOKENS_MIN} and more), tokens/s",
     )
     for row in result.rows:
         where = NO_REUSE if row.row == NO_REUSE else f"{row.row}, {row.phase}"

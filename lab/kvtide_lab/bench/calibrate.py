@@ -46,7 +46,8 @@ SHAPES = (
 
 
 class ShapeRow(msgspec.Struct, frozen=True):
-    """One calibration. stages: seconds by the clock of moments, of counts with the transform, of the curve.
+    """One calibration. stages: seconds by the clock of moments, of shares of the loss (not of transforms in two
+    stages) and of counts with the transform before each, of the curve.
 
     cpu_s is of all threads, peak_bytes the largest resident set, weight_bytes the model's own part of it.
     """

@@ -19,6 +19,8 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Profile
 from kvtide.codec.tide.model import TideModel, units_of_quality
 from kvtide.engines.calibrate.judge import QualityJudge, block_metas, capture_blocks, one_torch_thread
+from kvtide.engines.calibrate.loss_shares import SHARED_TEXTS, LossShares, context_tokens, finer_weights, loss_shares
+from kvtide.engines.transformers import ModelContexts
 from kvtide_lab.bench.codec_bound_channel import TestChannel
 from kvtide_lab.bench.codec_quality import Progress, Subject, inputs_of
 from kvtide_lab.bench.levers_classes import LoudClasses
@@ -30,14 +32,14 @@ from kvtide_lab.bench.quality_goals import Point, bits_of_points
 from kvtide_lab.bench.quality_state import Inputs, Partial
 
 # Steps by the quality that the profile's curve has there; bits at KLS lie on lines between them.
-QUALITIES = (3e-3, 6e-3, 1.2e-2, 2e-2)
+QUALITIES = (4e-3, 7.5e-3, 1.4e-2)
 KLS = (4.5e-3, 7.1e-3)
 # Tables are fitted at the step in the middle, transforms on all blocks and tables on some of them.
 _FITTED_QUALITY, TABLE_BLOCKS = 7e-3, 16
 FIT_TOKENS = 1024
-# Texts by which the model says what each stream's errors are to it.
-WEIGHED_TEXTS = 6
 PRICE = 0.12
+# Of a trellis, in half steps squared; its own is .35.
+LOW_PRICE = 0.12
 TODAY = "rounded"
 
 
@@ -101,20 +103,20 @@ class CodecLevers(msgspec.Struct, frozen=True):
 
 def levers(model: TideModel) -> list[Lever]:
     """Return rounding, as tide does it, then each lever alone, then together."""
-    span = model.groups[0].layer_stop
+    mixed = Mixed(0, 320)
     return [
         Lever(TODAY, None, LevelChoice(0)),
         Lever("levels by rate and distortion", None, LevelChoice(PRICE)),
         Lever("lengths by what was coded before", None, LoudClasses(0)),
-        Lever("levels and lengths, both", None, LoudClasses(PRICE)),
         Lever("trellis of 4 states", None, Trellis(4)),
         Lever("trellis of 8 states", None, Trellis(8)),
-        Lever("128 of each 5 layers, 10 layers mixed", Mixed(2, 128), LevelChoice(0)),
-        Lever("128 of each 5 layers, all layers mixed", Mixed(0, 128), LevelChoice(0)),
-        Lever("weights by what the model says", Reweighed(model, span), LevelChoice(0)),
+        Lever("trellis of 8 states, bits at a third of the price", None, Trellis(8, LOW_PRICE)),
+        Lever("320 of each 5 layers, 10 layers mixed", Mixed(2, 320), LevelChoice(0)),
+        Lever("320 of each 5 layers, all layers mixed", mixed, LevelChoice(0)),
+        Lever("weights of heads by what the model says", Reweighed(model), LevelChoice(0)),
         Lever("first layers less what embeddings predict", Predicted(1), LevelChoice(0)),
-        Lever("all layers mixed, levels by rate and distortion", Mixed(0, 128), LevelChoice(PRICE)),
-        Lever("all layers mixed, trellis of 8 states", Mixed(0, 128), Trellis(8)),
+        Lever("all layers mixed, lengths by what was coded before", mixed, LoudClasses(0)),
+        Lever("all layers mixed, trellis of 8 states", mixed, Trellis(8)),
     ]
 
 
@@ -133,9 +135,11 @@ def run(
 ) -> CodecLevers:
     """Fit levers on texts, token ids of whole blocks, then judge what is not in `partial` yet."""
     bench = _Bench(subject, profile)
+    missing = [lever for lever in chosen if bench.is_missing(lever, partial)]
     with one_torch_thread():
-        bench.fit(fit_on, chosen, progress)
-        bench.measure(chosen, partial, progress)
+        if missing:
+            bench.fit(fit_on, missing, progress)
+            bench.measure(missing, partial, progress)
     rows = rows_of(chosen, lambda lever, units: bench.found(partial, lever, units), bench.units)
     judged = (subject.name, profile.kind, len(subject.ids), *subject.size[1:3], sum(map(len, fit_on)))
     return CodecLevers(*judged, rows)
@@ -165,6 +169,8 @@ class _Bench:
         transforms = {id(lever.transform): lever.transform for lever in chosen if lever.transform is not None}
         every = max(1, len(fit_on) // TABLE_BLOCKS)
         for number, ids in enumerate(fit_on):
+            if number % every and not transforms:
+                continue
             progress("texts", number, len(fit_on))
             metas = block_metas(ids, self._subject.layout)
             blocks = capture_blocks(self._subject.model, ids, self._subject.layout)
@@ -178,32 +184,27 @@ class _Bench:
             transform.fit()
             if isinstance(transform, Reweighed):
                 today = LevelChoice(0).fit([block.coefficients for block in kept], [self._loud_units])
-                transform.weigh(self._kl_shares(fit_on[:WEIGHED_TEXTS], today, transform.span), self._loud_units)
+                transform.weigh(self._finer(fit_on[:: -(-len(fit_on) // SHARED_TEXTS)], today))
         for number, lever in enumerate(chosen):
             progress("levers", number, len(chosen))
             turned = [_turned(lever, block) for block in kept]
             lever.choice.fit(turned, [self._loud_units])
 
-    def _kl_shares(self, texts: Sequence[Sequence[int]], today: LeverChoice, span: int) -> NDArray[np.float64]:
-        """Return by how much the KL falls where a stream's squared error is halved: K and V of each `span` layers."""
-        subject, layers = self._subject, self._model.profile.layers
-        shares = np.zeros((layers // span, 2))
+    def _finer(self, texts: Sequence[Sequence[int]], today: LeverChoice) -> NDArray[np.float64]:
+        """Return what weights of heads are multiplied by for what the model says of their errors."""
+        subject, weight = self._subject, self._model.weight
+        contexts = ModelContexts(subject.model, subject.layout.tokens)
+        empty = np.zeros((*weight.shape[:2], subject.layout.kv_heads))
+        sums = LossShares(empty, empty)
         for ids in texts:
-            tokens = (len(ids) - subject.size.continuation - 1) // subject.layout.tokens * subject.layout.tokens
-            judge = QualityJudge(subject.model, subject.layout, tokens, subject.size.continuation, 1)
-            judge.add(ids)
-            pairs = list(zip(judge.contexts[0].metas, judge.contexts[0].blocks, strict=True))
-            decoded = []
-            for meta, bits in pairs:
-                block = self._tokens(ids, meta, bits)
-                values = today.code(block.coefficients, self._loud_units).values
-                decoded.append(self._stored(meta, bits, block.coefficients, values))
-            lost = judge.judge(0, decoded).kl
-            for stream, half in np.ndindex(shares.shape):
-                here = (slice(stream * span, (stream + 1) * span), half)
-                nearer = [_nearer(bits, out, here) for (_, bits), out in zip(pairs, decoded, strict=True)]
-                shares[stream, half] += lost - judge.judge(0, nearer).kl
-        return shares
+            tokens = context_tokens(ids, subject.layout.tokens)
+            context, decoded = contexts.capture(ids[:tokens]), []
+            for meta, bits in zip(context.metas[0], context.blocks[0], strict=True):
+                block = self._tokens(ids, meta, bits).coefficients
+                decoded.append(self._stored(meta, bits, block, today.code(block, self._loud_units).values))
+            (found,) = loss_shares(contexts, context, [decoded], ids[tokens:], contexts.rotaries(), [weight])
+            sums = LossShares(sums.kl + found.kl, sums.error + found.error)
+        return finer_weights([sums])[0]
 
     def _stored(
         self, meta: BlockMeta, exact: BlockBits, block: BlockCoefficients, values: NDArray[np.float32]
@@ -213,6 +214,11 @@ class _Bench:
         self._channel.store(meta, block.by_token(values), out)
         out[:, :, block.is_apart] = exact[:, :, block.is_apart]
         return out
+
+    def is_missing(self, lever: Lever, partial: Partial[Inputs, JudgedLever]) -> bool:
+        """Tell whether some context was not judged through a lever at some step."""
+        names = [_name(lever, units) for units in self.units]
+        return any(partial.get(name, i) is None for name in names for i in range(len(self._subject.ids)))
 
     def measure(self, chosen: Sequence[Lever], partial: Partial[Inputs, JudgedLever], progress: Progress) -> None:
         """Judge each context through each lever at each step."""
@@ -256,13 +262,6 @@ class _Bench:
         judged = [each[0] for each in by_context if each]
         assert len(judged) == len(by_context), "measured before"
         return JudgedLever(*(fmean(getattr(each, name) for each in judged) for name in JudgedLever.__struct_fields__))
-
-
-def _nearer(exact: BlockBits, decoded: BlockBits, here: tuple[slice, int]) -> BlockBits:
-    """Return a decoded block of float32 whose squared error is halved in a stream."""
-    found, right = decoded.view(np.float32).copy(), exact.view(np.float32)
-    found[here] = right[here] + np.sqrt(np.float32(0.5)) * (found[here] - right[here])
-    return found.view(decoded.dtype)
 
 
 def _name(lever: Lever, units: int) -> str:

@@ -28,11 +28,15 @@ _FROM_CHARACTER, _TO_CHARACTER = 2000, 6000
 
 
 class DerivedVerdict(msgspec.Struct, frozen=True):
-    """One model: how many blocks are tide's, how many the profile does not fit, and the KL of each text."""
+    """One model: how many blocks are tide's, how many the profile does not fit, and the KL of each text.
+
+    bits_per_element: of all blocks, their headers among them.
+    """
 
     kind: str
     blocks: int
     unfit_blocks: int
+    bits_per_element: float
     kls: list[float]
 
     @property
@@ -66,7 +70,9 @@ def judge_derived(
             kls.append(restored_kl(cached, exact, prompt, answer))
         stats = cached.cache.stats()
     blocks, others = len(prompts) * PROMPT_BLOCKS, stats.blocks_unencodable + stats.blocks_without_profile
-    return DerivedVerdict(kind, blocks - others, others, kls)
+    # The model is float32.
+    bits = 32 * stats.bytes_stored / stats.raw_bytes_stored
+    return DerivedVerdict(kind, blocks - others, others, bits, kls)
 
 
 def _run(command: Sequence[str]) -> None:
@@ -95,9 +101,9 @@ def run(kinds: Sequence[str], texts: int, show: Callable[[str, int, int], None])
 
 def render(result: DerivedResult) -> str:
     """Return a line for each model: whether the promise was kept, and by how many blocks of tide."""
-    lines = [f"{'model':10} {'tide blocks':>12} {'lossless':>9} {'KL':>8} {'worst':>8}  kept"]
+    lines = [f"{'model':10} {'tide blocks':>12} {'lossless':>9} {'bits':>6} {'KL':>8} {'worst':>8}  kept"]
     for each in result.verdicts:
         is_kept = "yes" if each.kl <= result.quality else "no"
-        counts = f"{each.blocks:>12} {each.unfit_blocks:>9}"
+        counts = f"{each.blocks:>12} {each.unfit_blocks:>9} {each.bits_per_element:>6.2f}"
         lines.append(f"{each.kind:10} {counts} {each.kl:>8.4f} {max(each.kls):>8.4f}  {is_kept}")
     return "\n".join(lines)

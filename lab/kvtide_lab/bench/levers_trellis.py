@@ -39,8 +39,9 @@ class _Path(NamedTuple):
 class Trellis:
     """Levels along a trellis, with code lengths of each class in each state."""
 
-    def __init__(self, states: int) -> None:
-        """states: 4 or 8."""
+    def __init__(self, states: int, price: float = PRICE) -> None:
+        """states: 4 or 8. price: of a bit, in half steps squared."""
+        self._price = price
         nexts, quantisers = STATES[states]
         self._count = states
         self._quantiser = np.array(quantisers)
@@ -113,7 +114,7 @@ class Trellis:
             at = np.minimum(level, MAGNITUDES - 1).astype(np.int64)
             pulls = self._pulls[classes, quantiser, np.minimum(at, _FITTED)]
             stands_for = _half_steps(level, quantiser) - pulls * (level > 0)
-            costs.append((magnitude - stands_for) ** 2 + PRICE * self._lengths[classes, quantiser, at])
+            costs.append((magnitude - stands_for) ** 2 + self._price * self._lengths[classes, quantiser, at])
         is_below = costs[1] < costs[0]
         return np.minimum(*costs), np.where(is_below, np.maximum(near - 2, parity), near)
 

@@ -31,6 +31,9 @@ def bench_agents(
     count: Annotated[int | None, typer.Option("--count", min=1, help="Sessions.")] = None,
     turns: Annotated[int | None, typer.Option("--turns", min=2, help="Of each session at most.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=256, help="Tokens of a prompt at most.")] = None,
+    no_reuse: Annotated[
+        int | None, typer.Option("--no-reuse", min=1, help="Prompts that share nothing, asked beside a plain engine.")
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everything is measured.")] = 1,
     partial: Annotated[
         Path | None, typer.Option("--partial", help="Keep what was found in this file, and go on from it.")
@@ -49,6 +52,7 @@ def bench_agents(
         sessions=count or size.sessions,
         turns=turns or size.turns,
         context_tokens=context or size.context_tokens,
+        no_reuse=no_reuse or size.no_reuse,
         rounds=rounds,
     )
     names = tuple(engines.split(",")) if engines else agents.QUICK_NAMES if quick else agents.FULL_NAMES

@@ -33,25 +33,30 @@ _Progress = Callable[[str, int, int], None]
 
 
 class _Subject:
-    """The model and the texts as token ids."""
+    """The model, and texts as its token ids."""
 
-    def __init__(self, folder: str, contents: Sequence[str], tokens: int) -> None:
+    def __init__(self, folder: str, tokens: int) -> None:
         from kvtide.engines import transformers
 
         self.model = transformers.load_model(folder)
         self.name = Path(folder).name
         self.block_tokens = transformers.BLOCK_TOKENS
-        self.texts: list[list[int]] = []
-        has_tokenizer = any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists()
-        if has_tokenizer:
-            tokenizer = transformers.load_tokenizer(folder)
-            self.texts = [tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+        self._tokens = tokens
+        self._tokenizer: Any = None
+        if any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists():
+            self._tokenizer = transformers.load_tokenizer(folder)
         else:
             print(f"no tokenizer in {folder}: tokens are bytes of the texts, and any", file=sys.stderr)
-            size = self.model.config.get_text_config(decoder=True).vocab_size
-            rng = np.random.default_rng(_SEED)
-            self.texts = [[byte % size for byte in content.encode()[:tokens]] for content in contents]
-            self.texts += [rng.integers(0, size, len(ids)).tolist() for ids in self.texts]
+
+    def ids(self, contents: Sequence[str]) -> list[list[int]]:
+        """Return the first tokens of each text; without a tokenizer its bytes, and as many texts of random tokens."""
+        tokens = self._tokens
+        if self._tokenizer is not None:
+            return [self._tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+        size = self.model.config.get_text_config(decoder=True).vocab_size
+        rng = np.random.default_rng([_SEED, len(contents)])
+        found = [[byte % size for byte in content.encode()[:tokens]] for content in contents]
+        return [*found, *(rng.integers(0, size, len(ids)).tolist() for ids in found)]
 
 
 def calibrate(
@@ -75,10 +80,10 @@ def calibrate(
     A model with several groups of layers (windows, latents, states beside attention) gets one of tide for each group
     that keeps rows of tokens; files of all but the first are FILE-1, FILE-2, ….
 
-    With --store the model's engines find it, also those that run already. Profiles of tide are fitted in three passes;
+    With --store the model's engines find it, also those that run already. Profiles of tide are fitted in four passes;
     one that was stopped goes on.
     """
-    from kvtide.engines.calibrate import calibration_texts, read_texts, snippets
+    from kvtide.engines.calibrate import read_texts, snippets
     from kvtide.engines.transformers import converted_folder
 
     if codec not in _KINDS:
@@ -87,22 +92,22 @@ def calibrate(
         raise ValueError("say where the profile is to go: --store URL, --output FILE, or both")
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    chosen = read_texts(text) if text else snippets(pieces) if pieces else calibration_texts()
+    own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]
     folder = Path(model or converted_folder())
     if url:
         # What is wrong with the store is an error now, and not when all is done.
         with adding(url):
             pass
-    subject = _Subject(str(folder), [item.content for item in chosen], tokens)
+    subject = _Subject(str(folder), tokens)
     names = names_of(folder, fingerprint, tenant_salt, subject.model) if url else []
     report: dict[str, Any] = {}
     with progress_bars() as bars:
         show = _Progressing(bars, seconds)
         if codec in _TIDE_KINDS:
             partial = _partial(output, folder, codec)
-            profiles, report = _tide(subject, codec.removeprefix("tide-"), partial, show)
+            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
         else:
-            profiles = [_published(subject, codec, show)]
+            profiles = [_published(subject, own, codec, show)]
     _keep(profiles, output, url, names)
     _say(_Outcome(str(output or ""), url or "", codec), profiles, report, as_json)
 
@@ -170,27 +175,36 @@ def _partial(output: Path | None, folder: Path, codec: str) -> Path:
     return partial
 
 
-def _published(subject: _Subject, codec: str, show: _Progress) -> Profile:
-    from kvtide.engines.calibrate import capture_blocks
+def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progress) -> Profile:
+    from kvtide.engines.calibrate import calibration_texts, capture_blocks
     from kvtide.engines.transformers import model_layout
 
     layout = model_layout(subject.model, subject.block_tokens)
     fitter = ProfileFitter(codec, subject.name, layout)
-    for number, ids in enumerate(subject.texts):
-        show("texts", number, len(subject.texts))
+    all_ids = subject.ids(own or [each.content for each in calibration_texts()])
+    for number, ids in enumerate(all_ids):
+        show("texts", number, len(all_ids))
         blocks = capture_blocks(subject.model, ids, layout)
         if not fitter.deviation.any():
             fitter.scale(blocks)
         for bits in blocks:
             fitter.add(bits)
-    show("texts", len(subject.texts), len(subject.texts))
-    return fitter.profile(len(subject.texts))
+    show("texts", len(all_ids), len(all_ids))
+    return fitter.profile(len(all_ids))
 
 
-def _tide(subject: _Subject, cost: str, partial: Path, show: _Progress) -> tuple[list[Profile], dict[str, Any]]:
-    from kvtide.engines.calibrate import TideCalibration
+def _tide(
+    subject: _Subject, own: Sequence[str], cost: str, partial: Path, show: _Progress
+) -> tuple[list[Profile], dict[str, Any]]:
+    """own: some of these texts are judged on; empty for those of the package, which has others to judge on."""
+    from kvtide.engines.calibrate import TextSplit, TideCalibration, calibration_texts, held_out_texts, split_texts
 
-    calibration = TideCalibration(subject.model, subject.name, cost, subject.texts, subject.block_tokens, partial)
+    if own:
+        split = split_texts(subject.ids(own))
+    else:
+        of_package = (calibration_texts(), held_out_texts())
+        split = TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
+    calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial)
     profiles, report = calibration.run(show)
     return profiles, msgspec.to_builtins(report)
 

@@ -5,6 +5,7 @@ Each connector imports its engine; none is imported by the package itself.
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from importlib import resources
@@ -27,6 +28,8 @@ __all__ = [
     "vllm_distribution",
 ]
 
+_log = logging.getLogger(__name__)
+
 _ENTRY_POINTS = "kvtide.profiles"
 DEFAULT_PROFILE_KIND = "tide-layer"
 # Before hex digits.
@@ -34,11 +37,18 @@ _HEX = "hex:"
 
 
 def installed_profiles() -> Sequence[Profile]:
-    """Return the profiles of every distribution that names a package of them as entry point `kvtide.profiles`."""
-    packages = sorted({point.value for point in entry_points(group=_ENTRY_POINTS)})
-    files = [file for package in packages for file in resources.files(package).iterdir()]
-    files.sort(key=lambda file: file.name)
-    return [Profile.parse(file.read_bytes()) for file in files if file.name.endswith(".kvprofile")]
+    """Return the profiles of every distribution that names a package of them as entry point `kvtide.profiles`.
+
+    A package that can't be imported, or has a profile that can't be read, is left out with a warning.
+    """
+    found = list[tuple[str, Profile]]()
+    for package in sorted({point.value for point in entry_points(group=_ENTRY_POINTS)}):
+        try:
+            files = [each for each in resources.files(package).iterdir() if each.name.endswith(".kvprofile")]
+            found += [(each.name, Profile.parse(each.read_bytes())) for each in files]
+        except Exception as error:  # noqa: BLE001 - importing a package of somebody else's runs its code
+            _log.warning("profiles of the package %s are left out: %r", package, error)
+    return [profile for _, profile in sorted(found, key=lambda each: each[0])]
 
 
 def read_profile(path: Path) -> Profile:

@@ -14,7 +14,16 @@ from rich.console import Console
 
 from kvtide_lab.bench import agents, agents_show
 from kvtide_lab.bench.agents import AgentsSetup, AgentsSize
-from kvtide_lab.bench.agents_rows import AFTER, BEFORE, NO_REUSE, AgentAnswer, AgentPhase, AgentsBench
+from kvtide_lab.bench.agents_rows import (
+    AFTER,
+    ANSWER_TOKENS_MIN,
+    BEFORE,
+    NO_REUSE,
+    AgentAnswer,
+    AgentPhase,
+    AgentsBench,
+    result_of,
+)
 from kvtide_lab.bench.agents_sessions import (
     AgentSession,
     AgentTurn,
@@ -122,6 +131,17 @@ def _run(
     setup = AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
     results = agents.partial_of("model", SIZE, sessions(), path)
     return agents.run(setup, sessions(), SIZE, results, lambda step, done, total: None)
+
+
+def test_answers_of_a_few_tokens_say_nothing_of_interactivity() -> None:
+    long, short = _phase(2.0, 4, (5,) * ANSWER_TOKENS_MIN), _phase(100.0, 1, (5,))
+    phase = msgspec.structs.replace(long, answers=[*long.answers, *short.answers])
+    found = {
+        (row, name): [[each]] for row, each in (("1 at once", phase), (NO_REUSE, long)) for name in ("plain", "kvtide")
+    }
+    for row in result_of(found, {}, "model", 1, (256, 128)).rows[:2]:
+        assert (row.requests, row.p90_interactivity) == (5, pytest.approx(ANSWER_TOKENS_MIN / 2.0))
+        assert row.ttft_p90_s > 1.0
 
 
 @pytest.mark.usefixtures("no_nursery")

@@ -12,7 +12,7 @@ from kvtide_lab.bench.calibrate import MEMORY_BYTES_MAX, Shape, ShapeResult, mea
 def test_a_shape_is_calibrated_by_the_command_in_its_bound(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a text of its own, again and again. " * 200)
     row = measure_shape(Shape("tiny", 2, 2, 1, 16), tmp_path, ["--tokens", "400", "--text", str(tmp_path / "text")])
-    assert list(row.stages) == ["moments", "counts", "curve"]
+    assert list(row.stages) == ["moments", "shares", "counts", "curve"]
     assert 0 < row.weight_bytes < row.peak_bytes < MEMORY_BYTES_MAX
     assert (row.texts, row.tokens) == (1, 256 - 4)
     assert "tiny" in render(ShapeResult("tide-layer", 400, [row]))

@@ -18,7 +18,7 @@ from kvtide_lab.bench.levers_classes import LoudClasses
 from kvtide_lab.bench.levers_levels import BlockCoefficients, LevelChoice
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
 from kvtide_lab.bench.levers_trellis import STATES, Trellis
-from kvtide_lab.bench.levers_weights import Reweighed, possible_kl, rate_shares
+from kvtide_lab.bench.levers_weights import Reweighed
 
 GROUPS, COMPONENTS, TOKENS = 3, 24, 64
 # Steps of the middle scale to about three times it.
@@ -116,13 +116,11 @@ def test_prediction_takes_away_what_embeddings_say() -> None:
         assert float(np.square(predicted.forth(whole).values[0]).mean()) < 0.05 * power
 
 
-def test_streams_that_the_model_minds_get_finer_steps() -> None:
-    """The error of all values of a stream falls with its weight, by the share of the KL that it has too much."""
+def test_a_head_with_larger_weights_has_smaller_errors() -> None:
     model = TideModel(fitted(LAYOUT, "layer"))
-    rates, reweighed = rate_shares(model, -40, 1), Reweighed(model, 1)
-    minded = rates.copy()
-    minded[0, 0] *= 4
-    reweighed.weigh(minded / minded.sum(), -40)
+    reweighed, finer = Reweighed(model), np.ones((LAYOUT.layers, 2, LAYOUT.kv_heads))
+    finer[0, 0, 0] = 2
+    reweighed.weigh(finer)
     rng, scales = np.random.default_rng(6), np.stack([group.scales for group in model.groups])
     values = rng.standard_normal((*scales.shape, TOKENS)) * 2.0 ** (scales[:, :, None] / UNITS)
     whole = (values.astype(np.float32), scales, np.zeros(4, dtype=np.int64))
@@ -134,9 +132,7 @@ def test_streams_that_the_model_minds_get_finer_steps() -> None:
     assert reweighed.back(block, turned.values) == pytest.approx(block.coefficients.values, abs=2e-3)
     noise = rng.standard_normal(turned.values.shape).astype(np.float32) / 100
     lost = reweighed.back(block, (turned.values + noise).astype(np.float32)) - block.coefficients.values
-    assert np.square(lost[0]).mean() < 0.9 * np.square(lost[1]).mean()
-    assert possible_kl(minded / minded.sum(), rates) < 0.96
-    assert possible_kl(rates, rates) == pytest.approx(1)
+    assert np.square(lost[0]).mean() < 0.95 * np.square(lost[1]).mean()
 
 
 class Stopped(Exception):
@@ -159,7 +155,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
             Lever(codec_levers.TODAY, None, LevelChoice(0)),
             Lever("priced", None, LevelChoice(0.12)),
             Lever("mixed", Mixed(0, 8), Trellis(4)),
-            Lever("reweighed", Reweighed(TideModel(profile), 1), LevelChoice(0)),
+            Lever("reweighed", Reweighed(TideModel(profile)), LevelChoice(0)),
         ]
         partial = codec_levers.partial_of(subject, profile, path)
         return codec_levers.run(subject, profile, [each[:64] for each in ids], levers, partial, stop)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts, read_texts, snippets
+from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts, held_out_texts, read_texts, snippets
 
 
 def test_texts_are_many_long_and_of_mixed_kinds() -> None:
@@ -18,6 +18,12 @@ def test_texts_are_many_long_and_of_mixed_kinds() -> None:
 def test_no_text_is_fitted_on_and_judged_on() -> None:
     fitted = {text.content[:2000] for text in calibration_texts()}
     assert not fitted & {text.content[:2000] for text in evaluation_texts()}
+
+
+def test_curve_is_judged_on_five_kinds_of_texts_that_are_used_for_nothing_else() -> None:
+    found, others = held_out_texts(), [*calibration_texts(), *evaluation_texts()]
+    assert len({text.kind for text in found}) == len(found) == 5
+    assert not any(text.content[:1000] in other.content for text in found for other in others)
 
 
 def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:

@@ -2,7 +2,7 @@
 
 from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
 from kvtide.codec.tide.encoder import APART_TOKENS
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile, is_staged
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.joint import AllRows, joined_draft, joint_power, joint_stages
 from kvtide.codec.tide.section import Steps
@@ -20,6 +20,7 @@ __all__ = [
     "TideCounts",
     "draft_profile",
     "finished_profile",
+    "is_staged",
     "joined_draft",
     "joint_power",
     "joint_stages",

@@ -59,7 +59,8 @@ _COUNT_REFINEMENTS = 3
 _COUNT_MAX = 1 << 40
 
 
-def _is_staged(cost: Cost, layout: BlockLayout) -> bool:
+def is_staged(cost: Cost, layout: BlockLayout) -> bool:
+    """Tell whether a layer has its transform in two stages."""
     is_wide = 2 * layout.kv_heads * layout.head_dim > DENSE_VALUES_MAX
     return cost.group_layers == 1 and is_wide and bool(block_sizes(layout))
 
@@ -75,7 +76,7 @@ class Moments:
         values = 2 * layout.kv_heads * layout.head_dim * self._span
         groups = layout.layers // self._span
         shape: tuple[int, ...] = (groups, values, values) if cost.group_layers else (groups, values)
-        if _is_staged(cost, layout) and not has_full_moments(layout):
+        if is_staged(cost, layout) and not has_full_moments(layout):
             block = block_sizes(layout)[0]
             shape = (groups, values // block, block, block)
         self.state: dict[str, NDArray[Any]] = {
@@ -154,7 +155,10 @@ def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread
     octaves = np.rint(line) * is_out.any()
     # Where no transform mixes channels, only those far out of line are brought into it.
     wanted = np.exp2(line if is_full else octaves * is_out)
-    return _Spread(mean, variance, _weights(by_channel, sensitivity, wanted, not is_full), octaves)
+    weight = _weights(by_channel, sensitivity, wanted, not is_full)
+    if "finer" in moments:
+        weight *= np.repeat(moments["finer"], layout.head_dim, axis=-1)
+    return _Spread(mean, variance, weight, octaves)
 
 
 def weighted_power(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> float:
@@ -187,7 +191,7 @@ def stages_for(
     layout: BlockLayout, cost: Cost, has_all: bool, weighted: Callable[[int], NDArray[np.float64]]
 ) -> Stages | None:
     """Return the stages of a transform of these layers, None for one stage. has_all: moments are of all pairs."""
-    if not _is_staged(cost, layout):
+    if not is_staged(cost, layout):
         return None
     return choose_stages(layout, weighted) if has_all else Stages(block_sizes(layout)[0], 0)
 

@@ -2,13 +2,23 @@
 
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.judge import capture_blocks, restored_kl
-from kvtide.engines.calibrate.texts import calibration_texts, read_texts, snippets
+from kvtide.engines.calibrate.texts import (
+    TextSplit,
+    calibration_texts,
+    held_out_texts,
+    read_texts,
+    snippets,
+    split_texts,
+)
 
 __all__ = [
+    "TextSplit",
     "TideCalibration",
     "calibration_texts",
     "capture_blocks",
+    "held_out_texts",
     "read_texts",
     "restored_kl",
     "snippets",
+    "split_texts",
 ]

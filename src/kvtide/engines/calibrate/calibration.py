@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.block import KVDtype
 from kvtide.codec import Profile, ProfileShape
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import (
@@ -29,11 +28,23 @@ from kvtide.codec.tide import (
     TideCounts,
     draft_profile,
     finished_profile,
+    is_staged,
     joined_draft,
     joint_power,
     joint_stages,
 )
-from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes
+from kvtide.engines.calibrate.loss_shares import (
+    SHARE_TOKENS,
+    SHARE_UNITS,
+    SHARED_TEXTS,
+    LossShares,
+    context_tokens,
+    finer_weights,
+    loss_shares,
+    turned_back,
+)
+from kvtide.engines.calibrate.texts import TextSplit
+from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes, upper_means
 from kvtide.engines.transformers import Context, ModelContexts
 
 # Labels drawn from the model's own distribution, as the Fisher information wants it.
@@ -43,20 +54,17 @@ _SAMPLES = 2
 # Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
 GRADIENT_TOKENS = 64
 JUDGED_TOKENS = 128
-# One text in six is not fitted on but judged on.
-HELD_OUT_EVERY = 6
 # Final steps, in units of the mean scale, and refinements of the objects whose prefixes make the curve.
 _CURVE_UNITS = (-64, -55)
 _CURVE_REFINEMENTS = 4
+# Fitted texts whose bits held-out ones are compared with: bits differ by 4 % from text to text.
+_COMPARED_TEXTS = 2
 # Held-out texts that take this much more than fitted ones: more text is wanted.
 OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
-# The standard deviation of single texts' KL over their mean, .44 to .62 on SmolLM2's twelve, and how many texts of a
-# calibration this counts as.
-_USUAL_DEVIATION, _USUAL_TEXTS = 0.5, 3
 _SEED = 1
-_STATE_VERSION = 4
+_STATE_VERSION = 6
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
 
@@ -75,8 +83,6 @@ def cache_sensitivity(
     """
     past = contexts.restored(context)
     by_group = contexts.ask_gradients(past)
-    for parameter in contexts.model.parameters():
-        parameter.requires_grad_(False)
     logits = contexts.model(torch.tensor([continuation]), past_key_values=past, use_cache=True).logits[0].float()
     likelihood = logits.log_softmax(-1)
     leaves = [leaf for mine in by_group for leaf in mine]
@@ -97,15 +103,10 @@ def _squares(halves: Sequence[NDArray[np.float32]], rotary: Rotary | None, stop:
     stop: the position after the last token. halves: (2, tokens, kv_heads, head_dim) of each layer.
     """
     found = []
-    for layer, (keys, values) in enumerate(halves):
-        start, before = stop - len(keys), keys
-        if rotary is not None:
-            turned = rotary.inverse_tables(start, len(keys), layer)
-            before = rotary.load(np.ascontiguousarray(keys).view(np.uint32), KVDtype.FLOAT32, turned)
-        for by_token in (before, values):
-            rest = by_token[max(0, APART_TOKENS - start) :].astype(np.float64)
-            found.append((rest**2).mean(axis=0).reshape(-1))
-    return np.stack(found).reshape(len(halves), 2, -1)
+    for before in turned_back(halves, rotary, stop):
+        rest = before[:, max(0, APART_TOKENS - (stop - before.shape[1])) :].astype(np.float64)
+        found.append((rest**2).mean(axis=1).reshape(2, -1))
+    return np.stack(found)
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -146,10 +147,9 @@ class TideCalibration:
     Promises are for the whole model: the curve is of caches whose groups are all encoded, at one step.
     """
 
-    def __init__(
-        self, model: Any, name: str, cost: str, texts: Sequence[Sequence[int]], block_tokens: int, partial: Path
-    ) -> None:
-        """texts: token ids; those too short for a block and what is judged after it are left out.
+    def __init__(self, model: Any, name: str, cost: str, texts: TextSplit, block_tokens: int, partial: Path) -> None:
+        """texts: those too short for a block and what is judged after it are left out. If none is held out, the curve
+        is that of texts that were fitted on.
 
         ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
         can't be turned back.
@@ -157,18 +157,14 @@ class TideCalibration:
         if cost not in COSTS:
             raise ValueError(f"costs are {', '.join(COSTS)}, got {cost!r}")
         least = block_tokens + JUDGED_TOKENS + 1
-        self._texts = [list(ids) for ids in texts if len(ids) >= least]
-        if not self._texts:
+        self._texts = texts.of_tokens(least)
+        if not self._texts.fitted:
             raise ValueError(f"calibration needs at least one full block: a text of {least} tokens")
         self._contexts = ModelContexts(model, block_tokens)
         self._rotaries = self._contexts.rotaries()
         self._job = _Job(name, cost, self._contexts.shapes)
         self._all_rows = self._contexts.all_rows()
         self._partial = partial
-        is_enough = len(self._texts) >= HELD_OUT_EVERY
-        held_out = range(HELD_OUT_EVERY - 1, len(self._texts), HELD_OUT_EVERY) if is_enough else range(0)
-        self._held_out = list(held_out)
-        self._fitted = [i for i in range(len(self._texts)) if i not in held_out]
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
         """Fit and judge; `progress` is told of each text. The partial state is removed at the end.
@@ -176,7 +172,12 @@ class TideCalibration:
         Returns a profile for each group of rows, and one of all rows if they have one shape; one for a plain model.
         """
         done = self._read()
-        drafts = self._drafts(self._moments(done, progress))
+        moments = self._moments(done, progress)
+        drafts, cost = self._drafts(moments), COSTS[self._job.cost]
+        # Transforms in two stages take minutes to fit once more, and nobody has judged what it brings them.
+        if not any(is_staged(cost, shape.layout) for shape in self._job.shapes):
+            finer = finer_weights(self._shares(drafts, done, progress))
+            drafts = self._drafts([state | {"finer": each} for state, each in zip(moments, finer, strict=True)])
         counts = self._counts(drafts, done, progress)
         middle = self._finished(drafts, counts, drafts[0].arrays["curve"])
         points, ratio = self._curve(middle, done, progress)
@@ -189,8 +190,8 @@ class TideCalibration:
         self._partial.unlink(missing_ok=True)
         is_overfitted = ratio is not None and ratio > OVERFIT_RATIO
         # What a fit knows of its own texts alone shrinks with their number.
-        wanted = len(self._fitted) if ratio is not None and ratio > WORTH_MORE_TEXTS else 0
-        return profiles, CalibrationReport(rising, len(self._held_out), ratio, is_overfitted, wanted)
+        wanted = len(self._texts.fitted) if ratio is not None and ratio > WORTH_MORE_TEXTS else 0
+        return profiles, CalibrationReport(rising, len(self._texts.held_out), ratio, is_overfitted, wanted)
 
     def _drafts(self, moments: Sequence[State]) -> list[Profile]:
         name, cost, shapes = self._job
@@ -222,12 +223,13 @@ class TideCalibration:
         return [finished_profile(draft, self._all_rows.layout, summed, curve)]
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
+        fitted = self._texts.fitted
         moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]
         state = _joined([each.state for each in moments])
         _restore(done, "moments", state)
-        for position in range(_texts_done(done, "moments"), len(self._fitted)):
-            progress("moments", position, len(self._fitted))
-            ids = self._texts[self._fitted[position]]
+        for position in range(_texts_done(done, "moments"), len(fitted)):
+            progress("moments", position, len(fitted))
+            ids = fitted[position]
             context = self._contexts.capture(ids[: self._context(ids)])
             behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
             generator = torch.Generator().manual_seed(_SEED + position)
@@ -239,63 +241,95 @@ class TideCalibration:
                     group.add(meta, bits, rotary)
                 group.add_sensitivity(sensitivity)
             self._write(done, "moments", state, position + 1)
-        progress("moments", len(self._fitted), len(self._fitted))
+        progress("moments", len(fitted), len(fitted))
         return [each.state for each in moments]
 
+    def _shares(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[LossShares]:
+        """Measure what heads' errors are to the model, with blocks that drafts encode, on texts far apart."""
+        empty = [np.zeros((each.layout.layers, 2, each.layout.kv_heads)) for each in self._job.shapes]
+        shares = [LossShares(each, each.copy()) for each in empty]
+        state = _joined([{"kl": each.kl, "error": each.error} for each in shares])
+        _restore(done, "shares", state)
+        codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
+        weights = [codec.model.weight for codec in codecs if codec.model is not None]
+        fitted = self._texts.fitted
+        chosen = fitted[:: -(-len(fitted) // SHARED_TEXTS)]
+        for position in range(_texts_done(done, "shares"), len(chosen)):
+            progress("shares", position, len(chosen))
+            ids = chosen[position]
+            tokens = context_tokens(ids, self._job.block_tokens)
+            context, behind = self._contexts.capture(ids[:tokens]), ids[tokens:][: SHARE_TOKENS + 1]
+            (coded,) = coded_prefixes(codecs, context)
+            found = loss_shares(self._contexts, context, coded.decoded, behind, self._rotaries, weights)
+            for sums, each in zip(shares, found, strict=True):
+                sums.kl[...] += each.kl
+                sums.error[...] += each.error
+            self._write(done, "shares", state, position + 1)
+        progress("shares", len(chosen), len(chosen))
+        return shares
+
     def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
+        fitted = self._texts.fitted
         counts = [TideCounts(draft) for draft in drafts]
         state = _joined([each.state for each in counts])
         _restore(done, "counts", state)
-        for position in range(_texts_done(done, "counts"), len(self._fitted)):
-            progress("counts", position, len(self._fitted))
-            ids = self._texts[self._fitted[position]][: self._context(self._texts[self._fitted[position]])]
-            context = self._contexts.capture(ids)
+        for position in range(_texts_done(done, "counts"), len(fitted)):
+            progress("counts", position, len(fitted))
+            ids = fitted[position]
+            context = self._contexts.capture(ids[: self._context(ids)])
             for group, *blocks in zip(counts, context.metas, context.blocks, strict=True):
                 # Every other block, in turns: neighbours have much in common.
                 for number, (meta, bits) in list(enumerate(zip(*blocks, strict=True)))[position % 2 :: 2]:
                     group.add(meta, bits, position + number)
             self._write(done, "counts", state, position + 1)
-        progress("counts", len(self._fitted), len(self._fitted))
+        progress("counts", len(fitted), len(fitted))
         return [each.state for each in counts]
 
     def _curve(
         self, profiles: Sequence[Profile], done: State, progress: Progress
     ) -> tuple[list[CurvePoint], float | None]:
-        """Judge prefixes of objects on held-out texts, and compare their size with that of as many fitted ones."""
-        judged = self._held_out or self._fitted
+        """Judge prefixes of objects on held-out texts, and compare the coarsest with that of fitted ones."""
+        fitted, held_out = self._texts
+        judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
         rows = len(_CURVE_UNITS) * (_CURVE_REFINEMENTS + 1)
         state: State = {"sums": np.zeros((rows, 3)), "squares": np.zeros(rows), "fitted": np.zeros(2)}
         _restore(done, "curve", state)
         for position in range(_texts_done(done, "curve"), len(judged)):
             progress("curve", position, len(judged))
-            found = self._judged(profiles, self._texts[judged[position]], is_said=True)
+            found = self._judged(codecs, judged[position])
             state["sums"] += found
             state["squares"] += found[:, 1] ** 2
-            if self._held_out:
-                fitted = self._judged(profiles, self._texts[self._fitted[position]], is_said=False)
-                state["fitted"] += fitted[len(fitted) // 2, [0, 2]]
+            if held_out and position < min(_COMPARED_TEXTS, len(fitted)):
+                state["fitted"] += self._coarsest(codecs, fitted[position])
             self._write(done, "curve", state, position + 1)
         progress("curve", len(judged), len(judged))
-        sums, kls = state["sums"], _upper_means(state["sums"][:, 1], state["squares"], len(judged))
+        sums, kls = state["sums"], upper_means(state["sums"][:, 1], state["squares"], len(judged))
         points = [
             CurvePoint(units, float(bits / blocks), kl)
             for units, (bits, _, blocks), kl in zip(_curve_units(), sums, kls, strict=True)
         ]
-        middle, fitted_sums = sums[len(sums) // 2], state["fitted"]
-        ratio = float(middle[0] / middle[2] / (fitted_sums[0] / fitted_sums[1])) if self._held_out else None
-        return sorted(points, key=lambda point: point.step_units), ratio
+        points.sort(key=lambda point: point.step_units)
+        bits, blocks = state["fitted"]
+        return points, float(points[-1].bits_per_element / (bits / blocks)) if held_out else None
 
-    def _judged(self, profiles: Sequence[Profile], ids: Sequence[int], is_said: bool) -> NDArray[np.float64]:
-        """Return a row for each point of the curve: bits an element, KL, times blocks; and blocks."""
+    def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
+        """Return a row for each point of the curve: bits an element times blocks; KL; blocks."""
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
-        blocks, codecs = tokens // self._job.block_tokens, [TideCodec(profile) for profile in profiles]
+        blocks = tokens // self._job.block_tokens
         for units in _CURVE_UNITS:
             at_steps = [codec.with_steps(Steps(units, _CURVE_REFINEMENTS)) for codec in codecs]
             for coded in coded_prefixes(at_steps, judge.context):
-                kl = judge.kl(coded.decoded) if is_said else 0.0
-                rows.append((coded.bits_per_element * blocks, kl, blocks))
+                rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
         return np.array(rows, dtype=np.float64)
+
+    def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
+        """Return the bits an element that a text takes at the coarsest step of the curve, times blocks; and blocks."""
+        tokens = self._context(ids)
+        at_step = [codec.with_steps(Steps(max(_curve_units()), 0)) for codec in codecs]
+        (coded,) = coded_prefixes(at_step, self._contexts.capture(ids[:tokens]))
+        blocks = tokens // self._job.block_tokens
+        return np.array([coded.bits_per_element * blocks, blocks])
 
     def _context(self, ids: Sequence[int]) -> int:
         blocks = (len(ids) - JUDGED_TOKENS - 1) // self._job.block_tokens
@@ -321,19 +355,6 @@ class TideCalibration:
         with aside.open("wb") as file:
             np.savez(file, allow_pickle=False, **done)
         aside.rename(self._partial)
-
-
-def _upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count: int) -> list[float]:
-    """Return values that five texts of six don't exceed, from so many texts: a standard deviation above their means.
-
-    Few texts know neither well: what texts usually deviate counts as _USUAL_TEXTS of them, and the deviation is
-    widened. One text gives 1.9 times its value.
-    """
-    means, known = sums / count, _USUAL_TEXTS + count - 1
-    spread = np.maximum(squares - count * means**2, 0.0) + _USUAL_TEXTS * (_USUAL_DEVIATION * means) ** 2
-    variances = spread / (known - 1) * (1 + 1 / count)
-    found: list[float] = (means + np.sqrt(variances)).tolist()
-    return found
 
 
 def _curve_units() -> list[int]:

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -49,6 +49,9 @@ _CALIBRATION = (
 )
 
 
+# Of texts that profiles are fitted on: more cost time.
+_CALIBRATION_MAX = 10
+
 # Kinds of snippets and their files: of the standard library, of packages, and of Debian where they are installed.
 _SNIPPETS = (
     ("python", "std/**/*.py"),
@@ -71,7 +74,23 @@ _SNIPPETS = (
     ("javascript", "site/**/*.js"),
     ("c header", "site/numpy/_core/include/**/*.h"),
 )
+# Of six texts or more, one in three is not fitted on but judged on, up to six of them; of many, one in six: texts of a
+# kind differ by factors, so that what two of them lose says little of others.
+_TEXTS_TO_SPLIT, _HELD_OUT_FEW = 6, 6
 SNIPPET_CHARACTERS = 6000
+# Kinds of the pieces that a profile's curve is judged on, one of each, the first that there are: the last five lie on
+# every machine that can run the model.
+_HELD_OUT_KINDS = (
+    "licence",
+    "prose",
+    "manual in other languages",
+    "python",
+    "c header",
+    "c++ header",
+    "json",
+    "readme",
+)
+_HELD_OUT_TEXTS = 5
 _SNIPPET_CHARACTERS_MIN = 2500
 _MO_MAGIC = (0x950412DE).to_bytes(4, "little")
 # A folder may hold any number of files.
@@ -86,28 +105,57 @@ class Text(NamedTuple):
     content: str
 
 
+class TextSplit(NamedTuple):
+    """Token ids of the texts that a profile is fitted on, and of those that its curve is judged on."""
+
+    fitted: list[list[int]]
+    held_out: list[list[int]]
+
+    def of_tokens(self, least: int) -> TextSplit:
+        """Return the texts of at least so many tokens."""
+        return TextSplit(*([ids for ids in texts if len(ids) >= least] for texts in self))
+
+
+def split_texts(texts: Sequence[Sequence[int]]) -> TextSplit:
+    """Hold some texts out, spread over all. Fewer than six are all fitted on."""
+    count = len(texts)
+    held_out = max(count // 6, min(count // 3, _HELD_OUT_FEW)) if count >= _TEXTS_TO_SPLIT else 0
+    chosen = {(number + 1) * count // held_out - 1 for number in range(held_out)}
+    return TextSplit(
+        [list(ids) for i, ids in enumerate(texts) if i not in chosen],
+        [list(ids) for i, ids in enumerate(texts) if i in chosen],
+    )
+
+
 def evaluation_texts() -> list[Text]:
     """Return the texts that codecs are judged on: twelve or more where everything is installed."""
     return [*_found(_EVALUATION), _reference(evaluation=True)]
 
 
 def calibration_texts() -> list[Text]:
-    """Return the texts that profiles are fitted on; none of them is among the evaluation texts."""
-    return [*_found(_CALIBRATION), _reference(evaluation=False)]
+    """Return the texts that profiles are fitted on, ten where all are installed; none is among the evaluation texts."""
+    return [_reference(evaluation=False), *_found(_CALIBRATION)][:_CALIBRATION_MAX]
+
+
+def held_out_texts() -> list[Text]:
+    """Return the pieces that the curve of a profile is judged on, each of another kind; none is of a file above."""
+    pieces = (piece for kind in _HELD_OUT_KINDS for piece in snippets(1, [kind]))
+    return list(islice(pieces, _HELD_OUT_TEXTS))
 
 
 def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
     """Return at most so many pieces of files, all kinds in turn, the same each time on one machine.
 
-    None is of a file that codecs are judged on. kinds: these alone; empty for all. ValueError for an unknown one.
+    None is of a file among the evaluation and calibration texts. kinds: these alone; empty for all. ValueError for an
+    unknown one.
     """
     known = {kind for kind, _ in _SNIPPETS}
     if unknown := sorted(set(kinds) - known):
         raise ValueError(f"no texts of kind {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
-    judged = {path for _, pattern in _EVALUATION for path in _paths(pattern)}
+    taken = {path for _, pattern in (*_EVALUATION, *_CALIBRATION) for path in _paths(pattern)}
     # Files of a kind that are far apart come first.
     wanted = [each for each in _SNIPPETS if not kinds or each[0] in kinds]
-    files = [(kind, sorted(set(_paths(pattern)) - judged, key=_scattered)) for kind, pattern in wanted]
+    files = [(kind, sorted(set(_paths(pattern)) - taken, key=_scattered)) for kind, pattern in wanted]
     turns = zip_longest(*([(kind, path) for path in paths] for kind, paths in files))
     pairs = (pair for turn in turns for pair in turn if pair is not None)
     found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)

@@ -7,12 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec
 from kvtide.engines.transformers import Context, ModelContexts
 from kvtide.types import Section
 from kvtide.wire import pack_object, parse_object
+
+# The standard deviation of single texts' KL over their mean, .60 to .70 on 29 texts of all kinds, and how many texts of
+# a calibration this counts as.
+_USUAL_DEVIATION, _USUAL_TEXTS = 0.65, 3
 
 
 class CodedGroups(NamedTuple):
@@ -74,3 +79,16 @@ def _decoded(codec: Codec, meta: BlockMeta, sections: Sequence[Section], refinem
     out: BlockBits = np.empty(meta.layout.shape, dtype=meta.layout.bits_dtype)
     codec.decode(meta, parse_object(packed, meta.id).sections(), out)
     return out, len(packed)
+
+
+def upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count: int) -> list[float]:
+    """Return values that five texts of six don't exceed, from so many texts: a standard deviation above their means.
+
+    Few texts know neither well: what texts usually deviate counts as _USUAL_TEXTS of them, and the deviation is
+    widened. One text gives 2.1 times its value.
+    """
+    means, known = sums / count, _USUAL_TEXTS + count - 1
+    spread = np.maximum(squares - count * means**2, 0.0) + _USUAL_TEXTS * (_USUAL_DEVIATION * means) ** 2
+    variances = spread / (known - 1) * (1 + 1 / count)
+    found: list[float] = (means + np.sqrt(variances)).tolist()
+    return found

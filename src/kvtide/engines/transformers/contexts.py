@@ -103,7 +103,12 @@ class ModelContexts:
         return past
 
     def ask_gradients(self, past: DynamicCache) -> list[list[torch.Tensor]]:
-        """Make a restored cache's keys and values ask for gradients; return them by group, K and V of each layer."""
+        """Make a restored cache's keys and values ask for gradients, and the model's weights for none.
+
+        Return the former by group, K and V of each layer.
+        """
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
         found: list[list[torch.Tensor]] = []
         for each in self._rows:
             mine: list[torch.Tensor] = []

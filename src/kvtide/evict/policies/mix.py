@@ -8,7 +8,8 @@ A session is in the sample as a whole: a run that is hung below one of few uses 
 many share its own first key decides.
 
 Worst case: beside what fades, the ruler's shadow is behind the best one by as many hits at most as that holds blocks
-which the ruler's does not, and a switch costs no more: both together two hits for each block by which they are apart.
+which the ruler's does not, or by two, and a switch costs no more: both together two hits for each block by which they
+are apart, two at least.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SAMPLED_BLOCKS = 2048
 # Hits fade to a half over requests of as many blocks as this many caches hold, and not before so many requests.
 _HALF_LIFE_CACHES = 8
 _HALF_LIFE_REQUESTS_MIN = 1024
+# Where policies hold the same a switch is free, but not the way back: a lead of no more hits than this is chance.
+_LEAD_HITS_MIN = 2.0
 # Evicted blocks that are forgotten a request when a policy rules that remembers fewer: the lock is not held for long.
 FORGOTTEN_MAX = 1024
 # What hangs below a run of more uses than this is a prompt of its own.
@@ -162,7 +165,7 @@ class MixPolicy(AdvisedPolicy):
         best = max(self._hits, key=self._hits.__getitem__)
         lead = self._hits[best] - self._hits[self.ruler]
         # Ski rental: as many as a change may cost.
-        if lead > 0 and lead > self._shadows.apart(best, self.ruler):
+        if lead > _LEAD_HITS_MIN and lead > self._shadows.apart(best, self.ruler):
             self.ruler = best
             self._follower.follow(best)
 
@@ -219,10 +222,11 @@ class SampledMixPolicy(AdvisedPolicy):
         self.plan(blocks_max)
 
     def plan(self, blocks_max: int) -> None:
-        """Tell those who follow the runs how many blocks fit by now."""
+        """Tell those who follow the runs how many blocks fit by now, and the sample its share of that."""
         self._blocks_max = blocks_max
         for policy in self._live:
             policy.plan(blocks_max)
+        self._sample.plan(max(1, round(blocks_max * self._hashes_sampled / _HASHES)))
         self.ghost_blocks_max = max(policy.ghost_blocks_max for policy in self._live)
 
     def hear(self, mark: int) -> None:

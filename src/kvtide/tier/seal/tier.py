@@ -24,6 +24,7 @@ from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import (
+    Advised,
     Batched,
     Buffer,
     Checked,
@@ -95,6 +96,8 @@ class SealedTier(WrappedTier):
             self.looks_in_regions = tier.looks_in_regions
         if isinstance(tier, Evicting):
             self.offer_to = self._offer_opened
+        if isinstance(tier, Advised):
+            self.advise = tier.advise
         self._lock = threading.Lock()
         # By the id of the key that is not here.
         self._unopened: OrderedDict[ObjectId, bytes] = OrderedDict()
