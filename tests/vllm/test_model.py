@@ -51,6 +51,12 @@ def _caches(*specs: Any) -> Any:
     )
 
 
+@pytest.fixture
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has kernels for fp8 on processors with AVX-512 alone."""
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
+
+
 def _served(config: Any, caches: Any) -> Any:
     from kvtide.engines.vllm.model import served_model
 
@@ -171,7 +177,7 @@ def _latent(**changes: Any) -> Any:
     return MLAAttentionSpec(**{**sizes, **changes})
 
 
-def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own() -> None:
+def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: None) -> None:
     served = _served(_config(cache="fp8"), _caches(_fp8()))
     assert served.layout.shape == (2, 2, 128, 2, 32)
     assert served.opaque.startswith("fp8 of torch.float32 by ")
@@ -200,7 +206,14 @@ def test_pages_whose_order_has_no_name_are_refused(spec: Any, options: dict[str,
         _served(_config(**options), _caches(spec()))
 
 
-def test_pages_that_are_kept_as_they_are_take_no_lossy_codec() -> None:
+def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
+    with pytest.raises(UnsupportedModel, match="AVX-512"):
+        _served(_config(cache="fp8"), _caches(_fp8()))
+
+
+def test_pages_that_are_kept_as_they_are_take_no_lossy_codec(any_processor: None) -> None:
     from kvtide.engines.vllm.model import served_model
 
     with pytest.raises(UnsupportedModel, match="lossless or raw"):

@@ -251,6 +251,7 @@ def _hide_llvmlite() -> None:
 
 def import_engine() -> None:
     """Do what most of an engine's start goes into; starts no threads, which a fork would lose."""
+    import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
 

@@ -224,7 +224,10 @@ def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
 
     # Bytes lie as the model's own precision would.
     precision = vllm_config.model_config.dtype
-    isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
+    try:
+        isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
+    except NotImplementedError as error:
+        raise UnsupportedModel(str(error)) from error
     # AMX packs pairs; the other kernels' order is looked at where the pages are.
     is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
     return f"{cache_type} of {precision} by {isa} {version}" if is_opaque else ""
