@@ -16,7 +16,7 @@ import pytest
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
 
-PROMPT_TOKENS = 2068
+PROMPT_TOKENS = 1044
 ANSWER_TOKENS = 16
 PAGE_TOKENS = 128
 
