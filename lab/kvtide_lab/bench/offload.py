@@ -46,7 +46,7 @@ class ThroughputRow(msgspec.Struct, frozen=True):
 
 
 class OffloadBenchResult(msgspec.Struct, frozen=True):
-    """Both tables; the second is empty if no engine was given."""
+    """Both tables; the first is empty if no model was given, the second if no engine was."""
 
     device: str
     model: str
@@ -161,4 +161,4 @@ def tables(result: OffloadBenchResult) -> Group:
     for each in result.throughput:
         *rates, overhead_s = msgspec.structs.astuple(each)[1:]
         throughput.add_row(str(each.answer_tokens), *[rate.shown() for rate in rates], f"{overhead_s.shown()} s")
-    return Group(swaps, throughput) if result.throughput else Group(swaps)
+    return Group(*[shown for shown, rows in ((swaps, result.swaps), (throughput, result.throughput)) if rows])

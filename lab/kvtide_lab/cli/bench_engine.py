@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from msgspec.structs import replace
@@ -72,7 +72,10 @@ def bench_engine(
 def bench_offload(
     python: PythonOption = None,
     device: Annotated[str, typer.Option("--device", help="Where the pages are: cpu or cuda.")] = "cpu",
-    swaps_only: Annotated[bool, typer.Option("--swaps-only", help="Only the first table; needs no vLLM.")] = False,
+    table: Annotated[
+        Literal["swaps", "answers"] | None,
+        typer.Option("--table", help="Only this one: swaps by model (needs no vLLM), or answers by length."),
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option("--model", help="Only this model of the first table; may be repeated.")
     ] = None,
@@ -89,7 +92,9 @@ def bench_offload(
     models = [shape for shape in MODELS if model is None or shape.name in model]
     if len(models) < len(model or ()):
         raise ValueError(f"--model is one of {', '.join(shape.name for shape in MODELS)}, got {model}")
-    if swaps_only:
+    if table == "answers":
+        models = []
+    if table == "swaps":
         emit(offload.run(device, models, _show, size=size), offload.tables, as_json)
         return
     folder, tokens = _model_and_text()
