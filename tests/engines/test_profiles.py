@@ -119,6 +119,7 @@ def test_command_in_the_log_makes_the_profile(tmp_path: Path, caplog: pytest.Log
         assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, cached._metas(tail[0].numpy()))} == {"tide-1"}
 
 
+@pytest.mark.parametrize("calibrated", ["Llama"], indirect=True)
 def test_other_weights_do_not_take_the_profile(calibrated: tuple[Path, Path], tmp_path: Path) -> None:
     model, store = loaded(calibrated[0]), str(shutil.copytree(calibrated[1], tmp_path / "store"))
     with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
@@ -128,6 +129,7 @@ def test_other_weights_do_not_take_the_profile(calibrated: tuple[Path, Path], tm
         assert set(stored_by(cached)) == {"lossless-2"}
 
 
+@pytest.mark.parametrize("calibrated", ["Llama"], indirect=True)
 def test_profile_of_one_tenant_is_no_others(calibrated: tuple[Path, Path], tmp_path: Path) -> None:
     folder, store = calibrated[0], str(shutil.copytree(calibrated[1], tmp_path / "store"))
     model, file = loaded(folder), tmp_path / "mine.kvprofile"
