@@ -24,6 +24,7 @@ from kvtide.codec.tide import THIRD, Steps, TideCodec
 from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
+from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
 from kvtide_lab.bench.quality_goals import (
     BitsAtKl,
@@ -180,7 +181,10 @@ def run(
     partial: Partial[Inputs, Measured],
     progress: Progress,
 ) -> CodecQuality:
-    """Judge every case that is not in `partial` yet; of all codecs if none is named. ValueError for an unknown name."""
+    """Judge every case that is not in `partial` yet; of all codecs if none is named.
+
+    ValueError for an unknown name, and for a text that a codec refuses.
+    """
     qualities = TIDE_QUALITIES_QUICK if subject.size == QUICK else TIDE_QUALITIES
     every = chosen(cases(profiles, subject.layout, qualities), codecs)
     contexts = range(len(subject.ids))
@@ -211,7 +215,13 @@ def _found(subject: Subject, context: int, missing: Sequence[Case]) -> Iterator[
     try:
         futures = {pool.submit(judging.measured, case): case for case in missing}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            try:
+                yield futures[future], future.result()
+            except UnencodableBlock as error:
+                raise ValueError(
+                    f"{subject.names[context]}, {futures[future].id}: {error}. Such blocks are stored losslessly: "
+                    "leave the text out, or calibrate with texts like it"
+                ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

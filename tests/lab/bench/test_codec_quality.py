@@ -12,6 +12,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench import codec_quality, quality_report
 from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run
 from kvtide_lab.bench.quality_cases import SINGLE_DELTAS, TIDE_QUALITIES, TIDE_QUALITIES_QUICK, cases
@@ -102,6 +103,15 @@ def test_foreign_file_is_refused(subject: Subject, tmp_path: Path, content: byte
 def test_codec_that_is_not_there_is_refused(subject: Subject) -> None:
     with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, cachegen-snippet, got 'zip'"):
         judged(subject, None, ("raw", "zip"))
+
+
+def test_text_that_a_codec_refuses_is_named(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(judge: QualityJudge, *arguments: Any) -> None:
+        raise UnencodableBlock("the profile does not fit")
+
+    monkeypatch.setattr(QualityJudge, "code", refuse)
+    with pytest.raises(ValueError, match=r"^a, raw.*: the profile does not fit\. Such blocks are stored losslessly"):
+        judged(subject, None, ("raw",))
 
 
 def test_only_what_is_named_is_judged(subject: Subject) -> None:
