@@ -62,6 +62,7 @@ def test_bad_choices_end_in_one_clear_line(tmp_path: Path, capsys: pytest.Captur
     for arguments in (
         ("bench", "codec-quality", "--quick", "--text", tmp_path / "absent"),
         ("bench", "codec-quality", "--quick", "--profile", tmp_path / "junk"),
+        ("bench", "offload", "--table", "answers", "--model", "Llama-3.1-8B-bf16"),
         ("calibrate", "--codec", "zip", "-o", tmp_path / "out"),
         ("calibrate", "--text", tmp_path / "short", "-o", tmp_path / "out"),
     ):

@@ -93,6 +93,8 @@ def bench_offload(
     if len(models) < len(model or ()):
         raise ValueError(f"--model is one of {', '.join(shape.name for shape in MODELS)}, got {model}")
     if table == "answers":
+        if model is not None:
+            raise ValueError("--model chooses rows of the table of swaps, which --table answers leaves out")
         models = []
     if table == "swaps":
         emit(offload.run(device, models, _show, size=size), offload.tables, as_json)
