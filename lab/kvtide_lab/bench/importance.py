@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 
 BYTES_S = 200e6
 HEADLINE_RATIO = 0.25
+# Parts that can be asked for alone: selectors (with TTFTs, caches and the curve), the engine, guards, needles.
+TABLES = ("selectors", "engine", "guards", "needles")
 Progress = Callable[[str, int, int], None]
 
 
@@ -101,7 +103,7 @@ class CurveRow(msgspec.Struct, frozen=True):
 
 
 class ImportanceBench(msgspec.Struct, frozen=True):
-    """All tables and what they were measured on."""
+    """The tables that were asked for, and what they were measured on. The last four are of `selectors`."""
 
     model: str
     kv_dtype: str
@@ -116,10 +118,10 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     engine: list[EngineRow]
     ablation: list[AblationRow]
     curve: list[CurveRow]
-    ttft_speedup: float
-    kl_drop_over_base: float
-    top1_below_all_heads: float
-    selective_kl_over_line: float
+    ttft_speedup: float | None
+    kl_drop_over_base: float | None
+    top1_below_all_heads: float | None
+    selective_kl_over_line: float | None
 
 
 class _Case(NamedTuple):
@@ -167,52 +169,75 @@ def run(
     progress: Progress,
     dtype: KVDtype = KVDtype.FLOAT32,
     clock: Clock | None = None,
+    tables: Collection[str] = TABLES,
 ) -> ImportanceBench:
-    """Judge every case on texts that are long enough, KV kept as `dtype`. ValueError if there are none."""
+    """Judge on texts that are long enough, KV kept as `dtype`. ValueError if none is, or for an unknown table."""
+    if unknown := sorted(set(tables) - set(TABLES)):
+        raise ValueError(f"no table {', '.join(unknown)}, expected some of {', '.join(TABLES)}")
     judge = ImportanceJudge(model, CodecRegistry(profiles), clock or SystemClock(), bytes_s, dtype)
     tasks = make_tasks(texts, size.contexts, size.context_tokens, tokenize)
     prefixes = []
-    for number, task in enumerate(tasks):
+    # The engine and needles make prefixes of their own.
+    for number, task in enumerate(tasks if {"selectors", "guards"} & set(tables) else ()):
         progress("prefill", number, len(tasks))
         prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
-    rows, judged = _rows(judge, prefixes, size, progress)
-    ttft = _ttft(judge, prefixes, size, progress)
-    progress("the engine itself", 0, 1)
-    uses, questions = tokenized(tasks[0], tokenize, 1)
-    engine = engine_rows(
-        model,
-        profiles,
-        tasks[0].ids,
-        [use.ids for use in uses],
-        questions[0].ids,
-        HEADLINE_RATIO,
-        size.tries,
-        clock or SystemClock(),
-    )
-    progress("quality against bytes", 0, 2)
-    curve = _curve(judge, prefixes, profiles, rows, size.stride)
-    words = model.config.vocab_size
-    guards = guard_rows(
-        judge, texts, prefixes, size.context_tokens, HEADLINE_RATIO, size.guards, tokenize, words, progress
-    )
+    selectors = _Selectors([], [], [], [])
+    engine: list[EngineRow] = []
+    guards: list[GuardRow] = []
+    needles: list[NeedleRow] = []
+    if "selectors" in tables:
+        selectors = _selectors(judge, prefixes, profiles, size, progress)
+    if "engine" in tables:
+        progress("the engine itself", 0, 1)
+        (uses, questions), ratio, tries = tokenized(tasks[0], tokenize, 1), HEADLINE_RATIO, size.tries
+        asked = ([use.ids for use in uses], questions[0].ids)
+        engine = engine_rows(model, profiles, tasks[0].ids, *asked, ratio, tries, clock or SystemClock())
+    if "guards" in tables:
+        trying = (HEADLINE_RATIO, size.guards, tokenize, model.config.vocab_size)
+        guards = guard_rows(judge, texts, prefixes, size.context_tokens, *trying, progress)
+    if "needles" in tables:
+        needles = needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, progress)
+    headlines: tuple[float | None, float | None] = _headlines(selectors.rows) if selectors.rows else (None, None)
+    finer = [row.kl_over_line or 0.0 for row in selectors.curve if row.series == "tide, important tokens finer"]
     return ImportanceBench(
         model_name,
         judge.layout.dtype.value,
         bytes_s,
-        len(prefixes),
+        len(tasks),
         size.context_tokens,
-        [question.kind for question in prefixes[0].questions],
-        rows,
+        [question.kind for question in tokenized(tasks[0], tokenize, size.questions)[1]],
+        selectors.rows,
         guards,
-        needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, progress),
-        ttft,
+        needles,
+        selectors.ttft,
         engine,
-        _ablation(judge, prefixes, judged, bytes_s),
-        curve,
-        median(row.speedup for row in ttft),
-        *_headlines(rows),
-        max(row.kl_over_line or 0.0 for row in curve if row.series == "tide, important tokens finer"),
+        selectors.ablation,
+        selectors.curve,
+        median(row.speedup for row in selectors.ttft) if selectors.ttft else None,
+        *headlines,
+        max(finer, default=None),
     )
+
+
+class _Selectors(NamedTuple):
+    rows: list[Row]
+    ttft: list[TtftRow]
+    ablation: list[AblationRow]
+    curve: list[CurveRow]
+
+
+def _selectors(
+    judge: ImportanceJudge,
+    prefixes: Sequence[JudgedPrefix],
+    profiles: Sequence[Profile],
+    size: ImportanceSize,
+    progress: Progress,
+) -> _Selectors:
+    rows, judged = _rows(judge, prefixes, size, progress)
+    ttft = _ttft(judge, prefixes, size, progress)
+    progress("quality against bytes", 0, 2)
+    curve = _curve(judge, prefixes, profiles, rows, size.stride)
+    return _Selectors(rows, ttft, _ablation(judge, prefixes, judged, judge.bytes_s), curve)
 
 
 # Selector, rest, order.

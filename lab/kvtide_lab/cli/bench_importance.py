@@ -26,6 +26,9 @@ def bench_importance(
         int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
     ] = None,
     plot: Annotated[Path, typer.Option("--plot", help="Where to draw quality against bytes.")] = Path("importance.png"),
+    table: Annotated[
+        list[str] | None, typer.Option("--table", help="Only selectors, engine, guards or needles; may be repeated.")
+    ] = None,
     python: Annotated[
         Path | None, typer.Option("--python", help="An interpreter with vLLM: load parts into that, behind two links.")
     ] = None,
@@ -46,13 +49,13 @@ def bench_importance(
         raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
     chosen = texts.read_texts(text) if text else texts.evaluation_texts()
     if python is not None:
+        if table:
+            raise ValueError("--table chooses tables of the transformers engine, which --python leaves out")
         _bench_vllm(python, chosen, kv, context_tokens or (1024 if quick else 4096), as_json)
         return
     folder = smollm2.converted_folder()
-    tokenizer, model = (
-        smollm2.load_tokenizer(folder),
-        smollm2.load_model(folder, "bfloat16" if kv == "bfloat16" else "float32"),
-    )
+    tokenizer = smollm2.load_tokenizer(folder)
+    model = smollm2.load_model(folder, "bfloat16" if kv == "bfloat16" else "float32")
     size = importance.QUICK if quick else importance.FULL
     size = size._replace(context_tokens=context_tokens or size.context_tokens)
     with progress_bars() as show:
@@ -66,8 +69,10 @@ def bench_importance(
             disk_mb_s * 1e6,
             show,
             KVDtype(kv),
+            tables=table or importance.TABLES,
         )
-    importance_show.plot(result, plot)
+    if result.curve:
+        importance_show.plot(result, plot)
     emit(result, importance_show.render, as_json)
 
 

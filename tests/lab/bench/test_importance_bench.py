@@ -14,7 +14,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide_lab.bench.importance import CurveRow, ImportanceBench, Row, TtftRow
+from kvtide_lab.bench.importance import QUICK, CurveRow, ImportanceBench, Row, TtftRow, run
 from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
 from kvtide_lab.bench.importance_engine import RATES, USES, EngineRow, rows
 from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
@@ -121,6 +121,19 @@ def test_needles_lie_at_their_depths_and_are_asked_for(random_model: Any) -> Non
         words, code = ("".join(map(chr, each)) for each in (question.ids, question.right))
         places.append(text.index(f"The pass code of {words.split()[-2]} is{code}.") / 2000)
     assert len(ids) == 2000 and places == pytest.approx(DEPTHS, abs=0.1)
+
+
+def test_a_table_can_be_asked_for_alone(random_model: Any) -> None:
+    texts = [Text("one", "prose", TEXT), Text("two", "python", TEXT[::-1])]
+    profiles = [fitted(model_layout(random_model, 256))]
+    asked = (random_model, "m", tokenize, texts, profiles, QUICK._replace(context_tokens=768), 1e9, lambda *_: None)
+    found = run(*asked, tables=["needles"])
+    assert [row.kind for row in found.needles] == ["prose"] * len(DEPTHS) + ["code"] * len(DEPTHS)
+    assert not (found.rows or found.guards or found.engine or found.ttft or found.ablation or found.curve)
+    assert found.ttft_speedup is None
+    assert render(found).row_count == len(found.needles)
+    with pytest.raises(ValueError, match="no table needle, expected some of selectors, engine, guards, needles"):
+        run(*asked, tables=["needle"])
 
 
 def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
