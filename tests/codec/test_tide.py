@@ -23,7 +23,8 @@ from tests.codec.tide_profiles import (
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide import COSTS, TideCodec, is_staged
+from kvtide.codec.tide.fit import transform_layers
 from kvtide.codec.tide.model import quality_of_units, units_of_quality
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
@@ -295,6 +296,18 @@ def test_registry_wants_a_profile_where_the_model_is_known() -> None:
     assert registry.make("tide-light:1e-2:1", LAYOUT).profile == fitted(LAYOUT, "light").digest
     with pytest.raises(ValueError, match="calibrate"):
         registry.make("tide-deep", LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "dims", "spanned"),
+    [(30, 3, 64, 10), (24, 3, 64, 8), (28, 2, 128, 7), (32, 4, 64, 4), (11, 3, 64, 1), (40, 8, 128, 1), (4, 1, 16, 4)],
+)
+def test_deep_transform_spans_whole_parts_of_any_model_that_are_not_too_wide(
+    layers: int, heads: int, dims: int, spanned: int
+) -> None:
+    layout = BlockLayout(layers, 16, heads, dims, KVDtype.FLOAT32)
+    assert transform_layers(COSTS["deep"], layout) == spanned
+    assert is_staged(COSTS["deep"], layout) == (spanned == 1 and 2 * heads * dims > 512)
 
 
 def forged(**changes: Any) -> Profile:

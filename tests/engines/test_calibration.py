@@ -9,9 +9,11 @@ import torch
 
 from kvtide.codec import Profile
 from kvtide.codec.tide import Steps, TideCodec
+from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
-from kvtide.engines.calibrate.calibration import TideCalibration, cache_sensitivity
+from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.judge import QualityJudge
+from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.fingerprint import model_layout
@@ -57,6 +59,34 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
     assert np.array_equal(profile.arrays["curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
 
 
+def test_of_many_texts_some_are_counted_and_some_gradients_taken(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, watch = [], Watch()
+    monkeypatch.setattr(module, "SENSED_TEXTS", 2)
+    monkeypatch.setattr(module, "COUNTED_TEXTS", 3)
+    monkeypatch.setattr(module, "cache_sensitivity", lambda *given: seen.append(1) or cache_sensitivity(*given))
+    (profile,), _ = calibration(tiny_model, tmp_path / "p.partial", 12).run(watch)
+    assert len(seen) == 2
+    assert profile.texts == 8
+    assert max(done for step, done in watch.seen if step == "counts") == 3
+
+
+def test_large_state_is_written_now_and_then_and_at_the_end_of_a_pass(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITTEN_BYTES", 10_000)
+    partial = tmp_path / "p.partial"
+    with pytest.raises(KeyboardInterrupt):
+        calibration(tiny_model, partial).run(Watch(("moments", 3)))
+    assert not partial.exists()
+    with pytest.raises(KeyboardInterrupt):
+        calibration(tiny_model, partial).run(Watch(("shares", 0)))
+    again = Watch()
+    calibration(tiny_model, partial).run(again)
+    assert ("moments", 3) not in again.seen
+
+
 def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) -> None:
     judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), 48, 20, 2)
     judge.add(np.random.default_rng(99).integers(0, 256, size=80).tolist())
@@ -77,8 +107,8 @@ def test_curve_of_few_held_out_texts_allows_for_others(fitted: Any, tiny_model: 
     assert point.kl > 1.5 * np.mean(kls)
 
 
-@pytest.mark.parametrize(("count", "held_out"), [(5, 0), (6, 2), (12, 4), (18, 6), (36, 6), (200, 33)])
-def test_one_text_in_three_is_held_out_and_of_many_one_in_six(count: int, held_out: int) -> None:
+@pytest.mark.parametrize(("count", "held_out"), [(5, 0), (6, 2), (12, 4), (18, 6), (48, 8), (200, 12)])
+def test_one_text_in_three_is_held_out_of_many_one_in_six_and_twelve_at_most(count: int, held_out: int) -> None:
     split = split_texts([[number] for number in range(count)])
     assert len(split.held_out) == held_out
     assert sorted(split.fitted + split.held_out) == [[number] for number in range(count)]

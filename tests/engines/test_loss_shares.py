@@ -10,8 +10,8 @@ import torch
 
 from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profile
 from kvtide.engines.calibrate import TideCalibration, calibration, split_texts
-from kvtide.engines.calibrate.calibration import cache_sensitivity
 from kvtide.engines.calibrate.loss_shares import LossShares, finer_weights, loss_shares
+from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes
 from kvtide.engines.transformers import ModelContexts
 

@@ -32,17 +32,19 @@ from kvtide.codec.tide.stages import (
 
 
 class Cost(NamedTuple):
-    """The budget of a profile: layers that a transform spans (0: none), rows at 16 bits, the share of rows kept."""
+    """The budget of a profile: the most layers that a transform spans (0: none), rows at 16 bits, share of rows."""
 
-    group_layers: int
+    layers_max: int
     fine: int
     share: float
 
 
-# Of five layers' components the last fifth carries nothing at any step worth asking for.
-COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(5, 64, 0.78)}
+# Of ten layers' components the last fifth carries nothing at any step worth asking for.
+COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(10, 128, 0.78)}
 # A layer of more values than this has its transform in two stages: one matrix would take so many products a value.
 DENSE_VALUES_MAX = 512
+# Values of one matrix over several layers, whose products a value they are: ten layers of three heads of 64 dims.
+SPANNED_VALUES_MAX = 3840
 
 # Steps by the power of the measured sensitivity, mixed with the deviation (docs/codec.md has the other powers tried).
 SENSITIVITY_POWER, DEVIATION_POWER = 0.375, -0.25
@@ -59,10 +61,17 @@ _COUNT_REFINEMENTS = 3
 _COUNT_MAX = 1 << 40
 
 
+def transform_layers(cost: Cost, layout: BlockLayout) -> int:
+    """Return how many layers a transform spans: the most that divide all, fit the budget and are not too wide; or 1."""
+    values = 2 * layout.kv_heads * layout.head_dim
+    fitting = (n for n in range(cost.layers_max, 1, -1) if layout.layers % n == 0 and n * values <= SPANNED_VALUES_MAX)
+    return next(fitting, 1)
+
+
 def is_staged(cost: Cost, layout: BlockLayout) -> bool:
     """Tell whether a layer has its transform in two stages."""
     is_wide = 2 * layout.kv_heads * layout.head_dim > DENSE_VALUES_MAX
-    return cost.group_layers == 1 and is_wide and bool(block_sizes(layout))
+    return cost.layers_max > 0 and transform_layers(cost, layout) == 1 and is_wide and bool(block_sizes(layout))
 
 
 class Moments:
@@ -70,12 +79,10 @@ class Moments:
 
     def __init__(self, layout: BlockLayout, cost: Cost) -> None:
         self._layout = layout
-        self._span = max(cost.group_layers, 1)
-        if layout.layers % self._span:
-            raise ValueError(f"a transform over {self._span} layers does not divide the {layout.layers} of this model")
+        self._span = transform_layers(cost, layout)
         values = 2 * layout.kv_heads * layout.head_dim * self._span
         groups = layout.layers // self._span
-        shape: tuple[int, ...] = (groups, values, values) if cost.group_layers else (groups, values)
+        shape: tuple[int, ...] = (groups, values, values) if cost.layers_max else (groups, values)
         if is_staged(cost, layout) and not has_full_moments(layout):
             block = block_sizes(layout)[0]
             shape = (groups, values // block, block, block)
@@ -107,8 +114,12 @@ class Moments:
         state["tokens"] += layout.tokens - int(is_apart.sum())
 
     def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
-        """Take a text's mean squared gradient of the loss by each value: (layers, 2, channels)."""
+        """Take a text and its mean squared gradient of the loss by each value: (layers, 2, channels)."""
         self.state["sensitivity"] += sensitivity
+        self.add_text()
+
+    def add_text(self) -> None:
+        """Take a text whose gradients were not measured. That of others is then too small, alike for all values."""
         self.state["texts"] += 1
 
 
@@ -213,7 +224,7 @@ def draft_profile(
     cost = COSTS[cost_name]
     spread = _spread(layout, moments)
     mean, weight, weighted = spread.mean, spread.weights(power), _weighted_moments(spread, moments, power)
-    span, channels, squares = max(cost.group_layers, 1), layout.kv_heads * layout.head_dim, moments["square"]
+    span, channels, squares = transform_layers(cost, layout), layout.kv_heads * layout.head_dim, moments["square"]
     groups = range(len(mean))
     if stages is None and squares.ndim > 2:
         stages = stages_for(layout, cost, squares.ndim == 3, weighted)

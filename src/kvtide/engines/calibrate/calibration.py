@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,9 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.codec import Profile, ProfileShape
-from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import (
-    APART_TOKENS,
     COSTS,
     THIRD,
     Moments,
@@ -41,16 +39,16 @@ from kvtide.engines.calibrate.loss_shares import (
     context_tokens,
     finer_weights,
     loss_shares,
-    turned_back,
 )
+from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.texts import TextSplit
 from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes, upper_means
-from kvtide.engines.transformers import Context, ModelContexts
+from kvtide.engines.transformers import ModelContexts
 
-# Labels drawn from the model's own distribution, as the Fisher information wants it.
-_SAMPLES = 2
-
-
+# Texts whose gradients are taken, and whose blocks are counted, at most, spread over all: moments want many more.
+SENSED_TEXTS, COUNTED_TEXTS = 64, 64
+# A larger state is not written after each text.
+_WRITTEN_BYTES = 64 << 20
 # Tokens after each text by whose gradients sensitivity is measured, and that quality is judged on.
 GRADIENT_TOKENS = 64
 JUDGED_TOKENS = 128
@@ -64,49 +62,10 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 6
+_STATE_VERSION = 7
+_Item = TypeVar("_Item")
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
-
-
-def cache_sensitivity(
-    contexts: ModelContexts,
-    context: Context,
-    continuation: Sequence[int],
-    rotaries: Sequence[Rotary | None],
-    generator: torch.Generator,
-) -> list[NDArray[np.float64]]:
-    """Return the mean squared gradient of sampled tokens' log-likelihood by cached values, of each group of rows.
-
-    Each is (layers, 2, channels), keys before RoPE. continuation: what comes after the context. The first tokens, which
-    tide keeps whole, are left out; of a window, what has left it. The model's weights are told to ask for no gradients.
-    """
-    past = contexts.restored(context)
-    by_group = contexts.ask_gradients(past)
-    logits = contexts.model(torch.tensor([continuation]), past_key_values=past, use_cache=True).logits[0].float()
-    likelihood = logits.log_softmax(-1)
-    leaves = [leaf for mine in by_group for leaf in mine]
-    total: list[NDArray[np.float64]] = [np.zeros(1)] * len(by_group)
-    for sample in range(_SAMPLES):
-        drawn = torch.multinomial(likelihood.detach().exp(), 1, generator=generator)
-        loss = likelihood.gather(-1, drawn).sum()
-        gradients = iter(torch.autograd.grad(loss, leaves, retain_graph=sample + 1 < _SAMPLES))
-        for group, mine in enumerate(by_group):
-            halves = [contexts.halves(group, next(gradients), next(gradients)) for _ in range(len(mine) // 2)]
-            total[group] = total[group] + _squares(halves, rotaries[group], context.tokens)
-    return [each / _SAMPLES for each in total]
-
-
-def _squares(halves: Sequence[NDArray[np.float32]], rotary: Rotary | None, stop: int) -> NDArray[np.float64]:
-    """Return the mean squares of gradients of layers by channel, K's turned back as the keys are.
-
-    stop: the position after the last token. halves: (2, tokens, kv_heads, head_dim) of each layer.
-    """
-    found = []
-    for before in turned_back(halves, rotary, stop):
-        rest = before[:, max(0, APART_TOKENS - (stop - before.shape[1])) :].astype(np.float64)
-        found.append((rest**2).mean(axis=1).reshape(2, -1))
-    return np.stack(found)
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -226,21 +185,25 @@ class TideCalibration:
         fitted = self._texts.fitted
         moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]
         state = _joined([each.state for each in moments])
+        sensed = set(_spread(range(len(fitted)), SENSED_TEXTS))
         _restore(done, "moments", state)
         for position in range(_texts_done(done, "moments"), len(fitted)):
             progress("moments", position, len(fitted))
             ids = fitted[position]
             context = self._contexts.capture(ids[: self._context(ids)])
-            behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
-            generator = torch.Generator().manual_seed(_SEED + position)
-            found = cache_sensitivity(self._contexts, context, behind, self._rotaries, generator)
-            for group, rotary, sensitivity, *blocks in zip(
-                moments, self._rotaries, found, context.metas, context.blocks, strict=True
-            ):
+            for group, rotary, *blocks in zip(moments, self._rotaries, context.metas, context.blocks, strict=True):
                 for meta, bits in zip(*blocks, strict=True):
                     group.add(meta, bits, rotary)
-                group.add_sensitivity(sensitivity)
-            self._write(done, "moments", state, position + 1)
+            if position in sensed:
+                behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
+                generator = torch.Generator().manual_seed(_SEED + position)
+                found = cache_sensitivity(self._contexts, context, behind, self._rotaries, generator)
+                for group, sensitivity in zip(moments, found, strict=True):
+                    group.add_sensitivity(sensitivity)
+            else:
+                for group in moments:
+                    group.add_text()
+            self._write(done, "moments", state, position + 1, len(fitted))
         progress("moments", len(fitted), len(fitted))
         return [each.state for each in moments]
 
@@ -252,8 +215,7 @@ class TideCalibration:
         _restore(done, "shares", state)
         codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
-        fitted = self._texts.fitted
-        chosen = fitted[:: -(-len(fitted) // SHARED_TEXTS)]
+        chosen = _spread(self._texts.fitted, SHARED_TEXTS)
         for position in range(_texts_done(done, "shares"), len(chosen)):
             progress("shares", position, len(chosen))
             ids = chosen[position]
@@ -264,25 +226,25 @@ class TideCalibration:
             for sums, each in zip(shares, found, strict=True):
                 sums.kl[...] += each.kl
                 sums.error[...] += each.error
-            self._write(done, "shares", state, position + 1)
+            self._write(done, "shares", state, position + 1, len(chosen))
         progress("shares", len(chosen), len(chosen))
         return shares
 
     def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
-        fitted = self._texts.fitted
+        chosen = _spread(self._texts.fitted, COUNTED_TEXTS)
         counts = [TideCounts(draft) for draft in drafts]
         state = _joined([each.state for each in counts])
         _restore(done, "counts", state)
-        for position in range(_texts_done(done, "counts"), len(fitted)):
-            progress("counts", position, len(fitted))
-            ids = fitted[position]
+        for position in range(_texts_done(done, "counts"), len(chosen)):
+            progress("counts", position, len(chosen))
+            ids = chosen[position]
             context = self._contexts.capture(ids[: self._context(ids)])
             for group, *blocks in zip(counts, context.metas, context.blocks, strict=True):
                 # Every other block, in turns: neighbours have much in common.
                 for number, (meta, bits) in list(enumerate(zip(*blocks, strict=True)))[position % 2 :: 2]:
                     group.add(meta, bits, position + number)
-            self._write(done, "counts", state, position + 1)
-        progress("counts", len(fitted), len(fitted))
+            self._write(done, "counts", state, position + 1, len(chosen))
+        progress("counts", len(chosen), len(chosen))
         return [each.state for each in counts]
 
     def _curve(
@@ -301,7 +263,7 @@ class TideCalibration:
             state["squares"] += found[:, 1] ** 2
             if held_out and position < min(_COMPARED_TEXTS, len(fitted)):
                 state["fitted"] += self._coarsest(codecs, fitted[position])
-            self._write(done, "curve", state, position + 1)
+            self._write(done, "curve", state, position + 1, len(judged))
         progress("curve", len(judged), len(judged))
         sums, kls = state["sums"], upper_means(state["sums"][:, 1], state["squares"], len(judged))
         points = [
@@ -348,8 +310,11 @@ class TideCalibration:
             state = dict(stored)
         return state if str(state.get("identity")) == self._identity else {}
 
-    def _write(self, done: State, stage: str, state: State, texts: int) -> None:
+    def _write(self, done: State, stage: str, state: State, texts: int, last: int) -> None:
         done |= {f"{stage}.{name}": array for name, array in state.items()}
+        each = 1 + sum(array.nbytes for array in done.values()) // _WRITTEN_BYTES
+        if texts % each and texts < last:
+            return
         done |= {f"{stage}.texts_done": np.array(texts), "identity": np.array(self._identity)}
         aside = self._partial.with_name(f"{self._partial.name}.new")
         with aside.open("wb") as file:
@@ -359,6 +324,11 @@ class TideCalibration:
 
 def _curve_units() -> list[int]:
     return [units + THIRD * (_CURVE_REFINEMENTS - r) for units in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
+
+
+def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+    """Return at most so many items, evenly far apart."""
+    return items[:: -(-len(items) // most)]
 
 
 def _joined(states: Sequence[State]) -> State:

@@ -21,7 +21,7 @@ from kvtide.engines.transformers import Context, ModelContexts
 Doubles = NDArray[np.float64]
 Floats = NDArray[np.float32]
 # Texts that shares are measured on, at most, tokens after their contexts, and the step of their blocks in units.
-SHARED_TEXTS, SHARE_TOKENS, SHARE_UNITS = 16, 256, -17
+SHARED_TEXTS, SHARE_TOKENS, SHARE_UNITS = 32, 256, -17
 # Few texts don't know shares well: a part of what they say is followed, and none counts as less than a tenth of the
 # error's. By 8, 16 and 24 of 32 texts powers of .4 to .8 leave .74 to .78, .67 to .74 and .65 to .73 of the others' KL,
 # by errors times gradients; larger powers take more bits at a step.

@@ -68,15 +68,17 @@ _SNIPPETS = (
     ("licence", "/usr/share/doc/*/copyright"),
     ("manual", "/usr/share/man/man[1-8]/*.gz"),
     ("json", "site/**/*.json"),
+    ("html", "/usr/share/doc/**/*.html"),
+    ("csv", "site/**/*.csv"),
     ("perl", "/usr/share/perl/**/*.p[lm]"),
     ("readme", "site/*.dist-info/METADATA"),
     ("prose", "/usr/share/doc/*/README*"),
     ("javascript", "site/**/*.js"),
     ("c header", "site/numpy/_core/include/**/*.h"),
 )
-# Of six texts or more, one in three is not fitted on but judged on, up to six of them; of many, one in six: texts of a
-# kind differ by factors, so that what two of them lose says little of others.
-_TEXTS_TO_SPLIT, _HELD_OUT_FEW = 6, 6
+# Of six texts or more, one in three is not fitted on but judged on, up to six of them; of many, one in six, up to
+# twelve: texts of a kind differ by factors, so that what two of them lose says little of others.
+_TEXTS_TO_SPLIT, _HELD_OUT_FEW, _HELD_OUT_MANY = 6, 6, 12
 SNIPPET_CHARACTERS = 6000
 # Kinds of the pieces that a profile's curve is judged on, one of each, the first that there are: the last five lie on
 # every machine that can run the model.
@@ -119,7 +121,8 @@ class TextSplit(NamedTuple):
 def split_texts(texts: Sequence[Sequence[int]]) -> TextSplit:
     """Hold some texts out, spread over all. Fewer than six are all fitted on."""
     count = len(texts)
-    held_out = max(count // 6, min(count // 3, _HELD_OUT_FEW)) if count >= _TEXTS_TO_SPLIT else 0
+    few, many = min(count // 3, _HELD_OUT_FEW), min(count // 6, _HELD_OUT_MANY)
+    held_out = max(few, many) if count >= _TEXTS_TO_SPLIT else 0
     chosen = {(number + 1) * count // held_out - 1 for number in range(held_out)}
     return TextSplit(
         [list(ids) for i, ids in enumerate(texts) if i not in chosen],
