@@ -338,6 +338,14 @@ VLLM = (
         "tests/vllm/test_engine.py::test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed",
     ),
     Capability(
+        "what a prompt has behind its last full block",
+        '"tail_tokens": 16',
+        _VLLM,
+        _REAL_VLLM,
+        Source.OURS,
+        "tests/vllm/test_engine.py::test_what_a_prompt_has_behind_its_last_full_block_is_restored_in_pieces",
+    ),
+    Capability(
         "codec in vLLM",
         "codec raw lossless",
         _VLLM,

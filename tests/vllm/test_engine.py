@@ -143,12 +143,37 @@ def test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed(
         assert (answer["ids"], answer["cached_tokens"]) == (expected, 0)
 
 
+@pytest.mark.parametrize(("load", "codec"), [("layers", "raw"), ("async", "lossless")])
+def test_what_a_prompt_has_behind_its_last_full_block_is_restored_in_pieces(
+    engine: Any, plain: Any, tokens: list[int], tmp_path: Path, load: str, codec: str
+) -> None:
+    store, expected, options = tmp_path / "store", plain["long"]["ids"], {"codec": codec, "load": load}
+    stored, pieces = PROMPT_TOKENS - 40, (PROMPT_TOKENS - 40) % PAGE_TOKENS // 16
+    with engine(kvtide_transfer(str(store), **{**FROM_DISK, **options}, tail_tokens=16)) as process:
+        assert process.ask(tokens[:stored], 2)["cached_tokens"] == 0
+        process.do("settle")
+    with engine(kvtide_transfer(str(store), **{**FROM_DISK, **options}, tail_tokens=16)) as process:
+        answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+        restored = stored // PAGE_TOKENS * PAGE_TOKENS + 16 * pieces
+        assert pieces == 6
+        assert (answer["ids"], answer["cached_tokens"]) == (expected, restored)
+        process.do("settle")
+        # What was computed on top of pieces is stored as usual.
+        process.do("reset")
+        answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+        assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS + 16)
+        process.do("reset")
+        flip_bytes(store)
+        answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+        assert (answer["ids"], answer["finish"]) == (expected, "length")
+
+
 def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     engine: Any, plain: Any, soak_prompts: list[list[int]], tmp_path: Path, fault_factor: int
 ) -> None:
     # Pages for four requests of eight until their answers need more, and a disk for half of the blocks.
     small = {"num_gpu_blocks_override": 14, "max_model_len": 1024, "disable_log_stats": False}
-    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **FROM_DISK)
+    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, tail_tokens=16, **FROM_DISK)
     requests = 500 if fault_factor > 1 else SOAK_REQUESTS
     sizes, failed, wrong, aborted = [], 0, 0, 0
     with engine(transfer, **small) as process:

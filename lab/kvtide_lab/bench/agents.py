@@ -86,6 +86,9 @@ class _Row(NamedTuple):
     phases: dict[str, list[list[dict[str, Any]]]]
 
 
+# Those of kvtide that are exact store what a prompt has behind its last page, in pieces of so many tokens.
+TAIL_TOKENS = 16
+_TAILED = ("kvtide", "kvtide lossless")
 QUICK_NAMES = ("plain", "kvtide", "native")
 FULL_NAMES = ("plain", "kvtide", "kvtide lossless", TIDE, "native", "lmcache", MOONCAKE)
 
@@ -265,7 +268,14 @@ def contender_named(setup: AgentsSetup, name: str, work: Path) -> Iterator[Conte
     chosen = [each for each in found if each.name == name]
     if not chosen:
         raise ValueError(f"unknown contender {name!r}, expected some of {', '.join(FULL_NAMES)}")
-    yield chosen[0]
+    yield _with_tail(chosen[0]) if name in _TAILED else chosen[0]
+
+
+def _with_tail(contender: Contender) -> Contender:
+    """Return kvtide as who serves agents sets it: each turn goes on where the one before ended, not where a page did."""
+    assert contender.transfer is not None
+    options = contender.transfer["kv_connector_extra_config"] | {"tail_tokens": TAIL_TOKENS}
+    return contender._replace(transfer=contender.transfer | {"kv_connector_extra_config": options})
 
 
 def _mooncake(python: Path, port: int, work: Path) -> Contender:

@@ -81,6 +81,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # None to choose: `raw` for a store on this machine, which is read faster than it is decoded, else `lossless`.
     codec: str = ""
     block_tokens: int = 0
+    # What a prompt has behind its last full block is stored too, in pieces of so many tokens. 0: it is computed again.
+    tail_tokens: int = 0
     # Layers that keep states: one is kept after so many tokens at the most, where a step of the engine ends with it.
     # 0: every 4,096 tokens, or rarer, so that states take no more room than the rows between them.
     state_every_tokens: int = 0
@@ -130,6 +132,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
         settings.check_stream()
         settings.check_importance()
+        settings.check_tail()
         if settings.state_every_tokens < 0:
             raise ValueError(f"state_every_tokens must be positive, or 0, got {settings.state_every_tokens}")
         if not 0 <= settings.follow_s < math.inf:
@@ -169,6 +172,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError("importance loads in its own way: it takes no start_within_s, and no load by layers")
         if self.codec and self.codec.partition(":")[0] != "packed":
             raise ValueError(f"importance loads what the codec packed stores, got codec {self.codec!r}")
+
+    def check_tail(self) -> None:
+        """ValueError for pieces that can't be, or beside options that load in another way."""
+        if self.tail_tokens < 0:
+            raise ValueError(f"tail_tokens must be positive, or 0 for none, got {self.tail_tokens}")
+        if self.tail_tokens and (self.start_within_s is not None or self.importance < 1):
+            raise ValueError("tail_tokens is for whole loads: it takes neither start_within_s nor importance")
 
     @property
     def usual_codec(self) -> str:
@@ -224,6 +234,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """ValueError for options that an engine on a device of this kind ("cpu", "cuda") does not take."""
         if self.load == "layers" and kind != "cpu":
             raise ValueError(f"load layers is for engines on a processor, pages on {kind} are filled by whole blocks")
+        if self.tail_tokens and kind != "cpu":
+            raise ValueError(f"tail_tokens is for engines on a processor, pages on {kind} are copied whole")
         if self.device_kernels and kind != "cuda":
             raise ValueError(f"device_kernels is for engines on a CUDA device, this one is on {kind}")
 
@@ -234,6 +246,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ("load", self.load != "auto"),
             ("start_within_s", self.start_within_s is not None),
             ("importance", self.importance < 1),
+            ("tail_tokens", self.tail_tokens > 0),
             ("profiles", bool(self.profiles)),
             ("force_latest", self.force_latest),
             ("follow_s", self.follow_s > 0),
@@ -264,4 +277,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(
                 f"block_tokens must be a multiple of the engine's page of {page_tokens} tokens, got {self.block_tokens}"
             )
-        return self.block_tokens or page_tokens * max(1, BLOCK_TOKENS_WANTED // page_tokens)
+        tokens = self.block_tokens or page_tokens * max(1, BLOCK_TOKENS_WANTED // page_tokens)
+        if self.tail_tokens and (page_tokens % self.tail_tokens or self.tail_tokens == tokens):
+            raise ValueError(
+                f"tail_tokens must divide the engine's page of {page_tokens} tokens and be less than a block of "
+                f"{tokens}, got {self.tail_tokens}"
+            )
+        return tokens

@@ -311,7 +311,7 @@ def test_what_has_come_is_used_though_the_store_falls_silent(
 
     wait_until(lambda: asked() or bool(other.scheduler._advice), "two blocks")
     speaks = threading.Event()
-    other.scheduler._match_s_max = 0.02
+    other.scheduler._lookups._match_s_max = 0.02
     monkeypatch.setattr(other.scheduler.cache, "match", lambda ids: 0 * speaks.wait(20))
     wait_until(asked, "the end of waiting")
     speaks.set()
@@ -564,7 +564,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
 
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
     engine = engines()
-    engine.scheduler._match_s_max = 0.5
+    engine.scheduler._lookups._match_s_max = 0.5
     gate = threading.Event()
     engine.scheduler.cache.tiers.run_places = lambda object_ids: [0] * gate.wait(5)  # type: ignore[method-assign]
     answers = [engine.scheduler.match("a", b"", PROMPT, 0)]

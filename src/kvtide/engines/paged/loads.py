@@ -13,8 +13,8 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.config import step_back
 from kvtide.engines.chunks import WriteGate
-from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool
-from kvtide.engines.paged.sequence import LoadOrder
+from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool, TokenPages
+from kvtide.engines.paged.sequence import BlockRef, LoadOrder
 from kvtide.store import Cache
 from kvtide.store.load import Guarded
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
@@ -100,15 +100,19 @@ class PageLoad:
         self._gate = WriteGate()
         # Where the blocks came, and the states after them did not.
         self.missed_states: ObjectId | None = None
+        # Pieces of the tail that came.
+        self.pieces = 0
+        # The token that the pages begin with.
+        self._start = (order.blocks or order.tail)[0].start + order.skip_pages * pool.page_tokens
         # What was read of them.
         self.state_bytes = 0
         # Of each layer, the blocks that are still to come.
-        self._missing = [len(order.blocks)] * pool.layout.layers
+        self._missing = [len(order.blocks) + len(order.tail)] * pool.layout.layers
 
     @property
     def is_kept(self) -> bool:
         """Tell whether nothing has to come from a tier."""
-        return len(self._captured) == len(self._ids)
+        return len(self._captured) == len(self._ids) and not self.order.tail
 
     def restore_kept(self, guarded: Guarded) -> int:
         """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
@@ -140,6 +144,15 @@ class PageLoad:
         with self._gate.enter() as is_in:
             if is_in:
                 pool.scatter(bits, self.order.pages[-1:], 0)
+
+    def take_piece(self, position: int, bits: BlockBits) -> None:
+        """Write a piece of the tail into its part of a page; a BlockSink."""
+        assert isinstance(self._pool, TokenPages)
+        page, token = divmod(self.order.tail[position].start - self._start, self._pool.page_tokens)
+        with self._gate.enter() as is_in:
+            if is_in:
+                self._pool.scatter_tokens(bits, self.order.pages[page], token)
+                self._note_layers()
 
     def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
         """Let the pool decode a block into its pages. False if it does not."""
@@ -193,8 +206,19 @@ class PageLoad:
         """Let nothing more be written; return when nothing is. Idempotent."""
         self._gate.close()
 
+    def is_whole(self, blocks: int) -> bool:
+        """Tell whether all came, with so many leading blocks."""
+        return blocks == len(self.order.blocks) and self.pieces == len(self.order.tail)
+
+    def first_missing(self, blocks: int) -> BlockRef:
+        """Return the block or piece that came no more, after so many blocks."""
+        refs = [*self.order.blocks, *self.order.tail]
+        return refs[blocks + self.pieces]
+
     def unfilled(self, blocks: int) -> tuple[int, ...]:
-        """Return the pages after the first `blocks` blocks."""
+        """Return the pages after the first `blocks` blocks, if something is missing."""
+        if self.is_whole(blocks):
+            return ()
         return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
 
 

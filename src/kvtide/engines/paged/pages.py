@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,6 +106,17 @@ class LayeredPages(PagePool, Protocol):
         """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim), as `scatter` does."""
 
 
+@runtime_checkable
+class TokenPages(PagePool, Protocol):
+    """Pages of which a part is copied too."""
+
+    def scatter_tokens(self, bits: BlockBits, page: int, start: int) -> None:
+        """Write (layers, 2, tokens, kv_heads, head_dim) from token `start` of a page on; others stay as they are."""
+
+    def capture_tokens(self, page: int, start: int, stop: int) -> BlockBits:
+        """Return a copy of the tokens [start, stop) of a page."""
+
+
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
     """Return views (..., tokens, head_dim) of the keys and values in cells (..., tokens, 2 * head_dim).
 
@@ -187,6 +199,22 @@ class HostPages:
     def encoder(self, codec: Codec) -> Codec:
         """Return the codec: the processor encodes."""
         return codec
+
+    def scatter_tokens(self, bits: BlockBits, page: int, start: int) -> None:
+        """Write a run of tokens of all layers from `start` in a page on."""
+        assert self._slots is None, "pages of several groups are taken whole"
+        for rooms, layer in zip(self._views, bits, strict=True):
+            for room, values in zip(rooms, layer, strict=True):
+                room[page, :, start : start + len(values)] = values.transpose(1, 0, 2)
+
+    def capture_tokens(self, page: int, start: int, stop: int) -> BlockBits:
+        """Return a copy of the tokens [start, stop) of a page."""
+        assert self._slots is None, "pages of several groups are taken whole"
+        bits: BlockBits = np.empty(replace(self.layout, tokens=stop - start).shape, self.layout.bits_dtype)
+        for rooms, layer in zip(self._views, bits, strict=True):
+            for room, values in zip(rooms, layer, strict=True):
+                values[...] = room[page, :, start:stop].transpose(1, 0, 2)
+        return bits
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are now. ValueError if one was given up."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
+from kvtide.engines.paged.lookups import FoundPrefix, Lookups
 from kvtide.engines.paged.sequence import (
     AdviceOrder,
     BlockRef,
@@ -25,17 +24,11 @@ from kvtide.engines.paged.sequence import (
     WorkerReport,
 )
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
-from kvtide.group import Hit, Parts
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
 from kvtide.types import BlockKey, Namespace
 
-# Answers of local tiers come within this; the engine's loop waits for no longer at a time.
-ANSWER_S = 0.005
 STEPS_IN_FLIGHT_MAX = 64
-# Blocks that a worker did not find are taken as missing for so long, whatever tiers say that have not noticed yet.
-LOST_S = 60.0
-LOST_MAX = 1 << 16
 # Blocks that lie rough in the engine's pages: more than any engine has.
 ROUGH_MAX = 1 << 18
 
@@ -47,11 +40,6 @@ class ScheduledRequest(NamedTuple):
     tokens: Sequence[int]
     computed_tokens: int
     pages: Callable[[], Sequence[int]]
-
-
-class _Lookup(NamedTuple):
-    asked_s: float
-    future: Future[Hit]
 
 
 class _Step(NamedTuple):
@@ -75,32 +63,33 @@ class SchedulerHalf:
         match_s_max: float,
         state_every_tokens: int = 0,
         is_drafted: bool = False,
+        tail_tokens: int = 0,
     ) -> None:
+        """tail_tokens: what a prompt has behind its last full block is stored in pieces of so many; 0: it is not."""
         assert block_tokens % page_tokens == 0
+        assert not tail_tokens or page_tokens % tail_tokens == 0
         self.cache = cache
         self._namespaces = namespaces
         self._block_tokens = block_tokens
         self._page_tokens = page_tokens
         self._clock = clock
-        self._match_s_max = match_s_max
         self._state_every_tokens = state_every_tokens
         # A draft model's last row of a block goes by the token after it.
         self._volatile_blocks = int(is_drafted)
+        self._tail_tokens = tail_tokens
         self._epoch = b""
         self._sequences: dict[str, TrackedSequence] = {}
-        self._lookups: dict[str, _Lookup] = {}
         self._loads: list[LoadOrder] = []
         self._advice: list[AdviceOrder] = []
-        self._lost: OrderedDict[BlockKey, float] = OrderedDict()
         # First pages of blocks that lie rough in the engine's pages, those of the latest requests last.
         self._rough: OrderedDict[bytes, None] = OrderedDict()
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._step = self._heard = 0
-        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
+        self._lookups = Lookups(cache, clock, match_s_max)
 
     def close(self) -> None:
         """Stop asking the store. Idempotent."""
-        self._asker.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
         self.cache.close()
 
     def match(
@@ -121,8 +110,10 @@ class SchedulerHalf:
         sequence = self._sequences.get(request)
         if sequence is None:
             namespaces, has_states = self._namespaces.of(salt + self._epoch), self._namespaces.has_states
-            sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra)
+            tail_tokens = self._tail_tokens if options.stream is None else 0
+            sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra, tail_tokens)
             self._sequences[request] = sequence
+            sequence.prompt_tokens = len(tokens)
             sequence.last_block = (len(tokens) - 1) // self._block_tokens
             if options.stream is not None:
                 sequence.stream = (self._clock.monotonic_s() + options.stream.within_s, options.stream.quality)
@@ -133,27 +124,35 @@ class SchedulerHalf:
             self._advise(sequence.blocks(tokens), namespaces, options)
         sequence.computed_tokens = computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
-        if not sequence.may_load or len(blocks) * self._block_tokens <= computed_tokens:
+        reach = (len(tokens) - 1) // sequence.unit_tokens * sequence.unit_tokens
+        if not sequence.may_load or reach <= computed_tokens:
             return 0
         if sequence.followed is not None and self._clock.monotonic_s() < sequence.followed.next_s:
             return None
-        hit, followed = self._stored(request, blocks, sequence.is_latest), sequence.followed
+        hit, followed = self._lookups.find(request, sequence, tokens, blocks), sequence.followed
         if hit is None or (followed is not None and self._is_coming(followed, blocks, hit.blocks)):
             return None
         if followed is not None:
             # A store that has fallen silent takes nothing back of what was brought.
-            hit, sequence.followed = hit._replace(blocks=max(hit.blocks, followed.blocks)), None
+            hit, sequence.followed = hit if hit.blocks >= followed.blocks else FoundPrefix(followed.blocks), None
         sequence.known = hit.known
-        stop = max(0, hit.blocks - self._volatile_blocks)
-        fresh = self._restorable(blocks[:stop]) * self._block_tokens - computed_tokens
-        absent = len(blocks) * self._block_tokens - computed_tokens - max(0, fresh)
+        fresh = self._restored_tokens(sequence, tokens, blocks, hit) - computed_tokens
         # A look-up that goes on without us was given up.
-        why = Why.DEADLINE if request in self._lookups else Why.ABSENT
-        self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, why), absent)
+        why = Why.DEADLINE if self._lookups.is_open(request) else Why.ABSENT
+        self._count(sequence, Decided(Choice.RECOMPUTE, why), reach - computed_tokens - max(0, fresh))
         if fresh <= 0 or self._pays(sequence, fresh):
             return max(0, fresh)
-        self._count(sequence, blocks[0], Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
+        self._count(sequence, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
         return 0
+
+    def _restored_tokens(
+        self, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef], hit: FoundPrefix
+    ) -> int:
+        """Return up to which token a hit can be restored, for all that workers have missed lately."""
+        whole = self._lookups.restorable(blocks[: max(0, hit.blocks - self._volatile_blocks)])
+        pieces = sequence.tail(tokens, whole, len(tokens) - 1)[: hit.pieces] if whole == hit.blocks else []
+        sequence.offered = tuple(pieces[: self._lookups.unmissed(pieces)])
+        return whole * self._block_tokens + len(sequence.offered) * sequence.tail_tokens
 
     def _advise(self, blocks: Sequence[BlockRef], namespaces: tuple[Namespace, ...], options: RequestOptions) -> None:
         """Pass on, with the next step, what a request's agent says."""
@@ -181,62 +180,12 @@ class SchedulerHalf:
             return False
         return self.cache.judge.is_load_faster(tokens, now_s)
 
-    def _count(self, sequence: TrackedSequence, block: BlockRef, decided: Decided, tokens: int) -> None:
+    def _count(self, sequence: TrackedSequence, decided: Decided, tokens: int) -> None:
         """Count a decision about a request once for each shard, however often the engine asks."""
         if decided not in sequence.counted:
             sequence.counted.add(decided)
-            for object_id in block.ids:
-                self.cache.decisions.add(*decided, tokens, object_id.namespace)
-
-    def _stored(self, request: str, blocks: Sequence[BlockRef], is_latest: bool) -> Hit | None:
-        now_s = self._clock.monotonic_s()
-        lookup = self._lookups.get(request)
-        if lookup is None:
-            if not is_latest and self._known(blocks) == len(blocks):
-                return Hit(len(blocks), known=len(blocks))
-            lookup = _Lookup(now_s, self._asker.submit(self._match_shards, blocks, is_latest))
-            self._lookups[request] = lookup
-        try:
-            hit = lookup.future.result(ANSWER_S)
-        except FutureTimeoutError:
-            # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
-            return None if now_s - lookup.asked_s < self._match_s_max else Hit(0)
-        del self._lookups[request]
-        return hit
-
-    def _known(self, blocks: Sequence[BlockRef]) -> int:
-        """Return how many leading blocks the index has of every shard, without asking any tier; 0 if without states."""
-        if not all(self.cache.index.is_held(each.key) for each in blocks[-1].states):
-            return 0
-        shards = range(len(blocks[0].ids))
-        return min(len(self.cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
-
-    def _found(self, blocks: Sequence[BlockRef]) -> int:
-        """Return how many leading blocks no worker has missed lately."""
-        oldest_s = self._clock.monotonic_s() - LOST_S
-        while self._lost and next(iter(self._lost.values())) < oldest_s:
-            self._lost.popitem(last=False)
-        missing = (i for i, block in enumerate(blocks) if any(each.key in self._lost for each in block.ids))
-        return next(missing, len(blocks)) if self._lost else len(blocks)
-
-    def _restorable(self, blocks: Sequence[BlockRef]) -> int:
-        """Return how many leading blocks of a hit can be restored, for all that workers have missed lately."""
-        found = self._found(blocks)
-        if not found or not blocks[0].states:
-            return found
-        # A shorter run would need states of its own.
-        is_whole = found == len(blocks) and not any(each.key in self._lost for each in blocks[-1].states)
-        return found if is_whole else 0
-
-    def _match_shards(self, blocks: Sequence[BlockRef], is_latest: bool) -> Hit:
-        hits, named, shards = len(blocks), self.cache.tiers.named, range(len(blocks[0].ids))
-        if blocks[0].states:
-            rows = [Parts([named(block.ids[shard], is_latest) for block in blocks]) for shard in shards]
-            states = [[named(block.states[shard], is_latest) for block in blocks] for shard in shards]
-            return self.cache.match_parts([*rows, *(Parts(ids, 1, is_sparse=True) for ids in states)])
-        for shard in shards:
-            hits = min(hits, self.cache.match([named(block.ids[shard], is_latest) for block in blocks[:hits]]))
-        return Hit(hits)
+            for namespace in sequence.namespaces:
+                self.cache.decisions.add(*decided, tokens, namespace)
 
     def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int, is_in_step: bool = False) -> None:
         """Order the load that the last match offered, into the pages that the request got for it."""
@@ -244,14 +193,16 @@ class SchedulerHalf:
         start = sequence.computed_tokens
         stop = start + loaded_tokens
         assert start % self._page_tokens == 0
-        assert stop % self._block_tokens == 0
+        assert stop % sequence.unit_tokens == 0
         first = sequence.loaded_from = start // self._block_tokens
         blocks = tuple(sequence.blocks(())[first : stop // self._block_tokens])
-        filled = tuple(pages[start // self._page_tokens : stop // self._page_tokens])
-        skip_pages = (start - first * self._block_tokens) // self._page_tokens
+        # What the engine has by itself may reach into them.
+        tail = tuple(piece for piece in sequence.offered if piece.start >= start)
+        filled = tuple(pages[start // self._page_tokens : -(-stop // self._page_tokens)])
+        skip_pages = (start - first * self._block_tokens) // self._page_tokens if blocks else 0
         deadline_s = self.cache.judge.deadline_s(loaded_tokens)
         stream = self._stream(sequence, stop)
-        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest, stream)
+        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest, stream, tail)
         self._loads.append(order)
 
     def _stream(self, sequence: TrackedSequence, stop: int) -> StreamOrder | None:
@@ -265,7 +216,9 @@ class SchedulerHalf:
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
         stores = tuple(
-            order for request in scheduled for order in (*self._stores(request), *self._state_stores(request))
+            order
+            for request in scheduled
+            for order in (*self._stores(request), *self._state_stores(request), *self._tail_stores(request))
         )
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
@@ -287,15 +240,15 @@ class SchedulerHalf:
             sequence.settled = full
             return
         # With several shards all are stored at once, so that the first one speaks for all.
-        known = self._found(blocks[: len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)])
+        known = len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)
+        known = self._lookups.unmissed(blocks[:known])
         fresh = range(max(known, sequence.settled), full)
         pages = scheduled.pages() if fresh else ()
         pages_per_block = self._block_tokens // self._page_tokens
         for position in fresh:
             block = blocks[position]
             filled = tuple(pages[position * pages_per_block : (position + 1) * pages_per_block])
-            for object_id in block.ids:
-                self._lost.pop(object_id.key, None)
+            self._lookups.ordered(block.ids)
             yield StoreOrder(scheduled.request, block, filled)
             self._note_stored(block)
         sequence.settled = full
@@ -315,11 +268,29 @@ class SchedulerHalf:
         block = sequence.blocks(scheduled.tokens)[full - 1]
         if all(self.cache.index.is_held(each.key) for each in block.states):
             return
+        self._lookups.ordered(block.states)
         for object_id in block.states:
-            self._lost.pop(object_id.key, None)
             self.cache.index.insert(object_id.namespace, [object_id.key], BlockKey(object_id.namespace))
         last = full * (self._block_tokens // self._page_tokens) - 1
         yield StoreOrder(scheduled.request, block, tuple(scheduled.pages()[last : last + 1]), is_state=True)
+
+    def _tail_stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+        """Order what a prompt has behind its last full block, with the step that ends the prompt."""
+        sequence = self._sequences.get(scheduled.request)
+        if sequence is None or sequence.is_tail_settled or scheduled.computed_tokens < sequence.prompt_tokens:
+            return
+        sequence.is_tail_settled = True
+        if not sequence.may_store:
+            return
+        blocks = sequence.prompt_tokens // self._block_tokens
+        pieces = sequence.tail(scheduled.tokens, blocks, sequence.prompt_tokens)
+        fresh = [piece for piece in pieces if not self._lookups.are_held([piece])]
+        pages = scheduled.pages() if fresh else ()
+        for piece in fresh:
+            self._lookups.ordered(piece.ids)
+            page = pages[piece.start // self._page_tokens]
+            yield StoreOrder(scheduled.request, piece, (page,), is_tail=True)
+            self._note_stored(piece)
 
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
         """Tell whether any of the blocks is rough in the engine's pages; those after it are then.
@@ -359,6 +330,7 @@ class SchedulerHalf:
                 self._sequences[request].may_load = False
                 # What the step itself was to store, had its load not failed, is there once it is computed again.
                 self._sequences[request].settled = 0
+                self._sequences[request].is_tail_settled = False
         for request in report.rough:
             if request in self._sequences:
                 sequence = self._sequences[request]
@@ -366,19 +338,12 @@ class SchedulerHalf:
                 sequence.rough_from = sequence.loaded_from if before is None else min(before, sequence.loaded_from)
                 # At once: the engine may hand the pages on before this request computes again.
                 self._note_rough(sequence)
-        for key in report.lost:
-            self.cache.index.remove(key)
-            self._lost[key] = now_s
-            self._lost.move_to_end(key)
-            if len(self._lost) > LOST_MAX:
-                self._lost.popitem(last=False)
+        self._lookups.lost(report.lost)
 
     def finished(self, request: str) -> None:
         """Forget a request, however it ended."""
         self._sequences.pop(request, None)
-        lookup = self._lookups.pop(request, None)
-        if lookup is not None:
-            lookup.future.cancel()
+        self._lookups.finished(request)
         self._loads = [order for order in self._loads if order.request != request]
 
     def reset(self, epoch: bytes) -> None:
@@ -390,5 +355,5 @@ class SchedulerHalf:
     def check(self) -> None:
         """AssertionError if anything of a finished request is left. Call it while no request runs."""
         assert not self._sequences, f"requests are still tracked: {sorted(self._sequences)}"
-        assert not self._lookups
+        self._lookups.check()
         assert not self._loads

@@ -35,6 +35,7 @@ class LoadOrder(NamedTuple):
 
     is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits. is_latest: copies of
     this machine won't do. stream: how much time there is for refinements of streamed blocks; None for whole ones.
+    tail: pieces of the block behind the last one, in the pages after those of the blocks.
     """
 
     request: str
@@ -45,15 +46,20 @@ class LoadOrder(NamedTuple):
     is_in_step: bool = False
     is_latest: bool = False
     stream: StreamOrder | None = None
+    tail: tuple[BlockRef, ...] = ()
 
 
 class StoreOrder(NamedTuple):
-    """Store one block of a request, whose tokens the step completes, from these pages; or the states at its end."""
+    """Store one block of a request, whose tokens the step completes, from these pages; or the states at its end.
+
+    is_tail: a piece of a block (`TrackedSequence.tail`), in one page.
+    """
 
     request: str
     block: BlockRef
     pages: tuple[int, ...]
     is_state: bool = False
+    is_tail: bool = False
 
 
 class AdviceOrder(NamedTuple):
@@ -133,6 +139,11 @@ def state_namespace(namespace: Namespace) -> Namespace:
     return Namespace(hashlib.sha256(b"states" + namespace).digest())
 
 
+def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:
+    """Return the namespace of pieces of so many tokens, which stand behind a shard's blocks."""
+    return Namespace(hashlib.sha256(b"tail" + tail_tokens.to_bytes(4, "little") + namespace).digest())
+
+
 class FollowedPrefix:
     """The blocks that have come of a prefix which another engine is computing. Times are of the monotonic clock."""
 
@@ -162,6 +173,7 @@ class TrackedSequence:
     """The blocks of a request. Its tokens may only grow.
 
     extra: what a block depends on besides tokens, given its first and the token after its last; b"" for nothing.
+    tail_tokens: tokens of a piece of a block, 0 for whole blocks alone; those that depend on more have no pieces.
     """
 
     def __init__(
@@ -170,8 +182,10 @@ class TrackedSequence:
         block_tokens: int,
         has_states: bool = False,
         extra: Callable[[int, int], bytes] | None = None,
+        tail_tokens: int = 0,
     ) -> None:
-        self._namespaces = namespaces
+        self.namespaces = namespaces
+        self.tail_tokens = 0 if extra is not None else tail_tokens
         self._states = [state_namespace(each) for each in namespaces] if has_states else []
         self._extra = extra
         self._block_tokens = block_tokens
@@ -183,6 +197,11 @@ class TrackedSequence:
         self._leads: list[bytes] = []
         # Blocks that were stored, ordered to be, or found stored.
         self.settled = 0
+        # The prompt's length, whether what it has behind its last full block has been taken care of, and the pieces
+        # that the last match offered.
+        self.prompt_tokens = 0
+        self.is_tail_settled = False
+        self.offered: tuple[BlockRef, ...] = ()
         # A request whose load has failed is not made to wait for a second one.
         self.may_load = True
         # Whether copies of this machine won't do, and whether its user wants its blocks kept.
@@ -215,12 +234,39 @@ class TrackedSequence:
             self._tokens, self._all = len(tokens), tokens
             extra = None if self._extra is None else self._more
             for keys in zip(*(chain.extend(fresh, extra) for chain in self._chains), strict=True):
-                ids = tuple(ObjectId(namespace, key) for namespace, key in zip(self._namespaces, keys, strict=True))
+                ids = tuple(ObjectId(namespace, key) for namespace, key in zip(self.namespaces, keys, strict=True))
                 parts = zip(self._states, keys, strict=False)
                 states = tuple(ObjectId(namespace, part_keys(namespace, [key])[0]) for namespace, key in parts)
                 self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens, states))
                 self._parents = keys
         return self._blocks
+
+    @property
+    def unit_tokens(self) -> int:
+        """Return what tokens are restored in multiples of."""
+        return self.tail_tokens or self._block_tokens
+
+    def tail(self, tokens: Sequence[int], blocks: int, stop: int) -> list[BlockRef]:
+        """Return the pieces of the block behind so many full ones, before token `stop`; never all of that block.
+
+        A piece's key goes on from that of the block before, so that it stands for all tokens up to its end.
+        """
+        if not self.tail_tokens:
+            return []
+        start, size = blocks * self._block_tokens, self.tail_tokens
+        count = min((stop - start) // size, self._block_tokens // size - 1)
+        if count <= 0:
+            return []
+        spaces = [tail_namespace(each, size) for each in self.namespaces]
+        before = [each.key for each in self._blocks[blocks - 1].ids] if blocks else self.namespaces
+        mine = list(tokens[start : start + count * size])
+        chains = [KeyChain(Namespace(each), size).extend(mine) for each in before]
+        parents, found = tuple(BlockKey(each) for each in spaces), list[BlockRef]()
+        for position, keys in enumerate(zip(*chains, strict=True)):
+            ids = tuple(ObjectId(space, key) for space, key in zip(spaces, keys, strict=True))
+            found.append(BlockRef(ids, parents, start + position * size))
+            parents = keys
+        return found
 
     def leads(self, page_tokens: int) -> Sequence[bytes]:
         """Return a name of each block's first page, with all before it.

@@ -6,17 +6,18 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
+from kvtide.engines.paged.counts import WorkerCounts
 from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages, part_loads, touch_rooms
-from kvtide.engines.paged.pages import LayeredPages, PagePool
+from kvtide.engines.paged.pages import LayeredPages, PagePool, TokenPages
 from kvtide.engines.paged.sequence import AdviceOrder, BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
@@ -67,8 +68,14 @@ class WorkerHalf:
         states: PagePool | None = None,
         policy: StreamPolicy | None = None,
         share: float = 1.0,
+        tail_tokens: int = 0,
     ) -> None:
-        """policy: what streamed loads ask for first. share: of other loads' tokens, those to be exact."""
+        """policy: what streamed loads ask for first. share: of other loads' tokens, those to be exact.
+
+        tail_tokens: of a piece of a block, for a pool of TokenPages alone.
+        """
+        assert not tail_tokens or isinstance(pool, TokenPages)
+        self._tail_tokens = tail_tokens
         self.cache = cache
         self._states = states
         self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
@@ -92,10 +99,7 @@ class WorkerHalf:
         self._lost: list[BlockKey] = []
         self._failed: list[str] = []
         self._rough: list[str] = []
-        # By name and labels.
-        self._counts: dict[tuple[str, ...], float] = {}
-        # Totals of blocks and their profiles that were told.
-        self._told: Counter[str] = Counter()
+        self._counts = WorkerCounts()
         self._is_closed = False
 
     def take_memory(self) -> None:
@@ -162,6 +166,8 @@ class WorkerHalf:
         report = LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept)
         if self._states is not None and report.blocks == len(load.order.blocks):
             report = self._load_states(load, report, self._states)
+        if load.order.tail and report.blocks == len(load.order.blocks):
+            report = self._load_tail(load, report)
         self._finish(load, report)
 
     def _finish(self, load: PageLoad, report: LoadReport) -> None:
@@ -203,7 +209,7 @@ class WorkerHalf:
         if found.is_rough:
             with self._changed:
                 self._rough.append(load.order.request)
-                self._count(part_loads=1)
+                self._counts.add(part_loads=1)
         return found.load
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
@@ -231,6 +237,13 @@ class WorkerHalf:
         load.missed_states = meta.id
         return LoadReport(0, rows.stored_bytes, found.reason)
 
+    def _load_tail(self, load: PageLoad, rows: LoadReport) -> LoadReport:
+        """Load the pieces after the blocks; a page of which some are missing is computed."""
+        metas = [self._meta(piece, load.order.is_latest, is_tail=True) for piece in load.order.tail]
+        found = self.cache.load(metas, Whole(load.take_piece), self._left_s(load))
+        load.pieces = found.blocks
+        return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes, reason=found.reason)
+
     def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
@@ -247,7 +260,7 @@ class WorkerHalf:
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
                 self._rough.append(load.order.request)
-                self._count(rough_loads=1, streamed_kl=streamed.report.kl)
+                self._counts.add(rough_loads=1, streamed_kl=streamed.report.kl)
         return report
 
     def _end(self, load: PageLoad, report: LoadReport) -> None:
@@ -260,30 +273,29 @@ class WorkerHalf:
             self._failed_requests[load.order.request] = self._step
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
-        wanted, tokens = len(load.order.blocks), self._pool.layout.tokens
-        self._count(loads=1, loaded_tokens=report.blocks * tokens, loaded_bytes=report.stored_bytes)
-        self._count(load_seconds=seconds, failed_loads=report.blocks < wanted)
-        self._count_group(False, "loaded", report.blocks, report.stored_bytes - load.state_bytes)
-        if self._states is not None and report.blocks == wanted:
-            self._count_group(True, "loaded", 1, load.state_bytes)
-        if report.blocks < wanted:
-            self._count_group(load.missed_states is not None, "missed")
+        wanted, is_whole = self._tokens_of(len(load.order.blocks), len(load.order.tail)), load.is_whole(report.blocks)
+        loaded = self._tokens_of(report.blocks, load.pieces)
+        self._counts.add(load_seconds=seconds, loaded_tokens=loaded)
+        self._counts.add_load(load, report, self._states is not None)
+        if not is_whole:
             self._failed.append(load.order.request)
         # A streamed load takes the time that it was given, which says nothing of a link.
         is_timed = load.order.stream is None or seconds > load.order.stream.within_s
         if report.reason is MissReason.DEADLINE:
-            seconds, loaded = seconds * wanted * tokens / (report.blocks * tokens or 1), wanted
-        else:
-            loaded = report.blocks
-            if report.blocks < wanted:
-                missed = load.missed_states or load.order.blocks[report.blocks].ids[self._shard]
-                self._lost.append(missed.key)
+            seconds, loaded = seconds * wanted / (loaded or 1), wanted
+        elif not is_whole:
+            missed = load.missed_states or load.first_missing(report.blocks).ids[self._shard]
+            self._lost.append(missed.key)
         if is_timed:
-            self._timings.append(LoadTiming(loaded * tokens, seconds))
+            self._timings.append(LoadTiming(loaded, seconds))
 
-    def _meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
+    def _tokens_of(self, blocks: int, pieces: int) -> int:
+        return blocks * self._tokens + pieces * self._tail_tokens
+
+    def _meta(self, block: BlockRef, is_latest: bool = False, is_tail: bool = False) -> BlockMeta:
         object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
-        return BlockMeta(object_id, block.parents[self._shard], block.start, self._pool.layout, self._label)
+        layout = replace(self._pool.layout, tokens=self._tail_tokens) if is_tail else self._pool.layout
+        return BlockMeta(object_id, block.parents[self._shard], block.start, layout, self._label)
 
     def _state_meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
         assert self._states is not None
@@ -317,7 +329,8 @@ class WorkerHalf:
                 gaps.add(order.request)
                 self._note_lost(order)
             with self._changed:
-                self._count_group(order.is_state, "taken" if is_taken else "dropped")
+                group = "states" if order.is_state else "tail" if order.is_tail else "rows"
+                self._counts.add_group(group, "taken" if is_taken else "dropped")
 
     def _pending(self, order: StoreOrder) -> PendingBlock:
         if order.is_state and self._states is not None:
@@ -325,8 +338,16 @@ class WorkerHalf:
             # They save the whole prefix.
             cost = float(order.block.start // self._tokens + 1)
             return PendingBlock(self._state_meta(order.block), lambda: capture(order.pages).block, cost, is_exact=True)
-        meta = self._meta(order.block)
+        meta = self._meta(order.block, is_tail=order.is_tail)
+        if order.is_tail:
+            return PendingBlock(meta, partial(self._capture_piece, order))
         return PendingBlock(meta, partial(self._capture, order, meta.id))
+
+    def _capture_piece(self, order: StoreOrder) -> BlockSource:
+        assert isinstance(self._pool, TokenPages)
+        start = order.block.start % self._pool.page_tokens
+        bits = self._pool.capture_tokens(order.pages[0], start, start + self._tail_tokens)
+        return lambda: bits
 
     def _capture(self, order: StoreOrder, object_id: ObjectId) -> BlockSource:
         captured = self._pool.capture(order.pages)
@@ -366,27 +387,10 @@ class WorkerHalf:
         return found
 
     def take_counts(self) -> dict[tuple[str, ...], float]:
-        """Return what was counted since the last call, by name and labels.
-
-        Of ended loads: loads, tokens, bytes, seconds, those that were rough; of each group, its blocks by result; and
-        blocks that a profile did not fit, that had none, or that were checked.
-        """
+        """Return what was counted since the last call, by name and labels; see `WorkerCounts`."""
         totals = self.cache.profiles.totals()
         with self._changed:
-            found, self._counts = self._counts, {}
-            found |= {(name,): count - self._told[name] for name, count in totals.items() if count > self._told[name]}
-            self._told = Counter(totals)
-        return found
-
-    def _count(self, **counts: float) -> None:
-        for name, count in counts.items():
-            self._counts[name,] = self._counts.get((name,), 0) + count
-
-    def _count_group(self, is_state: bool, what: str, blocks: int = 1, size: int = 0) -> None:
-        group = "states" if is_state else "rows"
-        for key, count in ((("group_blocks", group, what), blocks), (("group_bytes", group), size)):
-            if count:
-                self._counts[key] = self._counts.get(key, 0) + count
+            return self._counts.take(totals)
 
     def check(self) -> None:
         """AssertionError if a load is left over. Call it while no request runs."""

@@ -142,6 +142,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._settings.match_s_max,
             self._state_every_tokens(),
             self._model.is_drafted,
+            self._settings.tail_tokens,
         )
 
     def _state_every_tokens(self) -> int:
@@ -302,7 +303,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             cache.profiles.seek(name, command)
         self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
         policy, share, label = self._settings.stream_policy(), self._settings.importance, self._model.label
-        self._worker = WorkerHalf(cache, pool, rank, label, self._clock, kept_bytes_max, states, policy, share)
+        tail_tokens = self._settings.tail_tokens
+        self._worker = WorkerHalf(
+            cache, pool, rank, label, self._clock, kept_bytes_max, states, policy, share, tail_tokens
+        )
         self._worker.take_memory()
 
     def _encoder(self, pool: PagePool) -> Callable[[Codec], Codec]:

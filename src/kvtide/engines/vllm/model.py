@@ -89,6 +89,10 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
     if opaque and not is_exact:
         raise UnsupportedModel(f"pages of {opaque} are kept as they are: the codec must be lossless or raw")
+    if settings.tail_tokens and (opaque or not is_exact or layers.slots is not None or _is_drafted(vllm_config)):
+        raise UnsupportedModel(
+            "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
+        )
     if opaque and settings.importance < 1:
         raise UnsupportedModel(f"pages of {opaque} are kept as they are: importance has no rough values of them")
     name = str(vllm_config.model_config.model)

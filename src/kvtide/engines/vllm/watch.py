@@ -79,7 +79,8 @@ class SchedulerWatch:
         stores = dict[str, int]()
         for order in orders.stores:
             stores[order.request] = stores.get(order.request, 0) + 1
-            if self._events is not None:
+            # A piece is less than a page, and routers know pages.
+            if self._events is not None and not order.is_tail:
                 self._events.note(requests[order.request].request, [order.block])
         for name, blocks in stores.items():
             self._add(requests, name, orders.step, "kvtide.store", {"blocks": blocks})
