@@ -272,10 +272,10 @@ def contender_named(setup: AgentsSetup, name: str, work: Path) -> Iterator[Conte
 
 
 def _with_tail(contender: Contender) -> Contender:
-    """Return kvtide as who serves agents sets it: each turn goes on where the one before ended, not where a page did."""
+    """Return kvtide as who serves agents sets it: a turn goes on where the one before ended, not where a page did."""
     assert contender.transfer is not None
-    options = contender.transfer["kv_connector_extra_config"] | {"tail_tokens": TAIL_TOKENS}
-    return contender._replace(transfer=contender.transfer | {"kv_connector_extra_config": options})
+    options = {**contender.transfer["kv_connector_extra_config"], "tail_tokens": TAIL_TOKENS}
+    return contender._replace(transfer={**contender.transfer, "kv_connector_extra_config": options})
 
 
 def _mooncake(python: Path, port: int, work: Path) -> Contender:
