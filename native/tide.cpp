@@ -18,7 +18,9 @@ void tide_pack(std::span<const std::int16_t> matrix, std::size_t rows, std::size
 }
 
 std::span<const TidePath> tide_paths() {
-#if defined(__x86_64__)
+#if defined(KVTIDE_AMX)
+  static const std::array paths = {tide_amx, tide_avx512, tide_avx2, tide_portable};
+#elif defined(__x86_64__)
   static const std::array paths = {tide_avx512, tide_avx2, tide_portable};
 #else
   static const std::array paths = {tide_portable};

@@ -73,6 +73,7 @@ void put_lanes(__m128i words, __m128i lanes, std::int16_t*& list) {
 
 struct Avx2 {
   static constexpr std::size_t panels_max = 1;
+  static constexpr std::size_t block_tokens = vector_block_tokens;
 
   static void take_contexts(std::int16_t* values, std::size_t count, ContextLists<const std::int16_t>& lists) {
     std::size_t i = 0;

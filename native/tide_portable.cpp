@@ -6,6 +6,7 @@ namespace {
 
 struct Portable {
   static constexpr std::size_t panels_max = 1;
+  static constexpr std::size_t block_tokens = vector_block_tokens;
 
   static void take_contexts(std::int16_t* values, std::size_t count, ContextLists<const std::int16_t>& lists) {
     kvtide::take_contexts(values, count, lists);

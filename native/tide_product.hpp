@@ -13,8 +13,9 @@
 namespace kvtide {
 namespace {
 
-// Tokens whose sums are kept while the panels of a matrix pass by: a panel then stays in the nearest cache.
-constexpr std::size_t block_tokens = 64;
+// Tokens whose sums are kept while the panels of a matrix pass by: a panel then stays in the nearest cache. Other kernels may take
+// other numbers, `Isa::block_tokens`.
+constexpr std::size_t vector_block_tokens = 64;
 // Rows and columns of a tile that is transposed at once.
 constexpr std::size_t tile_rows = 8;
 
@@ -31,35 +32,46 @@ struct Tile {
   std::size_t sums_stride;
 };
 
+// How many of these tokens are multiplied at a time: what buffers must hold.
+template <class Isa>
+std::size_t tokens_at_once(std::size_t tokens) {
+  return std::min(Isa::block_tokens, padded(tokens, tide_panel_tokens));
+}
+
 // Columns that a product writes: whole panels of them.
 constexpr std::size_t panel_columns(std::size_t columns) { return tide_panels(columns) * tide_panel_columns; }
 
-// Tokens times a matrix. `Isa::multiply<n>` takes a tile of n panels, n to `Isa::panels_max`.
+// Tokens times a matrix. `Isa::multiply<n>` takes a tile of n panels, n to `Isa::panels_max`. AMX specialises all of it.
 template <class Isa>
 class Product {
  public:
   explicit Product(const TideMatrix& matrix)
-      : matrix_(matrix), pairs_(tide_pairs(matrix.used_rows)), listed_(block_tokens / tide_panel_tokens * pairs_) {}
+      : matrix_(matrix), pairs_(tide_pairs(matrix.used_rows)), listed_(Isa::block_tokens / tide_panel_tokens * pairs_) {}
 
   std::size_t pairs() const { return pairs_; }
 
-  // tokens: panels of [pairs][4][2]; count is a multiple of 4, up to block_tokens. sums: of (count, panel_columns), a token's `stride`
-  // behind those of the one before.
-  void run(const std::int16_t* tokens, std::size_t count, std::int32_t* sums, std::size_t stride) {
-    std::array<std::size_t, block_tokens / tide_panel_tokens> listed;
+  // tokens: panels of [pairs][4][2], which `run` reads; count is a multiple of 4, up to Isa::block_tokens.
+  void put(const std::int16_t* tokens, std::size_t count) {
+    tokens_ = tokens;
+    count_ = count;
     for (std::size_t i = 0; i < count / tide_panel_tokens; ++i) {
-      listed[i] = list_pairs(tokens + i * tide_panel_tokens * pairs_ * 2, listed_.data() + i * pairs_);
+      listed_counts_[i] = list_pairs(tokens + i * tide_panel_tokens * pairs_ * 2, listed_.data() + i * pairs_);
     }
-    const std::size_t panel_size = tide_pairs(matrix_.rows) * tide_panel_columns * 2, panels = tide_panels(matrix_.used_columns);
-    for (std::size_t panel = 0; panel < panels;) {
-      const std::size_t width = std::min(Isa::panels_max, panels - panel);
-      for (std::size_t first = 0; first < count; first += tide_panel_tokens) {
+  }
+
+  // Multiplies what was put by the matrix's panels [start, stop). sums: of (count, those panels' columns), a token's `stride` behind those
+  // of the one before.
+  void run(std::size_t start, std::size_t stop, std::int32_t* sums, std::size_t stride) {
+    const std::size_t panel_size = tide_pairs(matrix_.rows) * tide_panel_columns * 2;
+    for (std::size_t panel = start; panel < stop;) {
+      const std::size_t width = std::min(Isa::panels_max, stop - panel);
+      for (std::size_t first = 0; first < count_; first += tide_panel_tokens) {
         const std::size_t i = first / tide_panel_tokens;
-        const Tile tile = {tokens + first * pairs_ * 2,
+        const Tile tile = {tokens_ + first * pairs_ * 2,
                            matrix_.panels.data() + panel * panel_size,
                            panel_size,
-                           {listed_.data() + i * pairs_, listed[i]},
-                           sums + first * stride + panel * tide_panel_columns,
+                           {listed_.data() + i * pairs_, listed_counts_[i]},
+                           sums + first * stride + (panel - start) * tide_panel_columns,
                            stride};
         multiply(tile, width);
       }
@@ -94,8 +106,19 @@ class Product {
 
   const TideMatrix& matrix_;
   std::size_t pairs_;
+  const std::int16_t* tokens_ = nullptr;
+  std::size_t count_ = 0;
   std::vector<std::uint32_t> listed_;  // for each panel of tokens, room for all pairs
+  std::array<std::size_t, Isa::block_tokens / tide_panel_tokens> listed_counts_;
 };
+
+// Puts up to Isa::block_tokens, of which the last panel's need not be there, and multiplies them by all of the matrix.
+template <class Isa>
+void multiply_all(Product<Isa>& product, const TideMatrix& matrix, const std::int16_t* tokens, std::size_t count, std::int32_t* sums,
+                  std::size_t stride) {
+  product.put(tokens, padded(count, tide_panel_tokens));
+  product.run(0, tide_panels(matrix.used_columns), sums, stride);
+}
 
 // to[column + i][row + j] = from[row + j][column + i] for all rows and columns; `Isa::transpose` does whole tiles of 8 by 8.
 template <class Isa>

@@ -250,7 +250,7 @@ template <class Isa>
 class Values {
  public:
   explicit Values(const TideProject& job)
-      : job_(job), whole_(block_tokens * job.shape.values()), exact_(job.shape.values()), coded_(exact_.size()) {}
+      : job_(job), whole_(tokens_at_once<Isa>(job.shape.tokens) * job.shape.values()), exact_(job.shape.values()), coded_(exact_.size()) {}
 
   void put(std::span<const std::int16_t> whole, std::size_t token) {
     std::copy_n(whole.begin(), exact_.size(), whole_.begin() + static_cast<std::ptrdiff_t>(token * exact_.size()));
@@ -281,19 +281,21 @@ template <class Isa>
 class OneProduct {
  public:
   explicit OneProduct(const TideProject& job)
-      : columns_(job.matrix.used_columns), stride_(panel_columns(columns_)), product_(job.matrix),
-        panels_(block_tokens * padded(job.shape.values(), 2)), sums_(block_tokens * stride_) {}
+      : job_(job), columns_(job.matrix.used_columns), stride_(panel_columns(columns_)), product_(job.matrix),
+        panels_(tokens_at_once<Isa>(job.shape.tokens) * padded(job.shape.values(), 2)),
+        sums_(tokens_at_once<Isa>(job.shape.tokens) * stride_) {}
 
   void put(std::span<const std::int16_t> whole, std::size_t token) {
     put_token(whole, panels_.data() + token / tide_panel_tokens * tide_panel_tokens * whole.size(), token % tide_panel_tokens);
   }
-  void run(std::size_t count, int*) { product_.run(panels_.data(), padded(count, tide_panel_tokens), sums_.data(), stride_); }
+  void run(std::size_t count, int*) { multiply_all(product_, job_.matrix, panels_.data(), count, sums_.data(), stride_); }
 
   bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
     return code_sums(std::span(sums_).subspan(token * stride_, columns_), halvings, square, steps, seen);
   }
 
  private:
+  const TideProject& job_;
   std::size_t columns_, stride_;
   Product<Isa> product_;
   std::vector<std::int16_t> panels_;
@@ -307,22 +309,22 @@ class BlockProducts {
   explicit BlockProducts(const TideProject& job)
       : job_(job), block_(job.stage.block), matrix_{{}, block_, block_, block_, block_}, product_(matrix_), mix_(job.matrix),
         width_(job.shape.values() + tide_panel_columns), mixed_width_(panel_columns(job.matrix.used_columns)),
-        panels_(block_tokens * job.shape.values()), of_blocks_(block_tokens * width_), of_mix_(block_tokens * mixed_width_),
-        mixed_(block_tokens * mix_.pairs() * 2), strongest_(padded(job.matrix.rows, 2)), exact_(job.stage.places.size()) {}
+        tokens_(tokens_at_once<Isa>(job.shape.tokens)), panels_(tokens_ * job.shape.values()), of_blocks_(tokens_ * width_),
+        of_mix_(tokens_ * mixed_width_), mixed_(tokens_ * mix_.pairs() * 2), strongest_(padded(job.matrix.rows, 2)),
+        exact_(job.stage.places.size()) {}
 
   void put(std::span<const std::int16_t> whole, std::size_t token) {
     for (std::size_t first = 0; first < job_.shape.values(); first += block_) {
-      std::int16_t* to = panels_.data() + first * block_tokens + token / tide_panel_tokens * tide_panel_tokens * block_;
+      std::int16_t* to = panels_.data() + first * tokens_ + token / tide_panel_tokens * tide_panel_tokens * block_;
       put_token(whole.subspan(first, block_), to, token % tide_panel_tokens);
     }
   }
 
   void run(std::size_t count, int* halvings) {
-    const std::size_t padded_count = padded(count, tide_panel_tokens);
     // The last panel of a block may reach beyond it, into the next one's columns, which are written later.
     for (std::size_t first = 0; first < job_.shape.values(); first += block_) {
       matrix_.panels = job_.stage.block_panels.subspan(first / block_ * job_.stage.panel_size(), job_.stage.panel_size());
-      product_.run(panels_.data() + first * block_tokens, padded_count, of_blocks_.data() + first, width_);
+      multiply_all(product_, matrix_, panels_.data() + first * tokens_, count, of_blocks_.data() + first, width_);
     }
     std::vector<std::int32_t> sums(job_.matrix.rows);
     for (std::size_t t = 0; t < count; ++t) {
@@ -330,7 +332,7 @@ class BlockProducts {
       if (!to_sixteenths(sums.data(), sums.size(), std::max(halvings[t], 0), strongest_.data())) halvings[t] = -1;
       put_token(strongest_, mixed_.data() + t / tide_panel_tokens * tide_panel_tokens * strongest_.size(), t % tide_panel_tokens);
     }
-    mix_.run(mixed_.data(), padded_count, of_mix_.data(), mixed_width_);
+    multiply_all(mix_, job_.matrix, mixed_.data(), count, of_mix_.data(), mixed_width_);
   }
 
   bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
@@ -347,23 +349,23 @@ class BlockProducts {
   const std::size_t block_;
   TideMatrix matrix_;
   Product<Isa> product_, mix_;
-  std::size_t width_, mixed_width_;
+  std::size_t width_, mixed_width_, tokens_;
   std::vector<std::int16_t> panels_;
   std::vector<std::int32_t> of_blocks_, of_mix_;
   std::vector<std::int16_t> mixed_, strongest_;
   std::vector<std::int32_t> exact_;  // sums of a token in coded order
 };
 
-template <class Transform, ElementType type>
+template <class Isa, class Transform, ElementType type>
 bool project_by(const TideProject& job, std::size_t columns) {
   const TideShape& shape = job.shape;
   Transform transform(job);
   TokenReader<type> reader(job);
   Seen seen(columns);
-  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
-    const std::size_t count = std::min(block_tokens, shape.tokens - start);
-    int halvings[block_tokens];
-    double squares[block_tokens];
+  for (std::size_t start = 0; start < shape.tokens; start += Isa::block_tokens) {
+    const std::size_t count = std::min(Isa::block_tokens, shape.tokens - start);
+    int halvings[Isa::block_tokens];
+    double squares[Isa::block_tokens];
     for (std::size_t t = 0; t < count; ++t) {
       if (!reader.read(start + t)) return false;
       halvings[t] = job.apart[start + t] ? -1 : reader.halvings();
@@ -388,9 +390,9 @@ bool project_by(const TideProject& job, std::size_t columns) {
 template <class Isa>
 bool project_tokens(const TideProject& job) {
   return with_type(job.shape.type, [&]<ElementType type>() {
-    if (job.stage.block != 0) return project_by<BlockProducts<Isa>, type>(job, job.stage.places.size());
-    if (job.is_coded.empty()) return project_by<OneProduct<Isa>, type>(job, job.matrix.used_columns);
-    return project_by<Values<Isa>, type>(job, job.shape.values());
+    if (job.stage.block != 0) return project_by<Isa, BlockProducts<Isa>, type>(job, job.stage.places.size());
+    if (job.is_coded.empty()) return project_by<Isa, OneProduct<Isa>, type>(job, job.matrix.used_columns);
+    return project_by<Isa, Values<Isa>, type>(job, job.shape.values());
   });
 }
 

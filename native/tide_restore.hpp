@@ -244,16 +244,19 @@ template <class Isa, ElementType type>
 void restore_products(const TideRestore& job, TokenWriter<type>& writer) {
   const TideShape& shape = job.shape;
   Product<Isa> product(job.matrix);
-  const std::size_t stride = panel_columns(job.matrix.used_columns);
+  // A stream of K or V may begin within a panel, and end within another.
+  const std::size_t channels = shape.channels(), stride = panel_columns(channels) + tide_panel_columns;
   std::vector<std::int16_t> panels(padded(shape.tokens, tide_panel_tokens) * product.pairs() * 2);
-  std::vector<std::int32_t> sums(block_tokens * stride);
+  std::vector<std::int32_t> sums(tokens_at_once<Isa>(shape.tokens) * stride);
   token_panels(shape.tokens, job.matrix.used_rows, panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, row, to); });
-  for (std::size_t start = 0; start < shape.tokens; start += block_tokens) {
-    const std::size_t count = std::min(block_tokens, shape.tokens - start);
-    product.run(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens), sums.data(), stride);
+  for (std::size_t start = 0; start < shape.tokens; start += Isa::block_tokens) {
+    const std::size_t count = std::min(Isa::block_tokens, shape.tokens - start);
+    product.put(panels.data() + start * product.pairs() * 2, padded(count, tide_panel_tokens));
     for (std::size_t stream = 0; stream < shape.streams(); ++stream) {
+      const std::size_t first = stream * channels / tide_panel_columns, offset = stream * channels % tide_panel_columns;
+      product.run(first, tide_panels((stream + 1) * channels), sums.data(), stride);
       for (std::size_t t = 0; t < count; ++t) {
-        writer.write(stream, job.places[start + t], sums.data() + t * stride + stream * shape.channels(), job.scale.data());
+        writer.write(stream, job.places[start + t], sums.data() + t * stride + offset, job.scale.data());
       }
     }
   }
@@ -264,15 +267,15 @@ template <class Isa>
 std::vector<std::int16_t> unmixed(const TideRestore& job, std::span<const std::uint32_t> coded, std::size_t stride) {
   const std::size_t tokens = job.shape.tokens, count = job.matrix.used_columns, width = panel_columns(count);
   Product<Isa> product(job.matrix);
-  std::vector<std::int32_t> sums(block_tokens * width);
-  std::vector<std::int16_t> panels(stride * product.pairs() * 2), rows(count * stride), tile(block_tokens * count);
+  std::vector<std::int32_t> sums(tokens_at_once<Isa>(tokens) * width);
+  std::vector<std::int16_t> panels(stride * product.pairs() * 2), rows(count * stride), tile(tokens_at_once<Isa>(tokens) * count);
   token_panels(tokens, coded.size(), panels.data(), [&](std::size_t row, std::int16_t* to) { pull_row<Isa>(job, coded[row], to); });
-  std::array<const std::int16_t*, block_tokens> from;
+  std::array<const std::int16_t*, Isa::block_tokens> from;
   std::vector<std::int16_t*> to(count);
-  for (std::size_t t = 0; t < block_tokens; ++t) from[t] = tile.data() + t * count;
-  for (std::size_t start = 0; start < tokens; start += block_tokens) {
-    const std::size_t here = std::min(block_tokens, tokens - start);
-    product.run(panels.data() + start * product.pairs() * 2, padded(here, tide_panel_tokens), sums.data(), width);
+  for (std::size_t t = 0; t < tokens_at_once<Isa>(tokens); ++t) from[t] = tile.data() + t * count;
+  for (std::size_t start = 0; start < tokens; start += Isa::block_tokens) {
+    const std::size_t here = std::min(Isa::block_tokens, tokens - start);
+    multiply_all(product, job.matrix, panels.data() + start * product.pairs() * 2, here, sums.data(), width);
     for (std::size_t t = 0; t < here; ++t) to_sixteenths(sums.data() + t * width, count, 0, tile.data() + t * count);
     for (std::size_t c = 0; c < count; ++c) to[c] = rows.data() + c * stride + start;
     transpose<Isa>(from.data(), here, count, to.data());
@@ -303,7 +306,7 @@ void restore_blocks(const TideRestore& job, TokenWriter<type>& writer) {
   // The last panel of a block may reach beyond it, into the next one's columns, which are written later, or into these.
   const std::size_t width = shape.head_dim + tide_panel_columns;
   std::vector<std::int16_t> panels(blocks * panel_size);
-  std::vector<std::int32_t> sums(block_tokens * width);
+  std::vector<std::int32_t> sums(tokens_at_once<Isa>(shape.tokens) * width);
   TideMatrix matrix{{}, block, block, block, block};
   Product<Isa> product(matrix);
   for (std::size_t i = 0; i < shape.streams() * shape.heads; ++i) {
@@ -320,12 +323,12 @@ void restore_blocks(const TideRestore& job, TokenWriter<type>& writer) {
         }
       });
     }
-    for (std::size_t start = 0; start < tokens; start += block_tokens) {
-      const std::size_t count = std::min(block_tokens, tokens - start);
+    for (std::size_t start = 0; start < tokens; start += Isa::block_tokens) {
+      const std::size_t count = std::min(Isa::block_tokens, tokens - start);
       for (std::size_t b = 0; b < blocks; ++b) {
         matrix.panels = job.stage.block_panels.subspan((i * blocks + b) * job.stage.panel_size(), job.stage.panel_size());
         const std::int16_t* from = panels.data() + b * panel_size + start * product.pairs() * 2;
-        product.run(from, padded(count, tide_panel_tokens), sums.data() + b * block, width);
+        multiply_all(product, matrix, from, count, sums.data() + b * block, width);
       }
       for (std::size_t t = 0; t < count; ++t) {
         writer.write_head(i / shape.heads, job.places[start + t], i % shape.heads, sums.data() + t * width);

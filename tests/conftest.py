@@ -28,6 +28,7 @@ NIGHTLY_FACTOR = 30
 # Skips that stay skips where KVTIDE_NO_SKIPS makes failures of all others: what can't be installed here.
 HARDWARE_REASONS = (
     "needs a processor with AVX-512",
+    "needs a processor with AMX",
     "needs a CUDA device",
     "the kernels are for x86-64",
     "needs an environment of its own: make test-vllm",

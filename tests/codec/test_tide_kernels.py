@@ -169,6 +169,41 @@ def test_transforms_in_two_stages_are_the_twins(path: str, seed: int, tokens: in
     assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
 
 
+NEEDS_AMX = pytest.mark.skipif("amx" not in PATHS, reason="needs a processor with AMX")
+OTHERS = [path for path in PATHS if path != "amx"]
+
+
+@pytest.mark.parametrize("path", [pytest.param("amx", marks=NEEDS_AMX), *OTHERS])
+@pytest.mark.parametrize("most", [1, 8, 2039, 2047, 32767])
+# Runs of 768 rows and of 256 columns and tokens, and sizes that are no multiples of anything.
+@pytest.mark.parametrize(("used", "tokens", "channels"), [(65, 33, 1), (129, 65, 35), (770, 300, 193), (1600, 257, 9)])
+def test_products_of_any_numbers_are_sums_modulo_two_to_the_32(
+    path: str, most: int, used: int, tokens: int, channels: int
+) -> None:
+    rng = np.random.default_rng(most + used)
+    matrix = rng.integers(-32768, 32768, (used, 2 * channels)).astype(np.int16)
+    coded = rng.integers(-most - 1, most + 1, (used, tokens)).astype(np.int16)
+    # Numbers on both sides of where a byte is signed, or a carry goes too far, and rows and tokens without any.
+    edges = np.array([-2048, -9, -8, -1, 0, 7, 8, 2039, 2040, 2047])
+    coded[:2] = rng.choice(edges[np.abs(edges) <= most], (2, tokens))
+    coded[rng.random(used) < 0.4] = 0
+    coded[used // 2 : used // 2 + 64, : tokens // 2] = 0
+    matrix[rng.random(matrix.shape) < 0.1] = rng.choice([-32768, -32640, 32639, 32640, 32767, 0, 127, 128, -129])
+    classes, pulls = np.zeros((used, 4), dtype=np.uint16), np.array([[0, 3, -5, -7]], dtype=np.int8)
+    places = np.arange(tokens, dtype=np.uint16)
+    zero, one = np.zeros(2 * channels, dtype=np.float32), np.ones(2 * channels, dtype=np.float32)
+    out = np.empty((2, tokens, channels), dtype=np.float32)
+    args = (coded, classes, pulls, places, zero, one, packed(matrix), (used, 2 * channels), NO_ORDER, NO_STAGE)
+    bits, shape, code = block_of(out)
+    _native.tide_restore(path, *args, no_apart(channels), no_turns(tokens), bits, shape, code)
+    pull = pulls[0, np.clip(np.abs(coded), 0, 3)].astype(np.int16) * (coded != -32768)
+    sixteenths = coded * np.int16(16) - np.where(coded < 0, -pull, pull)
+    # Whole numbers below 2^53: exact.
+    sums = sixteenths.T.astype(np.float64) @ matrix.astype(np.float64)
+    expected = sums.astype(np.int64).astype(np.int32).astype(np.float32)
+    assert np.array_equal(out.transpose(1, 0, 2).reshape(tokens, -1), expected)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     rng = np.random.default_rng(3)
