@@ -198,12 +198,8 @@ def _weighted_moments(
     return weighted
 
 
-def stages_for(
-    layout: BlockLayout, cost: Cost, has_all: bool, weighted: Callable[[int], NDArray[np.float64]]
-) -> Stages | None:
-    """Return the stages of a transform of these layers, None for one stage. has_all: moments are of all pairs."""
-    if not is_staged(cost, layout):
-        return None
+def stages_for(layout: BlockLayout, has_all: bool, weighted: Callable[[int], NDArray[np.float64]]) -> Stages:
+    """Return the stages of the transforms of these layers, of which each has two. has_all: moments are of all pairs."""
     return choose_stages(layout, weighted) if has_all else Stages(block_sizes(layout)[0], 0)
 
 
@@ -226,8 +222,8 @@ def draft_profile(
     mean, weight, weighted = spread.mean, spread.weights(power), _weighted_moments(spread, moments, power)
     span, channels, squares = transform_layers(cost, layout), layout.kv_heads * layout.head_dim, moments["square"]
     groups = range(len(mean))
-    if stages is None and squares.ndim > 2:
-        stages = stages_for(layout, cost, squares.ndim == 3, weighted)
+    if stages is None and is_staged(cost, layout):
+        stages = stages_for(layout, squares.ndim == 3, weighted)
     if squares.ndim == 2:
         arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
     elif stages is not None:

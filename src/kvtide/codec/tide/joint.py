@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockLayout
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.fit import COSTS, section_layers, stages_for, weighted_moments, weighted_power
+from kvtide.codec.tide.fit import COSTS, is_staged, section_layers, stages_for, weighted_moments, weighted_power
 from kvtide.codec.tide.stages import Stages
 from kvtide.group import ALL_ROWS
 
@@ -46,10 +46,12 @@ def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
 def joint_stages(
     rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]], power: float | None
 ) -> Stages | None:
-    """Return the stages of all groups' transforms, None for one stage; by all layers, which share a profile's bytes.
+    """Return the stages of all groups' transforms, None if one has no two; by all, which share a profile's bytes.
 
     power: `joint_power`, None for a lone group's own.
     """
+    if not all(is_staged(COSTS[cost_name], layout) for layout, _ in groups):
+        return None
     homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
     moments = [weighted_moments(*each, power) for each in groups]
 
@@ -58,7 +60,7 @@ def joint_stages(
         return moments[group](layer)
 
     has_all = all(each["square"].ndim == 3 for _, each in groups)
-    return stages_for(rows.layout, COSTS[cost_name], has_all, weighted)
+    return stages_for(rows.layout, has_all, weighted)
 
 
 def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
