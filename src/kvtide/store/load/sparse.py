@@ -27,6 +27,7 @@ from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReas
 from kvtide.store.load.fronts import ALL_FRONTS, FrontsWanted, PackedFront, PackedPart, stop_of
 from kvtide.tier.base import Tier
 from kvtide.tier.breaker import until
+from kvtide.tier.buffers import recycled_buffer
 from kvtide.tier.source import RangeRead, read_ranges
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, header_and_table_bytes, parse_header
@@ -188,7 +189,9 @@ class SparseLoad:
 
     def _decode(self, front: PackedFront, sink: Callable[[BlockBits], None]) -> PackedPart:
         part = front.part
-        bits: BlockBits = np.empty(part.meta.layout.shape, part.meta.layout.bits_dtype)
+        # New memory, which the system clears, would cost as much as decoding.
+        room = np.frombuffer(recycled_buffer(part.meta.layout.raw_bytes), part.meta.layout.bits_dtype)
+        bits: BlockBits = room.reshape(part.meta.layout.shape)
         front.codec.decode_base(part.meta, front.base, bits)
         for entry in front.leading:
             try:
