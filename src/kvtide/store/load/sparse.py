@@ -190,8 +190,8 @@ class SparseLoad:
     def _decode(self, front: PackedFront, sink: Callable[[BlockBits], None]) -> PackedPart:
         part = front.part
         # New memory, which the system clears, would cost as much as decoding.
-        room = np.frombuffer(recycled_buffer(part.meta.layout.raw_bytes), part.meta.layout.bits_dtype)
-        bits: BlockBits = room.reshape(part.meta.layout.shape)
+        layout = part.meta.layout
+        bits: BlockBits = np.ndarray(layout.shape, layout.bits_dtype, recycled_buffer(layout.raw_bytes))
         front.codec.decode_base(part.meta, front.base, bits)
         for entry in front.leading:
             try:
