@@ -111,12 +111,12 @@ def levers(model: TideModel) -> list[Lever]:
         Lever("trellis of 4 states", None, Trellis(4)),
         Lever("trellis of 8 states", None, Trellis(8)),
         Lever("trellis of 8 states, bits at a third of the price", None, Trellis(8, LOW_PRICE)),
-        Lever("320 of each 5 layers, 10 layers mixed", Mixed(2, 320), LevelChoice(0)),
-        Lever("320 of each 5 layers, all layers mixed", mixed, LevelChoice(0)),
+        Lever("320 of each group, two groups mixed", Mixed(2, 320), LevelChoice(0)),
+        Lever("320 of each group, all groups mixed", mixed, LevelChoice(0)),
         Lever("weights of heads by what the model says", Reweighed(model), LevelChoice(0)),
         Lever("first layers less what embeddings predict", Predicted(1), LevelChoice(0)),
-        Lever("all layers mixed, lengths by what was coded before", mixed, LoudClasses(0)),
-        Lever("all layers mixed, trellis of 8 states", mixed, Trellis(8)),
+        Lever("all groups mixed, lengths by what was coded before", mixed, LoudClasses(0)),
+        Lever("all groups mixed, trellis of 8 states", mixed, Trellis(8)),
     ]
 
 
