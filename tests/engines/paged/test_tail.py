@@ -13,7 +13,7 @@ from tests.engines.paged.test_halves import ToyEngine, held
 
 from kvtide.engines.paged.pages import CellOrder
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import TrackedSequence, tail_namespace
+from kvtide.engines.paged.sequence import TrackedSequence, WorkerReport, tail_namespace
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.store.cache import Cache
 from kvtide.types import Namespace
@@ -160,6 +160,16 @@ def test_prompt_stores_its_tail_once_and_answers_store_none(engine: Callable[...
     one.finish("a")
     kinds = [["tail" if order.is_tail else "block" for order in each] for each in found]
     assert kinds == [["block"], ["block", "tail", "tail"], [], [], ["block"], []]
+
+
+def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(engine: Callable[..., TailEngine]) -> None:
+    tokens = list(range(30))
+    one = engine()
+    one.ask("a", tokens[:20])
+    one.scheduler.heard(WorkerReport(0, (), (), (), rough=("a",)))
+    pages = one.pages(30)
+    assert one.step(ScheduledRequest("a", tokens[:20], 20, lambda: pages)).stores == ()
+    one.finish("a")
 
 
 def test_pieces_of_another_size_or_of_blocks_have_other_names() -> None:

@@ -280,9 +280,9 @@ class SchedulerHalf:
         if sequence is None or sequence.is_tail_settled or scheduled.computed_tokens < sequence.prompt_tokens:
             return
         sequence.is_tail_settled = True
-        if not sequence.may_store:
-            return
         blocks = sequence.prompt_tokens // self._block_tokens
+        if self._is_rough(sequence, sequence.blocks(scheduled.tokens)[:blocks]) or not sequence.may_store:
+            return
         pieces = sequence.tail(scheduled.tokens, blocks, sequence.prompt_tokens)
         fresh = [piece for piece in pieces if not self._lookups.are_held([piece])]
         pages = scheduled.pages() if fresh else ()
