@@ -281,19 +281,6 @@ def test_weighed_attention_is_the_usual_one_and_its_mass(suffix: int) -> None:
         )
 
 
-def test_weighed_attention_of_16_bits_is_the_usual_one_as_far_as_logits_of_16_bits_go() -> None:
-    rng = np.random.default_rng(4)
-    shapes = ((1, 6, 5, 8), (1, 2, 45, 8), (1, 2, 45, 8))
-    query, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float32)).bfloat16() for shape in shapes)
-    mask = torch.ones(1, 1, 5, 45, dtype=torch.bool).tril(40)
-    usual, _ = grouped_attention(torch.nn.Module(), query, key, value, mask, scaling=0.25)
-    output, mass = weighed_attention(query, key, value, 40, 0.25, WeightRoom())
-    exact = attention_mass(query[0].float(), key[0].float(), list(range(6)), 40, 0.25)
-    assert output.dtype is torch.bfloat16 and mass.dtype == np.float32
-    assert torch.allclose(output.float(), usual.float(), atol=0.02)
-    assert np.allclose(mass, exact, rtol=0.03)
-
-
 @pytest.mark.parametrize("suffix", [WEIGHED_TOKENS, WEIGHED_TOKENS + 1])
 def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefix: Prefix, suffix: int) -> None:
     prefix.ids = [*prefix.ids[:PREFIX], *(number % 50 for number in range(suffix))]

@@ -123,10 +123,10 @@ class WeightRoom:
         self._room: torch.Tensor | None = None
 
     def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return room for float32, with anything in it; what was returned before is no longer valid."""
+        """Return room for a tensor, with anything in it; what was returned before is no longer valid."""
         size = math.prod(shape)
         if self._room is None or self._room.numel() < size:
-            self._room = like.new_empty(size, dtype=torch.float32)
+            self._room = like.new_empty(size)
         return self._room[:size].view(shape)
 
 
@@ -135,22 +135,18 @@ def weighed_attention(
 ) -> tuple[torch.Tensor, Floats]:
     """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
 
-    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it. Logits
-    of 16 bits are rounded to these, as the model's own eager attention has them; their softmax is not.
+    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it.
     """
     _, heads, suffix, head_dim = query.shape
     kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
     packed = query.reshape(kv_heads, rows, head_dim) * scaling
     weights = room.of(query, (kv_heads, rows, key.shape[2]))
-    if query.dtype is torch.float32:
-        torch.bmm(packed, key[0].transpose(1, 2), out=weights)
-    else:
-        weights.copy_(torch.bmm(packed, key[0].transpose(1, 2)))
+    torch.bmm(packed, key[0].transpose(1, 2), out=weights)
     by_head = weights.view(heads, suffix, -1)
     hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
     by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
     torch.softmax(weights, -1, out=weights)
-    output = torch.bmm(weights.to(value.dtype), value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
+    output = torch.bmm(weights, value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
     mass: Floats = (by_head[:, -PROBE_TOKENS:, :tokens].mean(dim=1) * tokens).cpu().numpy()
     return output, mass
 

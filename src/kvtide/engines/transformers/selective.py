@@ -289,7 +289,7 @@ class SparsePrefix:
             and self._keys is None
             and asked == list(range(heads))
             and suffix <= WEIGHED_TOKENS
-            and query.dtype in (torch.float32, torch.bfloat16)
+            and query.dtype is torch.float32
         )
 
     def _choose(self, layer: int, by_head: Floats, scaling: float) -> None:
