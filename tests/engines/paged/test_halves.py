@@ -46,14 +46,32 @@ def _namespaces(shards: int = 1) -> Namespaces:
 class ToyEngine:
     """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
 
-    def __init__(self, open_cache: Callable[..., Cache], store: str, shards: int = 1, kept_bytes_max: int = 0) -> None:
+    def __init__(
+        self,
+        open_cache: Callable[..., Cache],
+        store: str,
+        shards: int = 1,
+        kept_bytes_max: int = 0,
+        tail_tokens: int = 0,
+    ) -> None:
         self.clock = SystemClock()
         cache = open_cache(store, load_s_max=5.0)
         # A busy machine is no slow store.
-        self.scheduler = SchedulerHalf(cache, _namespaces(shards), BLOCK, PAGE_TOKENS, self.clock, 20.0)
+        self.scheduler = SchedulerHalf(
+            cache, _namespaces(shards), BLOCK, PAGE_TOKENS, self.clock, 20.0, tail_tokens=tail_tokens
+        )
         self.pool, self.layers = host_pages(ORDER, pages=64)
-        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max)
+        self.worker = WorkerHalf(
+            open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max, tail_tokens=tail_tokens
+        )
         self._free = iter(range(1, 64))
+
+    def close(self) -> None:
+        """End it; AssertionError if anything of a request is left."""
+        self.scheduler.check()
+        self.worker.check()
+        self.scheduler.close()
+        self.worker.close()
 
     def pages(self, tokens: int) -> list[int]:
         return [next(self._free) for _ in range(-(-tokens // PAGE_TOKENS))]
@@ -135,10 +153,7 @@ def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callab
 
     yield make
     for engine in made:
-        engine.scheduler.check()
-        engine.worker.check()
-        engine.scheduler.close()
-        engine.worker.close()
+        engine.close()
 
 
 PROMPT = list(range(3 * BLOCK + 3))

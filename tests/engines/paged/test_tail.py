@@ -12,9 +12,8 @@ from tests.engines.paged.pools import PAGE_TOKENS, host_pages, random_block
 from tests.engines.paged.test_halves import ToyEngine, held
 
 from kvtide.engines.paged.pages import CellOrder
-from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
+from kvtide.engines.paged.scheduler import ScheduledRequest
 from kvtide.engines.paged.sequence import TrackedSequence, WorkerReport, tail_namespace
-from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.store.cache import Cache
 from kvtide.types import Namespace
 
@@ -22,15 +21,7 @@ PIECE = 2
 
 
 class TailEngine(ToyEngine):
-    """A toy engine whose halves store pieces of two tokens; blocks have eight, pages four."""
-
-    def __init__(self, open_cache: Callable[..., Cache], store: str, tail_tokens: int = PIECE) -> None:
-        super().__init__(open_cache, store)
-        before, self.tail_tokens = self.scheduler, tail_tokens
-        self.scheduler = SchedulerHalf(
-            before.cache, before._namespaces, 8, PAGE_TOKENS, self.clock, 20.0, tail_tokens=tail_tokens
-        )
-        self.worker = WorkerHalf(self.worker.cache, self.pool, 0, "toy", self.clock, tail_tokens=tail_tokens)
+    """A toy engine of blocks of eight tokens and pages of four, whose prompts are computed token by token."""
 
     def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
         """Run a whole prompt without loading anything; each token's values depend on all tokens up to it."""
@@ -58,15 +49,12 @@ def engine(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callabl
     made: list[TailEngine] = []
 
     def make(tail_tokens: int = PIECE) -> TailEngine:
-        made.append(TailEngine(open_cache, str(tmp_path / "store"), tail_tokens))
+        made.append(TailEngine(open_cache, str(tmp_path / "store"), tail_tokens=tail_tokens))
         return made[-1]
 
     yield make
     for each in made:
-        each.scheduler.check()
-        each.worker.check()
-        each.scheduler.close()
-        each.worker.close()
+        each.close()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +91,19 @@ def test_tail_ends_where_another_prompt_differs(engine: Callable[..., TailEngine
     second.finish("b")
     assert hit == 18
     assert np.array_equal(held(second, pages)[:, :, :18], expected(tokens, 18))
+
+
+def test_same_tail_behind_another_block_is_another_tail(engine: Callable[..., TailEngine]) -> None:
+    tail = range(500, 506)
+    prompts = {"a": [*range(16), *tail], "b": [*range(8), *range(100, 108), *tail]}
+    first, second = engine(), engine()
+    for name, tokens in prompts.items():
+        first.compute(name, tokens)
+    for name, tokens in prompts.items():
+        hit, pages, failed = second.load(name, [*tokens, 7, 8])
+        second.finish(name)
+        assert (hit, failed) == (22, set())
+        assert np.array_equal(held(second, pages)[:, :, :22], expected(tokens, 22))
 
 
 def test_what_the_engine_has_by_itself_is_not_loaded_again(engine: Callable[..., TailEngine]) -> None:
