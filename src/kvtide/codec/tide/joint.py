@@ -46,7 +46,7 @@ def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
 def joint_stages(
     rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]], power: float | None
 ) -> Stages | None:
-    """Return the stages of all groups' transforms, None if one has no two; by all, which share a profile's bytes.
+    """Return the stages of all groups' transforms, chosen by all layers, which share a profile; None for one stage.
 
     power: `joint_power`, None for a lone group's own.
     """
