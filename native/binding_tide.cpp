@@ -72,6 +72,80 @@ bool put(const std::string& path_name, const Values& values, const Which& which,
   return unlocked([&] { return path.put(rows, flat(parents), {span_of(items), span_of(cursors), span_of(stops)}); });
 }
 
+using Modes = Array<const std::uint8_t, 1>;
+using Twins = std::tuple<std::size_t, std::size_t>;
+
+// The modes of rows as the core has them; any other number is refused.
+std::vector<TideMode> modes_of(const Modes& modes) {
+  std::vector<TideMode> found;
+  for (const std::uint8_t mode : span_of(modes)) {
+    want(mode <= 2, "tide: mode must be 0, 1 or 2");
+    found.push_back(static_cast<TideMode>(mode));
+  }
+  return found;
+}
+
+TideStates states_of(const Values& values, std::span<const TideMode> modes, const Tables& tables, Twins twins, std::size_t lists) {
+  const auto [tops, digits] = twins;
+  want(modes.size() == values.shape(0) && tables.shape(0) == modes.size() && tables.shape(1) == tide_parts,
+       "tide: want a mode and tables of 4 parts for each row");
+  want(tops < lists && digits < lists, "tide: no such twin");
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    const TideMode mode = modes[i / tide_parts];
+    const std::size_t last = mode == TideMode::top ? tops : mode == TideMode::context ? digits + tide_contexts - 1 : 0;
+    want(flat(tables)[i] + last < lists, "tide: no such table");
+  }
+  return {flat(values), modes, flat(tables), values.shape(1), {tops, digits}};
+}
+
+void count_states(const std::string& path_name, const Values& values, const Values& parents, const Modes& modes, const Tables& tables,
+                  Twins twins, const Array<std::int64_t, 1>& counts) {
+  const TidePath& path = path_named(path_name);
+  const std::vector<TideMode> by_row = modes_of(modes);
+  want(parents.size() == values.size(), "tide: want a parent for each value");
+  const TideStates job = states_of(values, by_row, tables, twins, counts.size());
+  unlocked([&] { path.count_states(job, flat(parents), span_of(counts)); });
+}
+
+bool take_states(const std::string& path_name, const Values& values, const Modes& modes, const Tables& tables, Twins twins,
+                 const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
+  const TidePath& path = path_named(path_name);
+  const std::vector<TideMode> by_row = modes_of(modes);
+  want(cursors.size() == stops.size(), "tide: want a stop for each cursor");
+  want(items.size() >= tide_slack, "tide: want room behind the lists");
+  const std::span<const std::int16_t> usable = span_of(items).first(items.size() - tide_slack);
+  const TideStates job = states_of(values, by_row, tables, twins, cursors.size());
+  return unlocked([&] { return path.take_states(job, {usable, span_of(cursors), span_of(stops)}); });
+}
+
+bool put_states(const std::string& path_name, const Values& values, const Values& parents, const Modes& modes, const Tables& tables,
+                Twins twins, const Array<std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
+  const TidePath& path = path_named(path_name);
+  const std::vector<TideMode> by_row = modes_of(modes);
+  want(cursors.size() == stops.size() && parents.size() == values.size(), "tide: want a stop and a parent for each");
+  const TideStates job = states_of(values, by_row, tables, twins, cursors.size());
+  return unlocked([&] { return path.put_states(job, flat(parents), {span_of(items), span_of(cursors), span_of(stops)}); });
+}
+
+void find_path(const std::string& path_name, const ConstValues& exact, const Tables& classes, const ConstValues& rates,
+               const ConstValues& pulls, const Values& levels) {
+  const TidePath& path = path_named(path_name);
+  const std::size_t rows = exact.shape(0), tokens = exact.shape(1);
+  want(levels.size() == exact.size() && tokens > 0, "tide: want a level for each coefficient");
+  want(classes.shape(0) == rows && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
+  want(rates.shape(1) == 2 * tide_priced_levels && pulls.shape(1) == rates.shape(1) && pulls.shape(0) == rates.shape(0),
+       "tide: want 32 rates and pulls for each class");
+  want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < rates.shape(0); }), "tide: no such class");
+  want(std::ranges::all_of(flat(rates), [](int rate) { return rate >= 0 && rate <= tide_rate_max; }), "tide: a rate is too large");
+  want(std::ranges::all_of(flat(pulls), [](int pull) { return pull >= -16 && pull <= 16; }), "tide: a pull is too large");
+  const auto prices = [](const ConstValues& values) {
+    return std::span(reinterpret_cast<const TidePrices*>(values.data()), values.shape(0));
+  };
+  const TideTrellis job{flat(exact), flat(classes), prices(rates), prices(pulls), tokens, flat(levels)};
+  want(std::ranges::all_of(job.exact, [](int value) { return value >= -32600 && value <= 32600; }), "tide: a coefficient is too large");
+  unlocked([&] { path.find_path(job); });
+}
+
 void pack(const ConstValues& matrix, const Array<std::int16_t, 1>& panels) {
   const std::size_t rows = matrix.shape(0), columns = matrix.shape(1);
   want(panels.size() == tide_panels(columns) * tide_pairs(rows) * 2 * tide_panel_columns, "tide: want whole panels");
@@ -155,7 +229,7 @@ TideTurns turns_of(const Turns& turns, const TideShape& shape) {
 // None if a value is not finite; else what TideSeen has.
 std::optional<std::tuple<double, double, double>> project(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Turns& turns,
              const Floats& mean, const Floats& scale, const Array<const std::int16_t, 1>& panels, Shape shape, const Stage& stage,
-             const ConstBytes& is_coded, const Bytes& apart, const Values& out) {
+             const ConstBytes& is_coded, const Bytes& apart, const Values& out, int fraction_bits) {
   const TidePath& path = path_named(path_name);
   const TideShape found = shape_of(bits, block, type, mean, scale);
   want(apart.size() == found.tokens && out.shape(0) == found.tokens, "tide: want outputs of all tokens");
@@ -164,9 +238,10 @@ std::optional<std::tuple<double, double, double>> project(const std::string& pat
   const TideStage blocks = stage_of(stage, found, out.shape(1));
   const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, matrix_coefficients(blocks, out.shape(1), found), false, Order(), matrix_values(blocks, found))
                                                  : TideMatrix{{}, 0, 0, 0, 0};
+  want(fraction_bits == 0 || fraction_bits == tide_step_bits, "tide: steps or 16ths of them");
   TideSeen seen;
   const TideProject job{found, span_of(bits), turns_of(turns, found), span_of(mean), span_of(scale), matrix, blocks, span_of(is_coded),
-                        span_of(apart), flat(out), seen};
+                        span_of(apart), flat(out), seen, fraction_bits};
   if (!unlocked([&] { return path.project(job); })) return std::nullopt;
   return std::tuple{seen.error, seen.spread, seen.tokens};
 }
@@ -205,9 +280,9 @@ void restore(const std::string& path_name, const ConstValues& coefficients, cons
   want(coefficients.shape(1) == found.tokens && places.size() == found.tokens, "tide: want a place for each token");
   want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < found.tokens; }), "tide: bad place");
   want(classes.shape(0) == coefficients.shape(0) && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
-  want(pulls.shape(1) == 4, "tide: want four pulls for each class");
+  want(pulls.shape(1) == 4 || pulls.shape(1) == 8, "tide: want four or eight pulls for each class");
   want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
-  const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
+  const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), pulls.shape(1), span_of(places), span_of(mean), span_of(scale),
                         matrix, span_of(order), blocks, apart_of(apart, found), turns_of(turns, found), span_of(bits)};
   unlocked([&] { path.restore(job); });
 }
@@ -242,10 +317,20 @@ void bind_tide(nb::module_& module) {
   module.def("tide_put", &put, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(),
              nb::arg("tables").noconvert(), nb::arg("mode"), nb::arg("parents").noconvert(), nb::arg("items").noconvert(), nb::arg("cursors").noconvert(),
              nb::arg("stops").noconvert());
+  module.def("tide_count_states", &count_states, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("parents").noconvert(),
+             nb::arg("modes").noconvert(), nb::arg("tables").noconvert(), nb::arg("twins"), nb::arg("counts").noconvert());
+  module.def("tide_take_states", &take_states, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("modes").noconvert(),
+             nb::arg("tables").noconvert(), nb::arg("twins"), nb::arg("items").noconvert(), nb::arg("cursors").noconvert(), nb::arg("stops").noconvert());
+  module.def("tide_put_states", &put_states, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("parents").noconvert(),
+             nb::arg("modes").noconvert(), nb::arg("tables").noconvert(), nb::arg("twins"), nb::arg("items").noconvert(),
+             nb::arg("cursors").noconvert(), nb::arg("stops").noconvert());
+  module.def("tide_find_path", &find_path, nb::arg("path"), nb::arg("exact").noconvert(), nb::arg("classes").noconvert(),
+             nb::arg("rates").noconvert(), nb::arg("pulls").noconvert(), nb::arg("levels").noconvert());
   module.def("tide_pack", &pack, nb::arg("matrix").noconvert(), nb::arg("panels").noconvert());
   module.def("tide_project", &project, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"),
              nb::arg("turns"), nb::arg("mean").noconvert(), nb::arg("scale").noconvert(), nb::arg("panels").noconvert(),
-             nb::arg("shape"), nb::arg("stage"), nb::arg("is_coded").noconvert(), nb::arg("apart").noconvert(), nb::arg("out").noconvert());
+             nb::arg("shape"), nb::arg("stage"), nb::arg("is_coded").noconvert(), nb::arg("apart").noconvert(), nb::arg("out").noconvert(),
+             nb::arg("fraction_bits") = 0);
   module.def("tide_arrange", &arrange, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("places").noconvert(),
              nb::arg("rows").noconvert(), nb::arg("out").noconvert());
   module.def("tide_restore", &restore, nb::arg("path"), nb::arg("coefficients").noconvert(), nb::arg("classes").noconvert(),

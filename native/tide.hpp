@@ -46,6 +46,29 @@ struct TideLists {
   std::span<const std::int64_t> stops;
 };
 
+// Rows whose levels lie on a trellis, each in one mode: top values; digits with a context; or, in mode `digit`, levels that are here
+// already. tables: of the list of quantiser 0; that of quantiser 1 is so many tables further: for top values, for digits.
+struct TideStates {
+  std::span<std::int16_t> values;
+  std::span<const TideMode> modes;
+  std::span<const std::uint16_t> tables;
+  std::size_t tokens;
+  std::array<std::size_t, 2> twins;
+};
+
+// Exact coefficients (rows, tokens) in 16ths of a step, and what a level costs: for each class the rate of magnitudes 0 to 14, and of
+// more, in quantiser 0, then in quantiser 1, in squares of a 16th, of up to tide_rate_max; and how far each is pulled to zero, up to 16.
+inline constexpr int tide_priced_levels = 16;
+inline constexpr int tide_rate_max = 1000;
+using TidePrices = std::array<std::int16_t, 2 * tide_priced_levels>;
+struct TideTrellis {
+  std::span<const std::int16_t> exact;
+  std::span<const std::uint16_t> classes;
+  std::span<const TidePrices> rates, pulls;
+  std::size_t tokens;
+  std::span<std::int16_t> levels;
+};
+
 // Matrices in panels: [columns / 16][rows / 2][16][2], each pair of rows side by side, padded with zeros.
 constexpr std::size_t tide_pairs(std::size_t rows) { return (rows + 1) / 2; }
 constexpr std::size_t tide_panels(std::size_t columns) { return (columns + tide_panel_columns - 1) / tide_panel_columns; }
@@ -108,6 +131,7 @@ struct TideProject {
   std::span<std::uint8_t> apart;  // of each token
   std::span<std::int16_t> out;
   TideSeen& seen;
+  int fraction_bits = 0;  // of `out`: 0 for steps, 4 for 16ths of a step
 };
 
 // Tokens' columns to rows of coded order: out[row][token] = steps[places[token]][column], where `rows` names each column's row.
@@ -127,12 +151,13 @@ struct TideApart {
 };
 
 // The way back: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the
-// matrix, times scale, plus mean, turned, stored.
+// matrix, times scale, plus mean, turned, stored. With eight pulls for each class coefficients are half steps.
 struct TideRestore {
   TideShape shape;
   std::span<const std::int16_t> coefficients;  // (matrix.used_rows, tokens), tokens in the order of `places`
   std::span<const std::uint16_t> classes;      // (matrix.used_rows, tide_parts): rows of `pulls`
-  std::span<const std::int8_t> pulls;          // (classes, 4): how far magnitudes 0, 1, 2 and above are pulled to zero
+  std::span<const std::int8_t> pulls;          // (classes, 4 or 8): how far magnitudes 0, 1, 2, … and above are pulled to zero
+  std::size_t pulled;                          // 4 or 8
   std::span<const std::uint16_t> places;       // where each token belongs
   std::span<const float> mean, scale;
   TideMatrix matrix;  // rows are coefficients, columns values
@@ -152,6 +177,12 @@ struct TidePath {
   // False, with anything in the rows, if a list is too short.
   bool (*take)(const TideRows& rows, const TideLists<const std::int16_t>& lists);
   bool (*put)(const TideRows& rows, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists);
+  // As `count`, `take` and `put`, along the paths of a trellis; taken values are in half steps. False if a list is too short.
+  void (*count_states)(const TideStates& job, std::span<const std::int16_t> parents, std::span<std::int64_t> counts);
+  bool (*take_states)(const TideStates& job, const TideLists<const std::int16_t>& lists);
+  bool (*put_states)(const TideStates& job, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists);
+  // The levels of the least squared error and rate together.
+  void (*find_path)(const TideTrellis& job);
   // False if a value is not finite.
   bool (*project)(const TideProject& job);
   void (*arrange)(const TideArrange& job);

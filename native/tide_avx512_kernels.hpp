@@ -93,6 +93,50 @@ struct Avx512 {
     kvtide::pull_part(from + i, count - i, pulls, out + i);
   }
 
+  // The same of half steps, with eight pulls.
+  static void pull_half_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
+    std::int16_t eight[8];
+    for (std::size_t i = 0; i < 8; ++i) eight[i] = pulls[i];
+    const Vector each = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight)));
+    const Vector least = _mm512_set1_epi16(-32768), most = _mm512_set1_epi16(7), zero = _mm512_setzero_si512();
+    std::size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+      const Vector value = load64(from + i);
+      const Vector pull = _mm512_permutexvar_epi16(_mm512_min_epu16(_mm512_abs_epi16(value), most), each);
+      const __mmask32 is_below = _mm512_movepi16_mask(value);
+      const Vector pulled = _mm512_mask_sub_epi16(pull, is_below, zero, pull);
+      const __mmask32 has_magnitude = _mm512_cmpneq_epi16_mask(value, least);
+      _mm512_storeu_si512(out + i, _mm512_maskz_sub_epi16(has_magnitude, _mm512_slli_epi16(value, tide_step_bits - 1), pulled));
+    }
+    kvtide::pull_half_part(from + i, count - i, pulls, out + i);
+  }
+
+  static Words look_up(const Lookup& table, Words index) {
+    return reinterpret_cast<Words>(_mm512_permutexvar_epi16(reinterpret_cast<Vector>(index), load64(table.data())));
+  }
+
+  template <std::size_t lists_count>
+  static Words take_words(std::array<const std::int16_t*, lists_count>& lists, Words which) {
+    Vector found = _mm512_setzero_si512();
+    for (std::size_t i = 0; i < lists_count; ++i) {
+      const __mmask32 lanes = _mm512_cmpeq_epi16_mask(reinterpret_cast<Vector>(which), _mm512_set1_epi16(static_cast<std::int16_t>(i)));
+      found = _mm512_mask_expand_epi16(found, lanes, load64(lists[i]));
+      lists[i] += count_ones(lanes);
+    }
+    return reinterpret_cast<Words>(found);
+  }
+
+  template <std::size_t lists_count>
+  static void put_words(Words items, std::array<std::int16_t*, lists_count>& lists, Words which) {
+    for (std::size_t i = 0; i < lists_count; ++i) {
+      const __mmask32 lanes = _mm512_cmpeq_epi16_mask(reinterpret_cast<Vector>(which), _mm512_set1_epi16(static_cast<std::int16_t>(i)));
+      const int taken = count_ones(lanes);
+      const auto leading = static_cast<__mmask32>((std::uint64_t{1} << taken) - 1);
+      _mm512_mask_storeu_epi16(lists[i], leading, _mm512_maskz_compress_epi16(lanes, reinterpret_cast<Vector>(items)));
+      lists[i] += taken;
+    }
+  }
+
   // Four tokens by up to 64 columns: sixteen sums hide the latency of a product.
   template <std::size_t panels>
   [[gnu::noinline]] static void multiply(const Tile& tile) {

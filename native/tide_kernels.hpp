@@ -3,6 +3,7 @@
 
 #include "tide_lists.hpp"
 #include "tide_restore.hpp"
+#include "tide_trellis.hpp"
 
 namespace kvtide {
 namespace {
@@ -41,7 +42,7 @@ inline void add_loudness(std::span<const std::int16_t> steps, std::span<const fl
 
 template <class Isa>
 constexpr TidePath tide_path(const char* name, bool (*is_supported)()) {
-  return {name, is_supported, count_rows, take_rows<Isa>, put_rows<Isa>, project_tokens<Isa>, arrange_rows<Isa>,
+  return {name, is_supported, count_rows, take_rows<Isa>, put_rows<Isa>, count_states<Isa>, take_states<Isa>, put_states<Isa>, find_path<Isa>, project_tokens<Isa>, arrange_rows<Isa>,
           restore_tokens<Isa>, add_loudness, third_values, items_to_symbols};
 }
 

@@ -235,10 +235,20 @@ inline bool to_sixteenths(const std::int32_t* sums, std::size_t count, int halvi
   return largest <= most;
 }
 
-// Rounds a token's sums to steps and adds up what that loses; false if one does not fit.
-inline bool code_sums(std::span<const std::int32_t> sums, int halvings, double square, std::int16_t* steps, Seen& seen) {
-  if (!round_steps(sums, halvings, steps)) return false;
-  seen.add(sums, steps, tide_one_bits + tide_step_bits - halvings, square);
+// Steps in finer units, rounded. Their sums fit 16 bits: those of the steps did with as many bits to spare.
+inline void round_finer(std::span<const std::int32_t> exact, int bits, std::int16_t* out) {
+  const std::int32_t half = bits > 0 ? std::int32_t{1} << (bits - 1) : 0;
+  for (std::size_t k = 0; k < exact.size(); ++k) {
+    out[k] = static_cast<std::int16_t>((bits > 0 ? exact[k] + half : exact[k] * (1 << -bits)) >> std::max(bits, 0));
+  }
+}
+
+// Rounds a token's sums to steps and adds up what that loses; false if one does not fit. out: in 16ths of a step by `fraction_bits`.
+inline bool code_sums(std::span<const std::int32_t> sums, int halvings, double square, int fraction_bits, std::int16_t* out, Seen& seen) {
+  if (!round_steps(sums, halvings, out)) return false;
+  const int bits = tide_one_bits + tide_step_bits - halvings;
+  seen.add(sums, out, bits, square);
+  if (fraction_bits != 0) round_finer(sums, bits - fraction_bits, out);
   return true;
 }
 
@@ -266,6 +276,7 @@ class Values {
       coded_[v] = static_cast<std::int16_t>(is_coded ? steps[v] : 0);
     }
     seen.add(exact_, coded_.data(), tide_step_bits, square);
+    if (job_.fraction_bits != 0) round_finer(exact_, tide_step_bits - job_.fraction_bits, steps);
     return true;
   }
 
@@ -291,7 +302,7 @@ class OneProduct {
   void run(std::size_t count, int*) { multiply_all(product_, job_.matrix, panels_.data(), count, sums_.data(), stride_); }
 
   bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
-    return code_sums(std::span(sums_).subspan(token * stride_, columns_), halvings, square, steps, seen);
+    return code_sums(std::span(sums_).subspan(token * stride_, columns_), halvings, square, job_.fraction_bits, steps, seen);
   }
 
  private:
@@ -341,7 +352,7 @@ class BlockProducts {
       const std::size_t place = job_.stage.places[k];
       exact_[k] = place < values ? of_blocks_[token * width_ + place] : of_mix_[token * mixed_width_ + place - values];
     }
-    return code_sums(exact_, halvings, square, steps, seen);
+    return code_sums(exact_, halvings, square, job_.fraction_bits, steps, seen);
   }
 
  private:

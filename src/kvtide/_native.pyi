@@ -99,6 +99,44 @@ def tide_put(
     cursors: NDArray[np.int64],
     stops: NDArray[np.int64],
 ) -> bool: ...
+def tide_count_states(
+    path: str,
+    values: NDArray[np.int16],
+    parents: NDArray[np.int16],
+    modes: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    twins: tuple[int, int],
+    counts: NDArray[np.int64],
+) -> None: ...
+def tide_take_states(
+    path: str,
+    values: NDArray[np.int16],
+    modes: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    twins: tuple[int, int],
+    items: NDArray[np.int16],
+    cursors: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> bool: ...
+def tide_put_states(
+    path: str,
+    values: NDArray[np.int16],
+    parents: NDArray[np.int16],
+    modes: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    twins: tuple[int, int],
+    items: NDArray[np.int16],
+    cursors: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> bool: ...
+def tide_find_path(
+    path: str,
+    exact: NDArray[np.int16],
+    classes: NDArray[np.uint16],
+    rates: NDArray[np.int16],
+    pulls: NDArray[np.int16],
+    levels: NDArray[np.int16],
+) -> None: ...
 def tide_pack(matrix: NDArray[np.int16], panels: NDArray[np.int16]) -> None: ...
 def tide_project(
     path: str,
@@ -114,6 +152,7 @@ def tide_project(
     is_coded: NDArray[np.uint8],
     apart: NDArray[np.uint8],
     out: NDArray[np.int16],
+    fraction_bits: int = 0,
 ) -> tuple[float, float, float] | None: ...
 def tide_arrange(
     path: str,

@@ -17,16 +17,13 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
-from kvtide.codec.tide.grid import THIRD, step_of
+from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import (
     QUALITY_MAX,
     QUALITY_MIN,
     TideModel,
-    bits_of_units,
     check_quality,
-    quality_of_units,
-    units_of_quality,
 )
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
 from kvtide.codec.tide.rows import decode_range, place_groups
@@ -64,8 +61,10 @@ class TideCodec:
         check_quality(quality)
         self._model = TideModel(profile) if profile else None
         self._path = _native.tide_paths()[0] if path is None else path
-        units = units_of_quality(self._model.curve, quality) if self._model else 0
-        self._steps = Steps(units, refinements)
+        has_trellis = self._model is not None and self._model.trellis is not None
+        self._steps = Steps(0, refinements, has_trellis)
+        if self._model:
+            self._steps = self._steps._replace(final_units=self._model.final_units(quality, has_trellis))
         self._quality = quality
         self._is_held = True
 
@@ -76,7 +75,15 @@ class TideCodec:
         """
         codec = copy(self)
         codec._steps, codec._is_held = steps, False
-        codec._quality = quality_of_units(self._model.curve, steps.final_units) if self._model else self._quality
+        codec._quality = self._model.quality_at(steps, 0) if self._model else self._quality
+        return codec
+
+    def rounded(self) -> Self:
+        """Return a codec of the same quality whose levels lie on no trellis: what devices encode."""
+        codec = copy(self)
+        if self._model is not None and self._steps.is_trellis:
+            units = self._model.final_units(self._quality, is_trellis=False)
+            codec._steps = Steps(units, self._steps.refinements)
         return codec
 
     @property
@@ -95,20 +102,19 @@ class TideCodec:
 
         As the calibration measured it; beyond the curve's ends by the slope there.
         """
-        return tuple(quality_of_units(self._model.curve, units) for units in self._units()) if self._model else ()
+        return tuple(self._model.quality_at(self._steps, missing) for missing in self._missing()) if self._model else ()
 
     @property
     def law(self) -> LossLaw | None:
         """Return what hits of mixed refinements cost in answers, None without a profile."""
         if self._model is None:
             return None
-        sizes = tuple(bits_of_units(self._model.curve, units) for units in self._units())
+        sizes = tuple(self._model.bits_at(self._steps, missing) for missing in self._missing())
         return LossLaw(self._model.positions, self.losses, sizes)
 
-    def _units(self) -> list[int]:
-        """Return the step of the base, of refinement 1, and so on."""
-        final, last = self._steps
-        return [final + THIRD * later for later in range(last, -1, -1)]
+    def _missing(self) -> range:
+        """Return how many refinements are missing behind the base, behind refinement 1, and so on."""
+        return range(self._steps.refinements, -1, -1)
 
     @property
     def profile(self) -> bytes | None:
@@ -218,11 +224,11 @@ class TideCodec:
         """Return the measured KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""
         if self._model is None:
             raise CorruptPayload("a tide object needs its profile")
-        units = []
+        found = []
         for run in self._runs(self._model, sections).values():
-            final_units, refinements = steps_of(run[0])
-            units.append(final_units + THIRD * max(0, refinements + 1 - len(run)))
-        return quality_of_units(self._model.curve, max(units))
+            steps = steps_of(run[0])
+            found.append(self._model.quality_at(steps, max(0, steps.refinements + 1 - len(run))))
+        return max(found)
 
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
@@ -235,5 +241,8 @@ class TideCodec:
         """Return the measured KL at the step so many refinements above that of `quality`."""
         if self._model is None:
             raise CorruptPayload("a tide object needs its profile")
-        curve, known = self._model.curve, min(max(quality, QUALITY_MIN), QUALITY_MAX)
-        return quality_of_units(curve, units_of_quality(curve, known) + THIRD * refinements) if refinements else quality
+        if not refinements:
+            return quality
+        known, has_trellis = min(max(quality, QUALITY_MIN), QUALITY_MAX), self._model.trellis is not None
+        steps = Steps(self._model.final_units(known, has_trellis), refinements, has_trellis)
+        return self._model.quality_at(steps, refinements)

@@ -10,10 +10,24 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockMeta
-from kvtide.codec.tide.grid import TABLES, THIRD, UNITS, Items, Lists, Units, Which, part_bounds, step_of
+from kvtide.codec.tide.grid import (
+    STATE_PAIRS,
+    STATE_TABLES,
+    TABLES,
+    THIRD,
+    UNITS,
+    Items,
+    Lists,
+    Mode,
+    Units,
+    Which,
+    part_bounds,
+    step_of,
+    top_tables,
+)
 from kvtide.codec.tide.model import SIXTEENTHS, Stage, TideModel
 from kvtide.codec.tide.promise import Promise, Seen, promise_of
-from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, place_groups, top_rows
+from kvtide.codec.tide.rows import Place, RangeRows, digit_rows, is_last, place_groups, state_lists, top_rows
 from kvtide.codec.tide.section import (
     GAIN_UNITS_MAX,
     Base,
@@ -23,6 +37,7 @@ from kvtide.codec.tide.section import (
     StoredLayers,
     join_base,
     join_refinement,
+    join_state_counts,
     keep_apart,
 )
 from kvtide.errors import UnencodableBlock
@@ -32,6 +47,8 @@ APART_TOKENS = 4
 
 # Loudness is measured on components of at least a step's scale, or on the so many largest: others are all zeros.
 _LOUD_COMPONENTS_MIN = 8
+# Of coefficients that a trellis takes: they are 16ths of a step.
+_FRACTION_BITS = 4
 # What a component's magnitude over its scale is in the mean.
 _USUAL_MAGNITUDE = 0.75
 
@@ -44,12 +61,16 @@ Fit = list[tuple[Promise, Seen]]
 
 
 class Levels(NamedTuple):
-    """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
+    """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness.
+
+    exact: in 16ths of a step where levels lie on a trellis, in steps otherwise.
+    """
 
     rows: RangeRows
     loudness: Loudness
     values: list[Items]
     fit: Fit
+    exact: Items
 
 
 class EncodedRange(NamedTuple):
@@ -63,10 +84,12 @@ def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, sto
     """Encode some layers, whether the profile fits or not. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
-    sections = [
-        SectionBytes(steps, list_section(levels, steps, refinement, path).encode(model.tables))
-        for refinement in range(steps.refinements + 1)
-    ]
+    sections = []
+    for refinement in range(steps.refinements + 1):
+        lists, state_counts = list_section(levels, steps, refinement, path)
+        has_states = is_last(steps, refinement) and model.trellis is not None
+        tables = model.trellis.tables if has_states else model.tables
+        sections.append(SectionBytes(steps, lists.encode(tables), state_counts))
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     joined = [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
     return EncodedRange(joined, levels.fit)
@@ -93,8 +116,9 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
     rows = place_groups(model, stored.layer_start, steps.final_units)
     coded = _coded(model, stored.layer_start, steps.final_units)
     projected, fit = [], []
+    fraction_bits = _FRACTION_BITS if steps.is_trellis else 0
     for each in coded:
-        found, seen = _projected(each, stored, apart, path)
+        found, seen = _projected(each, stored, apart, (path, fraction_bits))
         projected.append(found)
         fit.append((each.promise, seen))
     loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
@@ -102,11 +126,17 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
         # A token that only a later group was too loud for.
         found[apart == 1] = 0
         _native.tide_loudness(path, found, each.weights, loud)
-    loudness = _parts(loud)
+    loudness = _parts(loud / np.float32(1 << fraction_bits))
     items, places = np.empty((len(rows.scales), len(loud)), dtype=np.int16), loudness.places
     for found, each in zip(projected, coded, strict=True):
         _native.tide_arrange(path, found, places, each.row_of, items[each.rows])
-    return Levels(rows, loudness, _thirds(items, steps.refinements, path), fit)
+    levels = items
+    if steps.is_trellis:
+        assert model.trellis is not None, "steps are of a profile that has one"
+        levels = np.empty_like(items)
+        classes = top_tables(rows.scales, loudness.gains, steps.final_units)
+        _native.tide_find_path(path, items, classes, model.trellis.rates, model.trellis.nearer, levels)
+    return Levels(rows, loudness, _thirds(levels, steps.refinements, path), fit, items)
 
 
 class _Coded(NamedTuple):
@@ -154,15 +184,21 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
     )
 
 
-def _projected(coded: _Coded, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> tuple[Items, Seen]:
+def _projected(
+    coded: _Coded, stored: StoredLayers, apart: NDArray[np.uint8], how: tuple[str, int]
+) -> tuple[Items, Seen]:
     """Return a group's coefficients in final steps, (tokens, columns), and what was found of them.
+
+    how: the instruction set, and 4 for 16ths of steps.
 
     UnencodableBlock if a value is not finite.
     """
     here = stored.of(coded.layers)
     out = np.empty((len(apart), coded.columns), dtype=np.int16)
+    path, fraction_bits = how
     block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
-    seen = _native.tide_project(path, *block, coded.mean, coded.scale, *coded.matrix, coded.is_coded, apart, out)
+    rows = (coded.mean, coded.scale, *coded.matrix, coded.is_coded)
+    seen = _native.tide_project(path, *block, *rows, apart, out, fraction_bits)
     if seen is None:
         raise UnencodableBlock("a value is not finite")
     return out, Seen._make(seen)
@@ -209,22 +245,34 @@ def _third_of(items: Items, which: Which, path: str) -> Items:
     return out
 
 
-def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> Lists:
-    """Return the lists of a section, filled."""
-    rows, (_, gains), values, _ = levels
+def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[Lists, bytes]:
+    """Return the lists of a section, filled, and how a trellis shares them out; nothing without one."""
+    rows, (_, gains), values, *_ = levels
     found = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
     after = [values[refinement]]
     for plane in found[:0:-1]:
         after.insert(0, _third_of(after[0], plane.digits, path))
     before = [values[refinement - 1] if refinement else after[0], *after]
-    counts = np.zeros(TABLES, dtype=np.int64)
+    has_states = is_last(steps, refinement)
+    counts = np.zeros(TABLES + STATE_TABLES if has_states else TABLES, dtype=np.int64)
     jobs = []
     for plane, parents, items in zip(found, before, after, strict=False):
         digits, tops = digit_rows(gains, plane, items), top_rows(gains, plane, items)
-        digits._replace(values=parents).count_into(counts, path)
-        tops.count_into(counts, path)
-        jobs += [(digits, parents), (tops, items)]
+        is_state_plane = has_states and plane is found[-1]
+        if not (is_state_plane and plane.mode == Mode.CONTEXT):
+            digits._replace(values=parents).count_into(counts, path)
+            jobs.append((digits, parents))
+        if not is_state_plane:
+            tops.count_into(counts, path)
+            jobs.append((tops, items))
+    states, state_counts = None, b""
+    if has_states:
+        states, _ = state_lists(rows, gains, found[-1], after[-1])
+        states.count_into(before[-2], counts, path)
+        state_counts = join_state_counts(counts[STATE_PAIRS])
     lists = Lists(counts, path)
     for job, parents in jobs:
         lists.put(job, parents)
-    return lists
+    if states is not None:
+        lists.put_states(states, before[-2])
+    return lists, state_counts

@@ -18,7 +18,18 @@ from kvtide.codec.entropy import RansCoder
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
-from kvtide.codec.tide.grid import CONTEXTS, TABLES, THIRD, TOPS, UNITS, top_tables
+from kvtide.codec.tide.grid import (
+    CONTEXTS,
+    STATE_CONTEXTS,
+    STATE_TABLES,
+    TABLES,
+    THIRD,
+    TOPS,
+    TOPS_TWIN,
+    UNITS,
+    part_sizes,
+    top_tables,
+)
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers, load_values
 from kvtide.codec.tide.stages import (
@@ -29,18 +40,27 @@ from kvtide.codec.tide.stages import (
     rounded_rows,
     staged,
 )
+from kvtide.codec.tide.trellis import HALF_PULLS, Trellis, first_trellis, make_trellis, quantisers_of
 
 
 class Cost(NamedTuple):
-    """The budget of a profile: the most layers that a transform spans (0: none), rows at 16 bits, share of rows."""
+    """The budget of a profile: the most layers that a transform spans (0: none), rows at 16 bits, share of rows.
+
+    has_trellis: levels lie on one, which takes a processor without AVX-512 long to encode.
+    """
 
     layers_max: int
     fine: int
     share: float
+    has_trellis: bool
 
 
 # Of ten layers' components the last fifth carries nothing at any step worth asking for.
-COSTS = {"light": Cost(0, 0, 1.0), "layer": Cost(1, 48, 1.0), "deep": Cost(10, 128, 0.78)}
+COSTS = {
+    "light": Cost(0, 0, 1.0, has_trellis=False),
+    "layer": Cost(1, 48, 1.0, has_trellis=True),
+    "deep": Cost(10, 128, 0.78, has_trellis=True),
+}
 # A layer of more values than this has its transform in two stages: one matrix would take so many products a value.
 DENSE_VALUES_MAX = 512
 # Values of one matrix over several layers, whose products a value they are: ten layers of three heads of 64 dims.
@@ -59,6 +79,9 @@ SECTION_LAYERS_MAX = 10
 _COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
 _COUNT_REFINEMENTS = 3
 _COUNT_MAX = 1 << 40
+# A block counts twice as much as one so many blocks before it, until it counts 2 to that power times the first.
+_BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX = 3, 6
+_PULLS_SEEN_MIN = 100
 
 
 def transform_layers(cost: Cost, layout: BlockLayout) -> int:
@@ -316,7 +339,11 @@ def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
 
 
 class TideCounts:
-    """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is."""
+    """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is.
+
+    Levels along a trellis follow from the tables, which follow from levels: blocks are taken with what those before them
+    say, and the first ones count little.
+    """
 
     def __init__(self, draft: Profile) -> None:
         self._model = TideModel(draft)
@@ -326,42 +353,100 @@ class TideCounts:
             "pulled": np.zeros((TOPS, 4)),
             "magnitudes": np.zeros((TOPS, 4)),
         }
+        if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
+            self.state |= {
+                "trellis_blocks": np.zeros(1),
+                "trellis_symbols": np.zeros((STATE_TABLES, 32)),
+                "trellis_pulled": np.zeros((TOPS, HALF_PULLS)),
+                "trellis_magnitudes": np.zeros((TOPS, HALF_PULLS)),
+            }
 
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
         """Take a block; `number` is that of the block, so that blocks take turns with steps."""
         model = self._model
         turns = KeyRotation(meta, model.rotary, is_back=True)
+        has_trellis = "trellis_blocks" in self.state
+        if has_trellis:
+            model.trellis = self._trellis()
         for start in range(0, meta.layout.layers, model.section_layers):
             stored = StoredLayers(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
-                steps = Steps(units, refinements)
-                levels = levels_of(model, steps, stored, first_apart(meta), self._path)
-                for refinement in range(refinements + 1):
-                    self.state["symbols"] += list_section(levels, steps, refinement, self._path).symbol_counts()
-            tables = top_tables(levels.rows.scales, levels.loudness.gains, units + THIRD * refinements)
-            self._pull(tables, levels.values[0], levels.values[-1] / 3.0**refinements)
+                self._count(Steps(units, refinements), stored, first_apart(meta))
+                if has_trellis:
+                    self._count(Steps(units, refinements, is_trellis=True), stored, first_apart(meta))
+        if has_trellis:
+            self.state["trellis_blocks"] += 1
 
-    def _pull(self, tables: NDArray[np.uint16], steps: NDArray[np.int16], exact: NDArray[np.float64]) -> None:
-        bounds = np.arange(5) * steps.shape[1] // 4
-        sizes = np.diff(bounds)
-        magnitude = np.minimum(np.abs(steps), 3)
-        place = np.repeat(tables.astype(np.int64), sizes, axis=1) * 4 + magnitude
-        pulled = (np.abs(steps) - np.sign(steps) * exact) * (magnitude > 0)
-        shape = (TOPS, 4)
-        self.state["pulled"] += np.bincount(place.reshape(-1), pulled.reshape(-1), TOPS * 4).reshape(shape)
-        self.state["magnitudes"] += np.bincount(place.reshape(-1), minlength=TOPS * 4).reshape(shape)
+    def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
+        levels = levels_of(self._model, steps, stored, apart, self._path)
+        base_units, last = steps.final_units + THIRD * steps.refinements, steps.refinements
+        if steps.is_trellis:
+            lists, _ = list_section(levels, steps, last, self._path)
+            self.state["trellis_symbols"] += self._weight * lists.symbol_counts()[TABLES:]
+            tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.final_units)
+            self._pull_half(tables, levels.values[-1], levels.exact)
+            return
+        for refinement in range(last + 1):
+            self.state["symbols"] += list_section(levels, steps, refinement, self._path)[0].symbol_counts()
+        tables = top_tables(levels.rows.scales, levels.loudness.gains, base_units)
+        exact = levels.values[-1] / 3.0**last
+        self._pull("", tables, (np.abs(levels.values[0]), np.sign(levels.values[0]) * exact), 1.0)
+
+    @property
+    def _weight(self) -> float:
+        return float(2.0 ** min(float(self.state["trellis_blocks"][0]) / _BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX))
+
+    def _trellis(self) -> Trellis:
+        """Return the trellis of the blocks so far."""
+        if not self.state["trellis_blocks"][0]:
+            return first_trellis(self._model.tables)
+        frequencies = RansCoder().build(_whole_counts(*_state_counts(self.state))).frequencies
+        pulls = trellis_pulls(self.state)
+        return make_trellis(self._model.tables, frequencies, pulls, np.empty((0, 3), dtype=np.float32))
+
+    def _pull_half(self, tables: NDArray[np.uint16], levels: NDArray[np.int16], exact: NDArray[np.int16]) -> None:
+        """As `_pull`, of levels in half steps and coefficients in 16ths of a step."""
+        quantisers = quantisers_of(levels)
+        halves = 2 * np.abs(levels) - quantisers * (levels != 0)
+        self._pull("trellis_", tables, (halves, np.sign(levels) * exact / 8.0), self._weight)
+
+    def _pull(self, prefix: str, tables: NDArray[np.uint16], pair: tuple[Any, Any], weight: float) -> None:
+        """Add by how much magnitudes, of which pair has those of levels and of what these stand for, differ."""
+        whole, exact = pair
+        pulled, seen = self.state[f"{prefix}pulled"], self.state[f"{prefix}magnitudes"]
+        last = pulled.shape[1] - 1
+        magnitude = np.minimum(whole, last)
+        place = np.repeat(tables.astype(np.int64), part_sizes(whole.shape[1]), axis=1) * (last + 1) + magnitude
+        lies_off = (whole - exact) * (magnitude > 0)
+        pulled += weight * np.bincount(place.reshape(-1), lies_off.reshape(-1), pulled.size).reshape(pulled.shape)
+        seen += weight * np.bincount(place.reshape(-1), minlength=seen.size).reshape(seen.shape)
 
 
 def _tables(symbols: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Return tables of these counts; a table that saw little leans on its neighbours."""
     counts = symbols.astype(np.float64)
-    top, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
+    tops, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
+    return _table_bytes(_whole_counts(tops, digits))
+
+
+def _state_counts(counts: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return counts of a trellis' top values and digits, those that saw little leaning on their neighbours."""
+    tops, digits = np.split(counts["trellis_symbols"], [2 * TOPS_TWIN])
+    by_quantiser = [_leaning(each) for each in np.split(tops, 2)]
+    by_context = [_leaning(each.reshape(-1, STATE_CONTEXTS, 32)) for each in np.split(digits, 2)]
+    return np.concatenate(by_quantiser), np.concatenate(by_context)
+
+
+def _whole_counts(tops: NDArray[np.float64], digits: NDArray[np.float64]) -> NDArray[np.uint64]:
     # Whatever a value is, it must have a code.
-    digits[..., :3] += 1.0
-    whole = np.rint(64 * np.concatenate([(top + 0.02).reshape(-1), digits.reshape(-1)])).reshape(TABLES, 32)
-    whole = np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)
-    return np.frombuffer(RansCoder().build(whole).to_bytes(), dtype=np.uint8)
+    digits = digits + np.where(np.arange(32) < 3, 1.0, 0.0)
+    whole = np.rint(64 * np.concatenate([(tops + 0.02).reshape(-1, 32), digits.reshape(-1, 32)]))
+    return np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)
+
+
+def _table_bytes(counts: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    return np.frombuffer(RansCoder().build(counts).to_bytes(), dtype=np.uint8)
 
 
 def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -374,14 +459,36 @@ def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def finished_profile(
-    draft: Profile, layout: BlockLayout, counts: Mapping[str, NDArray[Any]], curve: NDArray[np.float32]
+    draft: Profile,
+    layout: BlockLayout,
+    counts: Mapping[str, NDArray[Any]],
+    curve: NDArray[np.float32],
+    trellis_curve: NDArray[np.float32] | None = None,
 ) -> Profile:
-    """Return the draft with tables of what was counted, and a measured curve: rows of step units, bits, KL, rising."""
-    seen = np.maximum(counts["magnitudes"], 1)
-    pulls = np.clip(np.rint(16 * counts["pulled"] / seen), -8, 8) * (counts["magnitudes"] >= 100)
+    """Return the draft with tables of what was counted, and measured curves: rows of step units, bits, KL, rising.
+
+    trellis_curve: of levels along a trellis, `curve` if it was not measured.
+    """
     arrays = dict(draft.arrays) | {
         "tables": _tables(counts["symbols"]),
-        "pulls": pulls.astype(np.int16),
+        "pulls": _pulls(counts["pulled"], counts["magnitudes"], 16),
         "curve": curve.astype(np.float32),
     }
+    if "trellis_symbols" in counts:
+        measured = curve if trellis_curve is None else trellis_curve
+        arrays |= {
+            "trellis_tables": _table_bytes(_whole_counts(*_state_counts(counts))),
+            "trellis_pulls": trellis_pulls(counts).astype(np.int16),
+            "trellis_curve": measured.astype(np.float32),
+        }
     return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)
+
+
+def trellis_pulls(counts: Mapping[str, NDArray[Any]]) -> NDArray[np.int8]:
+    """Return the pulls of half steps, in 16ths of a step."""
+    return _pulls(counts["trellis_pulled"], counts["trellis_magnitudes"], 8).astype(np.int8)
+
+
+def _pulls(pulled: NDArray[np.float64], magnitudes: NDArray[np.float64], units: int) -> NDArray[np.int16]:
+    found = np.clip(np.rint(units * pulled / np.maximum(magnitudes, 1)), -8, 8) * (magnitudes >= _PULLS_SEEN_MIN)
+    return found.astype(np.int16)

@@ -31,6 +31,15 @@ DIGITS, DIGIT_UNITS_MIN = 24, -36
 CONTEXTS = 4
 ANY = 3
 TABLES = TOPS + CONTEXTS * DIGITS
+# Behind them the tables of levels along a trellis, for its quantiser 0, and so many further for 1: top values by class,
+# digits by class and context.
+STATE_CONTEXTS = 3
+TOPS_TWIN, DIGITS_TWIN = TOPS, STATE_CONTEXTS * DIGITS
+STATE_TOPS, STATE_DIGITS = TABLES, TABLES + 2 * TOPS_TWIN
+STATE_TABLES = 2 * (TOPS_TWIN + DIGITS_TWIN)
+_FIRSTS = np.concatenate([STATE_TOPS + np.arange(TOPS_TWIN), STATE_DIGITS + np.arange(DIGITS_TWIN)])
+# The tables of quantiser 0 and 1: (pairs, 2).
+STATE_PAIRS = np.stack([_FIRSTS, _FIRSTS + np.repeat([TOPS_TWIN, DIGITS_TWIN], [TOPS_TWIN, DIGITS_TWIN])], axis=1)
 
 # A component is coded from the step on at which its scale is an eighth of the step; what lies below is all but zero.
 ENTER_UNITS = -37
@@ -105,6 +114,16 @@ def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[
     return _by_units(scales, gains, units, _DIGIT_TABLES if mode == Mode.CONTEXT else _ANY_TABLES)
 
 
+def state_top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
+    """Return the table of each component's top values along a trellis in quantiser 0: (components, PARTS)."""
+    return _by_units(scales, gains, units, _TOP_TABLES + np.uint16(STATE_TOPS))
+
+
+def state_digit_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
+    """Return the first of the three tables of digits along a trellis in quantiser 0: (components, PARTS)."""
+    return _by_units(scales, gains, units, _STATE_DIGIT_TABLES)
+
+
 def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
     # All parts of a row at once, as one number: rows are many, differences to the step few.
     parts: NDArray[np.uint16] = tables.take(_REACHED + (gains + _TABLE_UNITS), mode="clip")
@@ -121,6 +140,7 @@ _OVER = np.arange(-_TABLE_UNITS, _TABLE_UNITS + 1)
 _TOP_TABLES = np.clip((_OVER - TOP_UNITS_MIN) // CLASS_UNITS, 0, TOPS - 1).astype(np.uint16)
 _DIGIT_TABLES = (TOPS + CONTEXTS * np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)).astype(np.uint16)
 _ANY_TABLES = _DIGIT_TABLES + np.uint16(ANY)
+_STATE_DIGIT_TABLES = (_DIGIT_TABLES - TOPS) // CONTEXTS * np.uint16(STATE_CONTEXTS) + np.uint16(STATE_DIGITS)
 
 
 def part_bounds(tokens: int) -> NDArray[np.int64]:
@@ -146,6 +166,24 @@ class Rows(NamedTuple):
         _native.tide_count(path, *self, counts)
 
 
+class StateRows(NamedTuple):
+    """All rows of a section's values in the order of a trellis' path, by mode; see `Mode`.
+
+    DIGIT here: the level is there already. tables: those of quantiser 0, (rows, PARTS).
+    """
+
+    values: Items
+    modes: NDArray[np.uint8]
+    tables: NDArray[np.uint16]
+
+    def count_into(self, parents: Items, counts: NDArray[np.int64], path: str) -> None:
+        """Add what these levels put into each table's list, after `parents`."""
+        _native.tide_count_states(path, self.values, parents, self.modes, self.tables, _TWINS, counts)
+
+
+_TWINS = (TOPS_TWIN, DIGITS_TWIN)
+
+
 class CodedLists(NamedTuple):
     """Two streams, and the top values that have no symbol, of each stream in order."""
 
@@ -158,8 +196,8 @@ class Lists:
     """Lists of known lengths, being filled or being read."""
 
     def __init__(self, counts: NDArray[np.int64], path: str) -> None:
-        """counts: items of each table."""
-        assert counts.shape == (TABLES,)
+        """counts: items of each table, those of a trellis counted or not."""
+        assert counts.shape in {(TABLES,), (TABLES + STATE_TABLES,)}
         self._path = path
         self._counts = counts
         self._runs = -(-counts // RUN_SYMBOLS)
@@ -169,12 +207,14 @@ class Lists:
         self._cursors: NDArray[np.int64] = stops - self._runs * RUN_SYMBOLS
         self._stops: NDArray[np.int64] = self._cursors + counts
         self._size = int(stops[-1])
-        self._tops = int(stops[TOPS - 1])
+        # Where top values end, digits, and top values of a trellis.
+        self._kinds = [0, *(int(stops[last - 1]) for last in (TOPS, TABLES, STATE_DIGITS) if last < len(stops))]
+        self._kinds.append(self._size)
         # Vector code reads beyond what it takes.
         self._items: Items = np.empty(self._size + _native.TIDE_SLACK, dtype=np.int16)
 
     def _entropy_runs(self) -> Runs:
-        tables = np.repeat(np.arange(TABLES, dtype=np.uint16), self._runs)
+        tables = np.repeat(np.arange(len(self._runs), dtype=np.uint16), self._runs)
         return Runs(tables.reshape(STREAMS, -1), RUN_SYMBOLS)
 
     def put(self, rows: Rows, parents: Items) -> None:
@@ -187,28 +227,40 @@ class Lists:
         if not _native.tide_take(self._path, *rows, self._items, self._cursors, self._stops):
             raise CorruptPayload("tide: lists are shorter than what they are of")
 
+    def put_states(self, rows: StateRows, parents: Items) -> None:
+        """Append what takes `parents` to the levels of `rows` along a trellis."""
+        lists = (self._items, self._cursors, self._stops)
+        fits = _native.tide_put_states(self._path, rows.values, parents, rows.modes, rows.tables, _TWINS, *lists)
+        assert fits, "counts are those of these rows"
+
+    def take_states(self, rows: StateRows) -> None:
+        """Take levels along a trellis into `rows`, in half steps then. CorruptPayload if a list is too short."""
+        lists = (self._items, self._cursors, self._stops)
+        if not _native.tide_take_states(self._path, *rows, _TWINS, *lists):
+            raise CorruptPayload("tide: lists of a trellis are shorter than what its states ask for")
+
     def _symbols(self) -> NDArray[np.uint8]:
         """Return the symbols of lists that are full, and fill these up to whole runs."""
         stops = np.cumsum(self._runs) * RUN_SYMBOLS
         for table in np.flatnonzero(self._stops != stops):
             self._items[self._stops[table] : stops[table]] = 0
         symbols = np.empty(self._size, dtype=np.uint8)
-        _native.tide_symbols(self._path, self._items[: self._size], self._tops, symbols)
+        for first, middle, last in zip(self._kinds[:-1:2], self._kinds[1::2], self._kinds[2::2], strict=True):
+            _native.tide_symbols(self._path, self._items[first:last], middle - first, symbols[first:last])
         return symbols.reshape(STREAMS, -1)
 
     def symbol_counts(self) -> NDArray[np.uint64]:
-        """Return how often each table codes each symbol, fillings left out: (TABLES, 32). The lists must be full."""
-        counts = count_values(self._symbols(), self._entropy_runs(), TABLES)[:, :SYMBOLS]
-        filled = (self._runs * RUN_SYMBOLS - self._counts).astype(np.uint64)
-        counts[:TOPS, TOP_CENTRE] -= filled[:TOPS]
-        counts[TOPS:, 1] -= filled[TOPS:]
+        """Return how often each table codes each symbol, fillings left out: (tables, 32). The lists must be full."""
+        tables = np.arange(len(self._counts))
+        counts = count_values(self._symbols(), self._entropy_runs(), len(tables))[:, :SYMBOLS]
+        counts[tables, _ZEROS[tables]] -= (self._runs * RUN_SYMBOLS - self._counts).astype(np.uint64)
         return counts
 
     def encode(self, tables: RansTables) -> CodedLists:
         """Return the coded form of lists that are full."""
         by_stream = self._symbols()
         coded = tables.encode(by_stream, self._entropy_runs())
-        places = np.flatnonzero(by_stream.reshape(-1)[: self._tops] == ESCAPE)
+        places = np.flatnonzero(by_stream.reshape(-1) == ESCAPE)
         first = int(np.searchsorted(places, by_stream.shape[1]))
         return CodedLists(coded, self._items[places], (first, len(places) - first))
 
@@ -216,15 +268,17 @@ class Lists:
         """Fill the lists. CorruptPayload if `coded` is not of lists of these lengths."""
         out = self._items[: self._size].view(np.uint16).reshape(STREAMS, -1)
         counts = np.array(coded.escape_counts, dtype=np.uint64)
-        tables.decode(coded.streams, self._entropy_runs(), _VALUES, out, Escapes(coded.escapes.view(np.uint16), counts))
+        values = _VALUES[: len(self._counts)]
+        tables.decode(coded.streams, self._entropy_runs(), values, out, Escapes(coded.escapes.view(np.uint16), counts))
 
 
-def _values() -> NDArray[np.uint16]:
-    """Return what each symbol of each table stands for, as bit patterns of int16."""
-    values = np.empty((TABLES, SYMBOLS), dtype=np.int16)
-    values[:TOPS] = np.arange(SYMBOLS) - TOP_CENTRE
-    values[TOPS:] = np.arange(SYMBOLS) - 1
-    return values.view(np.uint16)
+def _is_top() -> NDArray[np.bool_]:
+    """Tell of each table whether it is one of top values."""
+    tables = np.arange(TABLES + STATE_TABLES)
+    return (tables < TOPS) | ((tables >= STATE_TOPS) & (tables < STATE_DIGITS))
 
 
-_VALUES = _values()
+# The symbol of a zero.
+_ZEROS = np.where(_is_top(), TOP_CENTRE, 1)
+# What each symbol of each table stands for, as bit patterns of int16.
+_VALUES = (np.arange(SYMBOLS) - _ZEROS[:, None]).astype(np.int16).view(np.uint16)

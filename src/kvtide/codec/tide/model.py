@@ -18,10 +18,11 @@ from kvtide.block import BlockMeta
 from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.grid import TABLES, TOPS, Units
+from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, Units
 from kvtide.codec.tide.law import read_law_table
-from kvtide.codec.tide.section import KeyRotation, Octaves
+from kvtide.codec.tide.section import KeyRotation, Octaves, Steps
 from kvtide.codec.tide.stages import check_places, whole_rows
+from kvtide.codec.tide.trellis import CUT_UNITS, Trellis, read_trellis
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -210,6 +211,7 @@ class TideModel:
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
+        self.trellis: Trellis | None = read_trellis(arrays, self.tables)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
@@ -226,6 +228,26 @@ class TideModel:
         """Return the groups of the section that begins at a layer."""
         stop = layer_start + self.section_layers
         return [group for group in self.groups if layer_start <= group.layer_start < stop]
+
+    def final_units(self, quality: float, is_trellis: bool) -> int:
+        """Return the step at which levels have a quality; see `units_of_quality`."""
+        return units_of_quality(self._curve(is_trellis), quality)
+
+    def quality_at(self, steps: Steps, missing: int) -> float:
+        """Return the KL that was measured at a step of which so many refinements are missing."""
+        return quality_of_units(*self._measured(steps, missing))
+
+    def bits_at(self, steps: Steps, missing: int) -> float:
+        """Return the bits an element that were measured there."""
+        return bits_of_units(*self._measured(steps, missing))
+
+    def _curve(self, is_trellis: bool) -> NDArray[np.float32]:
+        return self.trellis.curve if is_trellis and self.trellis is not None else self.curve
+
+    def _measured(self, steps: Steps, missing: int) -> tuple[NDArray[np.float32], int]:
+        has_path = steps.is_trellis and missing == 0
+        cut = CUT_UNITS if steps.is_trellis and missing else 0
+        return self._curve(has_path), steps.final_units + THIRD * missing + cut
 
     def remembered(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return what was made for a key, which is made if need be. The last REMEMBERED_MAX are kept."""

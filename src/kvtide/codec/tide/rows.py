@@ -14,23 +14,37 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.codec.tide.grid import (
+    PARTS,
+    STATE_PAIRS,
+    STATE_TABLES,
     TABLES,
     THIRD,
-    CodedLists,
     Items,
     Lists,
     Mode,
     Plane,
     Rows,
+    StateRows,
     Units,
     digit_tables,
     entering,
     planes,
+    state_digit_tables,
+    state_top_tables,
     step_of,
     top_tables,
 )
 from kvtide.codec.tide.model import NO_STAGE, ONE, SIXTEENTHS, Group, Stage, TideModel
-from kvtide.codec.tide.section import Apart, Loudness, Steps, StoredLayers, split_base, split_refinement
+from kvtide.codec.tide.section import (
+    Apart,
+    Loudness,
+    SectionBytes,
+    Steps,
+    StoredLayers,
+    split_base,
+    split_refinement,
+    split_state_counts,
+)
 from kvtide.errors import CorruptPayload
 
 
@@ -132,6 +146,29 @@ def top_rows(gains: Units, plane: Plane, items: Items) -> Rows:
     return Rows(items, plane.tops, top_tables(plane.top_scales, gains, plane.units), Mode.TOP)
 
 
+def is_last(steps: Steps, refinement: int) -> bool:
+    """Tell whether a section's levels lie on a trellis, and not those of a coarser step."""
+    return steps.is_trellis and refinement == steps.refinements
+
+
+def state_lists(rows: RangeRows, gains: Units, plane: Plane, items: Items) -> tuple[StateRows, list[Rows]]:
+    """Return all rows along a trellis, of which a section's last plane says something; and those, to be counted.
+
+    Rows whose digits ask for no context have their level from plain lists.
+    """
+    modes = np.full(len(rows.scales), Mode.DIGIT, dtype=np.uint8)
+    tables = np.zeros((len(modes), PARTS), dtype=np.uint16)
+    modes[plane.tops] = Mode.TOP
+    counted = [Rows(items, plane.tops, state_top_tables(plane.top_scales, gains, plane.units), Mode.TOP)]
+    if plane.mode == Mode.CONTEXT:
+        modes[plane.digits] = Mode.CONTEXT
+        digits = state_digit_tables(plane.digit_scales, gains, plane.units)
+        counted.append(Rows(items, plane.digits, digits, Mode.CONTEXT))
+    for each in counted:
+        tables[each.which] = each.tables
+    return StateRows(items, modes, tables), counted
+
+
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
     """Write the layers that a base and the refinements after it hold. CorruptPayload if they do not fit each other."""
     section, base = split_base(run[0], target.bits.shape)
@@ -143,43 +180,72 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
     # Every row gets a top value before anything reads it.
     items = np.empty((len(rows.scales), tokens), dtype=np.int16)
     work = Decoding(rows, base.loudness, items)
-    refine(model, path, work, steps, 0, section.lists)
+    refine(model, path, work, 0, section)
     for refinement, data in enumerate(run[1:], 1):
         found = split_refinement(data)
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
-        refine(model, path, work, steps, refinement, found.lists)
-    restore(model, path, work, (steps.final_units, missing), base.apart, target)
+        refine(model, path, work, refinement, found)
+    restore(model, path, work, (steps, missing), base.apart, target)
 
 
 class Decoding(NamedTuple):
-    """A range's rows at the finest step that is here: (components, tokens), tokens by loudness."""
+    """A range's rows at the finest step that is here: (components, tokens), tokens by loudness.
+
+    With all refinements of a trellis here they are half steps.
+    """
 
     rows: RangeRows
     loudness: Loudness
     items: Items
 
 
-def refine(model: TideModel, path: str, work: Decoding, steps: Steps, refinement: int, coded: CodedLists) -> None:
-    """Add what a section says."""
+def refine(model: TideModel, path: str, work: Decoding, refinement: int, section: SectionBytes) -> None:
+    """Add what a section says. CorruptPayload if it does not fit what is here."""
     rows, (_, gains), items = work
+    steps, coded, state_counts = section
+    planes_here = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
+    states, trellis = None, model.trellis
     counts = np.zeros(TABLES, dtype=np.int64)
-    jobs = []
-    for plane in rows.planes(steps.final_units + THIRD * steps.refinements, refinement):
-        jobs += [digit_rows(gains, plane, items), top_rows(gains, plane, items)]
+    if is_last(steps, refinement):
+        if trellis is None:
+            raise CorruptPayload("tide: levels lie on a trellis, of which the profile says nothing")
+        states, counted = state_lists(rows, gains, planes_here[-1], items)
+        counts = np.zeros(TABLES + STATE_TABLES, dtype=np.int64)
+        for each in counted:
+            each.count_into(counts, path)
+        # Counts so far are of both quantisers.
+        counts[STATE_PAIRS] = split_state_counts(state_counts, counts[STATE_PAIRS[:, 0]])
+    jobs = _plain_jobs(gains, planes_here, items, states is not None)
     for job in jobs:
         job.count_into(counts, path)
     lists = Lists(counts, path)
-    lists.decode(model.tables, coded)
+    lists.decode(model.tables if trellis is None or states is None else trellis.tables, coded)
     for job in jobs:
         lists.take(job)
+    if states is not None:
+        lists.take_states(states)
+
+
+def _plain_jobs(gains: Units, planes_here: Sequence[Plane], items: Items, has_states: bool) -> list[Rows]:
+    """Return what no trellis' state has a say in."""
+    jobs = []
+    for plane in planes_here:
+        is_state_plane = has_states and plane is planes_here[-1]
+        if not (is_state_plane and plane.mode == Mode.CONTEXT):
+            jobs.append(digit_rows(gains, plane, items))
+        if not is_state_plane:
+            jobs.append(top_rows(gains, plane, items))
+    return jobs
 
 
 def restore(
-    model: TideModel, path: str, work: Decoding, step: tuple[int, int], apart: Apart, target: StoredLayers
+    model: TideModel, path: str, work: Decoding, step: tuple[Steps, int], apart: Apart, target: StoredLayers
 ) -> None:
-    """Write the layers of all groups. step: the final one in units, and how many thirds coarser it is."""
-    units, thirds = step
+    """Write the layers of all groups. step: the final one, and how many thirds coarser what is here is."""
+    steps, thirds = step
+    units, has_path = steps.final_units, steps.is_trellis and not thirds
+    pulls = model.trellis.pulls if has_path and model.trellis is not None else model.pulls
     rows, loudness, items = work
     classes = top_tables(rows.scales, loudness.gains, units + THIRD * thirds)
     places = loudness.places
@@ -196,7 +262,7 @@ def restore(
             path,
             items[start:stop],
             classes[start:stop],
-            model.pulls,
+            pulls,
             places,
             model.mean[layers].reshape(-1),
             scales[here].reshape(-1),

@@ -16,7 +16,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.codec.entropy import Streams
 from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
-from kvtide.codec.tide.grid import PARTS, STREAMS, CodedLists, part_sizes
+from kvtide.codec.tide.grid import PARTS, STATE_TABLES, STREAMS, CodedLists, part_sizes
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
 REFINEMENTS_MAX = 7
@@ -24,23 +24,33 @@ STEP_UNITS_MAX = 480
 GAIN_UNITS_MAX = 60
 
 _PREFIX = struct.Struct("<hBB4I")
+# Of each pair of lists, in as many bytes as a section's values could need.
+_STATE_COUNTS_BYTES_MAX = STATE_TABLES // 2 * 8
 _PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
 # The parts of the four tokens that a byte stands for.
 _UNPACKED = (np.arange(256)[:, None] >> _PART_BITS & 3).astype(np.uint8)
 
 
 class Steps(NamedTuple):
-    """The step of the last refinement, in units, and how many refinements there are after the base."""
+    """The step of the last refinement, in units, and how many refinements there are after the base.
+
+    is_trellis: levels of the last refinement lie on a trellis, and are thirds of one another all the same.
+    """
 
     final_units: int
     refinements: int
+    is_trellis: bool = False
 
 
 class SectionBytes(NamedTuple):
-    """The fields of every section."""
+    """The fields of every section.
+
+    state_counts: as `join_state_counts` writes them, of the last section where levels lie on a trellis.
+    """
 
     steps: Steps
     lists: CodedLists
+    state_counts: bytes = b""
 
 
 class Loudness(NamedTuple):
@@ -97,7 +107,7 @@ class Base(NamedTuple):
 
 def join_refinement(section: SectionBytes) -> bytes:
     """Return the bytes of a section that is no base."""
-    return _prefix(section) + _body(section.lists)
+    return _prefix(section) + _body(section)
 
 
 def join_base(section: SectionBytes, base: Base) -> bytes:
@@ -111,15 +121,48 @@ def join_base(section: SectionBytes, base: Base) -> bytes:
     positions, scales, values = base.apart
     parts.append(struct.pack("<H", len(positions)))
     parts += [positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes(), values.tobytes()]
-    return b"".join([*parts, _body(section.lists)])
+    return b"".join([*parts, _body(section)])
 
 
 def _prefix(section: SectionBytes) -> bytes:
-    return _PREFIX.pack(*section.steps, 0, *section.lists.streams.sizes, *section.lists.escape_counts)
+    return _PREFIX.pack(*section.steps, *section.lists.streams.sizes, *section.lists.escape_counts)
 
 
-def _body(lists: CodedLists) -> bytes:
-    return bytes(lists.streams.data) + lists.escapes.astype("<i2").tobytes()
+def _body(section: SectionBytes) -> bytes:
+    lists = section.lists
+    return section.state_counts + bytes(lists.streams.data) + lists.escapes.astype("<i2").tobytes()
+
+
+def join_state_counts(counts: NDArray[np.int64]) -> bytes:
+    """Return how many items of each pair of lists quantiser 1 has. counts: of quantiser 0 and 1, (pairs, 2)."""
+    sums = counts.sum(axis=1).tolist()
+    pairs = zip(counts[:, 1].tolist(), sums, strict=True)
+    return b"".join(count.to_bytes(_bytes_of(most), "little") for count, most in pairs)
+
+
+def split_state_counts(data: bytes, sums: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the counts that `join_state_counts` joined. sums: of both quantisers. CorruptPayload if it is not that."""
+    found, start = np.empty((len(sums), 2), dtype=np.int64), 0
+    for pair, most in enumerate(sums.tolist()):
+        stop = start + _bytes_of(most)
+        found[pair, 1] = int.from_bytes(data[start:stop], "little")
+        start = stop
+    found[:, 0] = sums - found[:, 1]
+    if start != len(data) or (found < 0).any():
+        raise CorruptPayload(f"tide: {len(data)} bytes say how a trellis shares {int(sums.sum())} items out")
+    return found
+
+
+def _bytes_of(most: int) -> int:
+    return (most.bit_length() + 7) // 8
+
+
+class _Prefix(NamedTuple):
+    """A prefix, checked."""
+
+    steps: Steps
+    sizes: tuple[int, ...]
+    escape_counts: tuple[int, ...]
 
 
 class _Reader:
@@ -136,28 +179,23 @@ class _Reader:
         self._offset += size
         return piece
 
-    def body(self, sizes: tuple[int, ...], escape_counts: tuple[int, ...]) -> CodedLists:
-        """Return streams and escapes, which fill the rest."""
+    def body(self, prefix: _Prefix) -> SectionBytes:
+        """Return streams and escapes, which fill the rest, but for a trellis' counts."""
+        _, sizes, escape_counts = prefix
+        left = len(self._data) - self._offset - sum(sizes) - 2 * sum(escape_counts)
+        if left and not (prefix.steps.is_trellis and 0 < left <= _STATE_COUNTS_BYTES_MAX):
+            raise CorruptPayload(f"tide: {left} bytes too many")
+        state_counts = bytes(self.take(left))
         streams = Streams(self.take(sum(sizes)), sizes)
         escapes = np.frombuffer(self.take(2 * sum(escape_counts)), dtype="<i2").astype(np.int16)
-        if self._offset != len(self._data):
-            raise CorruptPayload(f"tide: {len(self._data) - self._offset} bytes too many")
-        return CodedLists(streams, escapes, escape_counts)
-
-
-class _Prefix(NamedTuple):
-    """A prefix, checked."""
-
-    steps: Steps
-    sizes: tuple[int, ...]
-    escape_counts: tuple[int, ...]
+        return SectionBytes(prefix.steps, CodedLists(streams, escapes, escape_counts), state_counts)
 
 
 def _read_prefix(reader: _Reader) -> _Prefix:
-    final_units, refinements, zero, *counts = _PREFIX.unpack(reader.take(_PREFIX.size))
-    if zero or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
-        raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, reserved byte {zero}")
-    return _Prefix(Steps(final_units, refinements), tuple(counts[:STREAMS]), tuple(counts[STREAMS:]))
+    final_units, refinements, trellis, *counts = _PREFIX.unpack(reader.take(_PREFIX.size))
+    if trellis > 1 or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
+        raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, levels of kind {trellis}")
+    return _Prefix(Steps(final_units, refinements, bool(trellis)), tuple(counts[:STREAMS]), tuple(counts[STREAMS:]))
 
 
 def steps_of(data: memoryview) -> Steps:
@@ -168,8 +206,7 @@ def steps_of(data: memoryview) -> Steps:
 def split_refinement(data: memoryview) -> SectionBytes:
     """Return what `join_refinement` joined. CorruptPayload if it is not that."""
     reader = _Reader(data)
-    prefix = _read_prefix(reader)
-    return SectionBytes(prefix.steps, reader.body(prefix.sizes, prefix.escape_counts))
+    return reader.body(_read_prefix(reader))
 
 
 def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, Base]:
@@ -192,8 +229,7 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
     if scales.size and int(scales.max()) >= 0x7F80:
         raise CorruptPayload("tide: a scale is not a finite positive bfloat16")
     values = np.frombuffer(reader.take(heads_count * head_dim), dtype=np.int8).reshape(*heads, head_dim)
-    body = reader.body(prefix.sizes, prefix.escape_counts)
-    return SectionBytes(prefix.steps, body), Base(loudness, Apart(positions, scales, values))
+    return reader.body(prefix), Base(loudness, Apart(positions, scales, values))
 
 
 def _read_loudness(reader: _Reader, tokens: int) -> Loudness:

@@ -1,0 +1,123 @@
+"""Levels along a trellis: two quantisers with interleaved values, and a state that says which of them comes next.
+
+Quantiser 0 has the even multiples of half a step, quantiser 1 zero and the odd ones. A token's path goes through its
+components in coded order; the parity of a level moves the state. Trellis-coded quantisation with eight states (Fischer,
+Marcellin and Wang, 1991; JPEG 2000 part 2), chosen by error and rate together (docs/codec.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.codec.entropy import RansCoder, RansTables
+from kvtide.codec.tide.grid import (
+    CLASS_UNITS,
+    STATE_TABLES,
+    SYMBOLS,
+    TOP_CENTRE,
+    TOP_UNITS_MIN,
+    TOPS,
+    TOPS_TWIN,
+    UNITS,
+)
+from kvtide.errors import CorruptPayload
+
+# Magnitudes, in half steps, whose values are fitted; the last stands for all beyond.
+HALF_PULLS = 8
+# A truncated object's levels are thirds of a path's, which lie less evenly than rounded ones: so many units of a step.
+CUT_UNITS = 1
+
+_SIXTEENTHS_OF_HALF = 8
+# What a bit is worth at the error of this quantiser at many bits, 2 ln 2 times that: .35 half steps squared.
+_PRICE = 0.35 * _SIXTEENTHS_OF_HALF**2
+_PRICED_LEVELS, _RATE_MAX = 16, 1000
+_TOTAL = 4096
+# Bits that a magnitude costs which has no symbol.
+_ESCAPE_BITS = 16
+
+# The state after an even and after an odd level. A state's lowest bit is its quantiser.
+NEXT_STATES = np.array(((0, 1), (3, 2), (5, 4), (6, 7), (1, 0), (2, 3), (4, 5), (7, 6)), dtype=np.int8)
+
+_Prices = NDArray[np.int16]
+
+
+class Trellis(NamedTuple):
+    """The part of a profile that belongs to levels along a trellis.
+
+    tables: all of the grid, the trellis' own last. pulls: in 16ths of a step, (TOPS, HALF_PULLS). curve: as a
+    profile's. rates, nearer: what the path's search takes of each class, quantiser and magnitude, (TOPS, 32).
+    """
+
+    tables: RansTables
+    pulls: NDArray[np.int8]
+    curve: NDArray[np.float32]
+    rates: _Prices
+    nearer: _Prices
+
+
+def make_trellis(
+    plain: RansTables, frequencies: NDArray[np.uint16], pulls: NDArray[np.int8], curve: NDArray[np.float32]
+) -> Trellis:
+    """Return a trellis of these tables, (STATE_TABLES, 32), behind those that rounded levels have."""
+    tables = RansTables(np.concatenate([plain.frequencies, frequencies]))
+    return Trellis(tables, pulls, curve, _rates(frequencies), _nearer(pulls))
+
+
+def read_trellis(arrays: Mapping[str, NDArray[Any]], plain: RansTables) -> Trellis | None:
+    """Return what a profile says of a trellis, None if nothing. CorruptPayload for arrays that are none; KeyError."""
+    if "trellis_tables" not in arrays:
+        return None
+    parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), STATE_TABLES)
+    pulls = arrays["trellis_pulls"]
+    if pulls.shape != (TOPS, HALF_PULLS) or int(np.abs(pulls.astype(np.int64)).max()) > _SIXTEENTHS_OF_HALF:
+        raise CorruptPayload(f"a trellis' pulls are ({TOPS}, {HALF_PULLS}) of up to half a step, got {pulls.shape}")
+    curve = arrays["trellis_curve"].astype(np.float32)
+    return make_trellis(plain, parsed.frequencies, np.ascontiguousarray(pulls, dtype=np.int8), curve)
+
+
+def first_trellis(plain: RansTables) -> Trellis:
+    """Return a trellis for Laplace-distributed values of each class' scale, to begin a fit with."""
+    scales = np.exp2((TOP_UNITS_MIN + CLASS_UNITS * (np.arange(TOPS) + 0.5)) / UNITS)
+    counts = np.ones((STATE_TABLES, SYMBOLS))
+    levels = np.arange(TOP_CENTRE + 1)
+    for quantiser in (0, 1):
+        upper = np.maximum(levels + 0.5 * (1 - quantiser), 0.25 + 0.25 * (1 - quantiser))
+        below = np.exp(-np.sqrt(2) * upper / scales[:, None])
+        shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
+        here = counts[quantiser * TOPS_TWIN :][:TOPS]
+        here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
+    whole = RansCoder().build(counts.astype(np.uint64)).frequencies
+    pulls = np.zeros((TOPS, HALF_PULLS), dtype=np.int8)
+    return make_trellis(plain, whole, pulls, np.empty((0, 3), dtype=np.float32))
+
+
+def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
+    tops = frequencies[: 2 * TOPS_TWIN].astype(np.float64)
+    levels = np.arange(1, _PRICED_LEVELS)
+    either = np.maximum(tops[:, TOP_CENTRE + levels] + tops[:, TOP_CENTRE - levels], 0.5) / 2
+    zero = np.maximum(tops[:, TOP_CENTRE, None], 0.5)
+    bits = np.log2(_TOTAL) - np.log2(np.concatenate([zero, either], axis=1))
+    bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
+    whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
+    return np.ascontiguousarray(np.concatenate([whole[:TOPS_TWIN], whole[TOPS_TWIN:]], axis=1))
+
+
+def _nearer(pulls: NDArray[np.int8]) -> _Prices:
+    levels = np.arange(_PRICED_LEVELS)
+    by_quantiser = [pulls[:, np.minimum(np.maximum(2 * levels - q, 0), HALF_PULLS - 1)] for q in (0, 1)]
+    # Zero is zero in both, where the others of quantiser 1 are half a step less than twice as many halves.
+    by_quantiser[0][:, 0], by_quantiser[1][:, 0] = 0, -_SIXTEENTHS_OF_HALF
+    return np.ascontiguousarray(np.concatenate(by_quantiser, axis=1), dtype=np.int16)
+
+
+
+def quantisers_of(levels: NDArray[np.int16]) -> NDArray[np.int8]:
+    """Return the quantiser of each level, (components, tokens): paths begin in state 0."""
+    states = np.zeros(levels.shape, dtype=np.int8)
+    for row in range(1, len(levels)):
+        states[row] = NEXT_STATES[states[row - 1], levels[row - 1] & 1]
+    return states & 1
